@@ -1,0 +1,58 @@
+# Everything runs in .venv, which the first target that needs it creates.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo install check lint types imports unit test bench torture clean
+
+help:            ## this list
+	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+# torch goes first and by its exact version: a range would take the CUDA build.
+$(VENV)/.torch: constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch ..."
+	@$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "installing dovetail[demo] ..."
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "installing dovetail[dev] ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo            ## train a digit classifier, with something to look at
+	@$(BIN)/python examples/digits_classifier.py
+
+install: $(VENV)/.dev          ## only the environment, with every extra that the tests use
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow'
+
+check: lint types imports unit ## the fast part: ruff, mypy, import contracts, unit tests
+
+test: lint types imports       ## everything: check, slow and integration tests, doctests, examples
+	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -q -n 2 --doctest-modules src/dovetail
+
+bench: $(VENV)/.dev            ## side-by-side benchmarks, each printing ratios
+	$(BIN)/python benchmarks/loop.py
+
+clean:                         ## remove the environment and every cache
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,59 @@
+"""Dovetail: a PyTorch trainer whose pieces fit together at run time.
+
+Importing this package is light: torch is imported when a name that needs it is first touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dovetail.units import Batch, Batches, Epoch, Epochs, Progress, Record, Records, Update, Updates
+
+if TYPE_CHECKING:
+    from dovetail.data import DataLoader
+    from dovetail.history import History
+    from dovetail.trainers import SingleProcess, Trainer, TrainingContext, seed_everything
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "DataLoader",
+    "Epoch",
+    "Epochs",
+    "History",
+    "Progress",
+    "Record",
+    "Records",
+    "SingleProcess",
+    "Trainer",
+    "TrainingContext",
+    "Update",
+    "Updates",
+    "__version__",
+    "seed_everything",
+]
+
+_HOMES = {
+    "DataLoader": "dovetail.data",
+    "History": "dovetail.history",
+    "SingleProcess": "dovetail.trainers",
+    "Trainer": "dovetail.trainers",
+    "TrainingContext": "dovetail.trainers",
+    "seed_everything": "dovetail.trainers",
+}
+_PACKAGES = ("callbacks", "checkpoint", "data", "history", "trainers")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"dovetail.{name}")
+    raise AttributeError(f"module 'dovetail' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_PACKAGES})

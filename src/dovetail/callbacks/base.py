@@ -1,0 +1,204 @@
+"""What a callback is, and how the loop finds the hooks that are really there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["Callback", "Callbacks", "Report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the loop brings to the host at every reporting period.
+
+    Attributes:
+        metrics: Sample-weighted means over the batches of the running epoch, by name (`loss`, …).
+        losses: The loss of each batch since the last report.
+        first_batch: The number of the first of these batches, counted from 0 since training began.
+    """
+
+    metrics: Mapping[str, float]
+    losses: Sequence[float]
+    first_batch: int
+
+
+class Callback:
+    """Watches training. Override the hooks you need; the loop never calls the others.
+
+    Every hook gets the training context, which knows the progress (`context.progress`), the history, the
+    model, and how to end training (`context.stop(reason)`).
+
+    Example:
+        >>> class Announce(Callback):
+        ...     def on_epoch_end(self, context, metrics):
+        ...         print(f"epoch {context.progress.epoch}: loss {metrics['train_loss']:.3f}")
+    """
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Once, after setup and before the first batch."""
+
+    def on_epoch_start(self, context: TrainingContext) -> None:
+        """Before the first batch of an epoch; not again when an epoch is resumed in its middle."""
+
+    def on_step_start(self, context: TrainingContext, batch: Any) -> None:
+        """Before every training batch; its index in the epoch is `context.progress.batch`."""
+
+    def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
+        """Before an optimizer steps: its gradients are complete, unscaled and clipped by the trainer."""
+
+    def on_update(self, context: TrainingContext) -> None:
+        """After every real optimizer step, with `context.progress.updates` counting it."""
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        """After every training batch, with what `train_step` returned."""
+
+    def on_report(self, context: TrainingContext, report: Report) -> None:
+        """Every reporting period, with numbers that are on the host already."""
+
+    def on_validation_start(self, context: TrainingContext) -> None:
+        """Before every validation pass."""
+
+    def on_test_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        """After every batch of validation, test or `inference`, with what `test_step` returned."""
+
+    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """After every validation pass, with names such as `valid_loss`."""
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """After an epoch and its validation, with names such as `train_loss` and `valid_loss`."""
+
+    def on_checkpoint(self, context: TrainingContext, path: Path) -> None:
+        """After a checkpoint was written."""
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        """When training ends by an error, before it goes on to the caller."""
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Once, after the last batch, when no error was raised."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep for this callback; nothing by default."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class Callbacks:
+    """An ordered list of callbacks and, for each hook, the bound methods that override it.
+
+    The tuples (`callbacks.on_step_end`, …) are what the loop walks: a hook that nobody overrides costs nothing.
+
+    Example:
+        >>> class Count(Callback):
+        ...     def on_step_end(self, context, output): ...
+        >>> callbacks = Callbacks([Count])
+        >>> len(callbacks.on_step_end), len(callbacks.on_step_start)
+        (1, 0)
+    """
+
+    on_train_start: tuple[Callable[[TrainingContext], None], ...]
+    on_epoch_start: tuple[Callable[[TrainingContext], None], ...]
+    on_step_start: tuple[Callable[[TrainingContext, Any], None], ...]
+    on_gradients: tuple[Callable[[TrainingContext, Optimizer], None], ...]
+    on_update: tuple[Callable[[TrainingContext], None], ...]
+    on_step_end: tuple[Callable[[TrainingContext, Mapping[str, Any]], None], ...]
+    on_report: tuple[Callable[[TrainingContext, Report], None], ...]
+    on_validation_start: tuple[Callable[[TrainingContext], None], ...]
+    on_test_step_end: tuple[Callable[[TrainingContext, Mapping[str, Any]], None], ...]
+    on_validation_end: tuple[Callable[[TrainingContext, Mapping[str, float]], None], ...]
+    on_epoch_end: tuple[Callable[[TrainingContext, Mapping[str, float]], None], ...]
+    on_checkpoint: tuple[Callable[[TrainingContext, Path], None], ...]
+    on_exception: tuple[Callable[[TrainingContext, BaseException], None], ...]
+    on_train_end: tuple[Callable[[TrainingContext], None], ...]
+
+    def __init__(self, callbacks: Iterable[Any] = ()) -> None:
+        self._callbacks: list[Callback] = []
+        self._bind()
+        self.add(*callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def add(self, *callbacks: Any, first: bool = False) -> None:
+        """Append callbacks, given as instances or as classes that need no argument.
+
+        Objects with plato's hook names (`TrainerCallback`) are adapted.
+
+        Args:
+            callbacks: What to add, in order.
+            first: Put them before those that are there already.
+        """
+        made = [_as_callback(callback) for callback in callbacks]
+        self._callbacks = made + self._callbacks if first else self._callbacks + made
+        self._bind()
+
+    def remove(self, *callbacks: Callback) -> None:
+        """Take callbacks off the list; those that are not on it are passed over."""
+        self._callbacks = [callback for callback in self._callbacks if all(callback is not it for it in callbacks)]
+        self._bind()
+
+    def _bind(self) -> None:
+        for hook in _HOOKS:
+            overridden = (
+                getattr(callback, hook)
+                for callback in self._callbacks
+                if getattr(type(callback), hook) is not getattr(Callback, hook)
+            )
+            setattr(self, hook, tuple(overridden))
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state of every callback that has one, with its class name and its place among its kind."""
+        return [{"name": name, "state": state} for name, callback in self._named() if (state := callback.state_dict())]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Give every callback its state back.
+
+        Returns:
+            The names in `states` that no present callback answers to.
+        """
+        present = dict(self._named())
+        unclaimed = []
+        for entry in states:
+            callback = present.get(entry["name"])
+            if callback is None:
+                unclaimed.append(str(entry["name"]))
+            else:
+                callback.load_state_dict(entry["state"])
+        return unclaimed
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        seen: dict[str, int] = {}
+        for callback in self._callbacks:
+            kind = type(callback).__name__
+            seen[kind] = number = seen.get(kind, 0) + 1
+            yield (kind if number == 1 else f"{kind}#{number}"), callback
+
+
+def _as_callback(candidate: Any) -> Callback:
+    from dovetail.callbacks.plato import PlatoAdapter, TrainerCallback
+
+    made = candidate() if isinstance(candidate, type) else candidate
+    if isinstance(made, Callback):
+        return made
+    if isinstance(made, TrainerCallback):
+        return PlatoAdapter(made)
+    raise ConfigError(
+        f"callbacks: expected a dovetail.callbacks.Callback or TrainerCallback (class or instance), got {candidate!r}"
+    )

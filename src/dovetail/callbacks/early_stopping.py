@@ -1,0 +1,252 @@
+"""Ending a training that has got what it can get."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dovetail.callbacks.monitor import Mode, Monitor
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["EarlyStopping", "ImprovementWindow", "StopWhen"]
+
+
+class _Stopper(Monitor):
+    """Stops training when its verdict, a pure function of its state, says so."""
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Stop at once a run that is resumed from after the verdict: it was over."""
+        super().on_train_start(context)
+        self._stop_if_due(context)
+
+    def observe(self, context: TrainingContext, value: float) -> None:
+        """Take in a value, and stop training if it was one too many."""
+        self._take(context, value)
+        self._stop_if_due(context)
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Give the next `fit` of the same trainer a new chance."""
+        if self._verdict() is not None:
+            self._forget()
+
+    @abstractmethod
+    def _take(self, context: TrainingContext, value: float) -> None: ...
+
+    @abstractmethod
+    def _verdict(self) -> str | None: ...
+
+    @abstractmethod
+    def _forget(self) -> None: ...
+
+    def _stop_if_due(self, context: TrainingContext) -> None:
+        reason = self._verdict()
+        if reason is not None:
+            context.stop(reason)
+
+
+class EarlyStopping(_Stopper):
+    """Stop when a metric has not improved for some time.
+
+    It counts values: validations, or epochs for a metric of training. A NaN is no improvement.
+
+    Args:
+        monitor: The metric to follow.
+        patience: Stop after so many values in a row without an improvement.
+        min_delta: A value must be better than the best one by more than this.
+        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+        restore_best: Put the best weights back into the model when training ends, however it ends, errors
+            excepted. The weights are those in the model when the callback is called: list it before `EMA` to keep
+            the average that was validated.
+
+    Attributes:
+        best: The best value so far, or None.
+        best_epoch: The epoch it is from, counted from 1, or None.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> stopping, context = EarlyStopping(patience=2), TrainingContext()
+        >>> for loss in (3.0, 2.0, 2.5, 2.2):
+        ...     context.progress.epoch += 1
+        ...     stopping.on_validation_end(context, {"valid_loss": loss})
+        >>> context.stop_reason
+        'valid_loss has not improved 2 times in a row (best: 2 in epoch 2)'
+    """
+
+    def __init__(
+        self,
+        monitor: str = "valid_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Mode | None = None,
+        restore_best: bool = False,
+    ) -> None:
+        super().__init__(monitor, mode)
+        if patience < 1:
+            raise ConfigError(f"EarlyStopping: patience: expected at least 1, got {patience!r}")
+        if min_delta < 0:
+            raise ConfigError(f"EarlyStopping: min_delta: expected a number that is not negative, got {min_delta!r}")
+        self.patience = patience
+        self.min_delta = min_delta
+        self.restore_best = restore_best
+        self.best: float | None = None
+        self.best_epoch: int | None = None
+        self._num_worse = 0
+        self._weights: dict[str, Any] | None = None
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Put the best weights back, if that was wanted."""
+        super().on_train_end(context)
+        if self.restore_best and self._weights is not None:
+            assert context.model is not None
+            context.model.load_state_dict(self._weights)
+
+    def _take(self, context: TrainingContext, value: float) -> None:
+        is_better = value == value if self.best is None else self._gain(value, self.best) > self.min_delta
+        if not is_better:
+            self._num_worse += 1
+            return
+        self._num_worse = 0
+        self.best = value
+        self.best_epoch = context.progress.epoch + (context.progress.batch > 0)
+        if self.restore_best:
+            assert context.model is not None
+            self._weights = _copies(context.model.state_dict())
+
+    def _verdict(self) -> str | None:
+        if self._num_worse < self.patience:
+            return None
+        best = "no best value" if self.best is None else f"best: {self.best:.4g} in epoch {self.best_epoch}"
+        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return f"{self.monitor} has not improved{by} {self._num_worse} times in a row ({best})"
+
+    def _forget(self) -> None:
+        self._num_worse = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, the count since then and, if they are to be restored, the best weights."""
+        return {
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "num_worse": self._num_worse,
+            "weights": self._weights,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.best, self.best_epoch, self._num_worse = state["best"], state["best_epoch"], state["num_worse"]
+        self._weights = None if state["weights"] is None else _copies(state["weights"])
+
+
+class StopWhen(_Stopper):
+    """Stop as soon as a metric is as good as wanted.
+
+    Args:
+        monitor: The metric to follow.
+        threshold: The value that is good enough; it is included.
+        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> context = TrainingContext()
+        >>> StopWhen("valid_accuracy", 0.9).on_validation_end(context, {"valid_accuracy": 0.95})
+        >>> context.stop_reason
+        'valid_accuracy is 0.95, 0.9 was wanted'
+    """
+
+    def __init__(self, monitor: str, threshold: float, mode: Mode | None = None) -> None:
+        super().__init__(monitor, mode)
+        self.threshold = threshold
+        self._value: float | None = None
+
+    def _take(self, context: TrainingContext, value: float) -> None:
+        self._value = value
+
+    def _verdict(self) -> str | None:
+        if self._value is None or not self._gain(self._value, self.threshold) >= 0:
+            return None
+        return f"{self.monitor} is {self._value:.4g}, {self.threshold:.4g} was wanted"
+
+    def _forget(self) -> None:
+        self._value = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest value."""
+        return {"value": self._value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._value = state["value"]
+
+
+class ImprovementWindow(_Stopper):
+    """Stop when a metric has gained too little over the last epochs.
+
+    It compares the newest value with the one `num_epochs` values ago, and so needs `num_epochs + 1` of them.
+
+    Args:
+        num_epochs: The length of the window.
+        improv: The gain over the window below which training stops: the increase of a metric whose large values are
+            good, the decrease of a loss.
+        monitor: The metric to follow.
+        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> window, context = ImprovementWindow(num_epochs=3, improv=0.01), TrainingContext()
+        >>> for accuracy in (0.1, 0.2, 0.3, 0.3, 0.3, 0.3):
+        ...     assert context.stop_reason is None
+        ...     window.on_validation_end(context, {"valid_accuracy": accuracy})
+        >>> context.stop_reason
+        'valid_accuracy has gained 0 over the last 3 values, 0.01 was wanted'
+    """
+
+    def __init__(
+        self, num_epochs: int, improv: float, monitor: str = "valid_accuracy", mode: Mode | None = None
+    ) -> None:
+        super().__init__(monitor, mode)
+        if num_epochs < 1:
+            raise ConfigError(f"ImprovementWindow: num_epochs: expected at least 1, got {num_epochs!r}")
+        self.num_epochs = num_epochs
+        self.improv = improv
+        self._values: deque[float] = deque(maxlen=num_epochs + 1)
+
+    def _take(self, context: TrainingContext, value: float) -> None:
+        self._values.append(value)
+
+    def _verdict(self) -> str | None:
+        if len(self._values) <= self.num_epochs:
+            return None
+        gain = self._gain(self._values[-1], self._values[0])
+        # Written so that a NaN, which is no gain, stops too.
+        if gain >= self.improv:
+            return None
+        return (
+            f"{self.monitor} has gained {gain:.4g} over the last {self.num_epochs} values, {self.improv:.4g} was wanted"
+        )
+
+    def _forget(self) -> None:
+        self._values.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values in the window."""
+        return {"values": list(self._values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._values = deque(state["values"], maxlen=self.num_epochs + 1)
+
+
+def _copies(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return weights that later training does not change."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in weights.items()
+    }

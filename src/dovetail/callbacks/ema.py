@@ -1,0 +1,172 @@
+"""A moving average of the weights, which is often better than the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.callbacks.base import Callback
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["EMA"]
+
+
+class EMA(Callback):
+    """Keep an exponential moving average of the trainable parameters.
+
+    After every update, `average = decay · average + (1 - decay) · parameter`, from the weights at the start of
+    training on. Buffers and frozen parameters are those of the model. The average of half-precision weights is kept
+    in float32. Training itself is not changed by a bit.
+
+    Args:
+        decay: The weight of the past.
+        every: Average at every n-th update only.
+        warmup: Let the decay rise as `(1 + n) / (10 + n)` over the first n averages until it reaches `decay`, so
+            that the random start is forgotten sooner.
+        validate_with_average: Validate the average instead of the training weights during `fit`.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> ema, context = EMA(decay=0.75), TrainingContext(model)
+        >>> _ = torch.nn.init.constant_(model.weight, 0.0)
+        >>> ema.on_train_start(context)
+        >>> _ = torch.nn.init.constant_(model.weight, 1.0)
+        >>> ema.on_update(context)
+        >>> ema.average_state_dict()
+        {'weight': tensor([[0.2500]])}
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        every: int = 1,
+        warmup: bool = False,
+        validate_with_average: bool = True,
+    ) -> None:
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"EMA: decay: expected a number from 0 to 1, got {decay!r}")
+        if every < 1:
+            raise ConfigError(f"EMA: every: expected at least 1, got {every!r}")
+        self.decay = decay
+        self.every = every
+        self.warmup = warmup
+        self.validate_with_average = validate_with_average
+        self.num_averaged = 0
+        self._model: nn.Module | None = None
+        self._averages: dict[str, Tensor] = {}
+        # The same tensors as lists, in one order: what the update walks.
+        self._parameters: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        self._is_mixed = False
+        self._training_weights: list[Tensor] | None = None
+        self._is_loaded = False
+
+    def average_state_dict(self) -> dict[str, Any]:
+        """Return a copy of the model's state with the average in place of the trainable parameters."""
+        if self._model is None:
+            raise ConfigError("EMA: there is no average yet: it begins with the training")
+        by_parameter = dict(zip(map(id, self._parameters), self._targets, strict=True))
+        state = {
+            name: value.detach().clone() if isinstance(value, Tensor) else value
+            for name, value in self._model.state_dict().items()
+        }
+        # With the duplicates: tied weights have several names.
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if id(parameter) in by_parameter and name in state:
+                state[name] = by_parameter[id(parameter)].to(parameter.dtype, copy=True)
+        return state
+
+    def apply_to(self, model: nn.Module) -> None:
+        """Give a model, the trained one or another of the same form, the average and the current buffers."""
+        model.load_state_dict(self.average_state_dict())
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Begin the average, or go on with it."""
+        assert context.model is not None
+        if context.model is not self._model:
+            if self._model is not None and not self._is_loaded:
+                self._averages, self.num_averaged = {}, 0
+            self._model = context.model
+        self._is_loaded = False
+        self._bind(context.model)
+
+    def on_epoch_start(self, context: TrainingContext) -> None:
+        """Begin the average of parameters that were unfrozen since."""
+        assert context.model is not None
+        self._bind(context.model)
+
+    def on_update(self, context: TrainingContext) -> None:
+        """Take the new weights into the average."""
+        if self.every > 1 and context.progress.updates % self.every:
+            return
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.num_averaged) / (10 + self.num_averaged))
+        self.num_averaged += 1
+        parameters = self._parameters
+        with torch.no_grad():
+            if self._is_mixed:
+                parameters = [
+                    parameter.to(target.dtype) for parameter, target in zip(parameters, self._targets, strict=True)
+                ]
+            torch._foreach_lerp_(self._targets, parameters, 1 - decay)
+
+    def on_validation_start(self, context: TrainingContext) -> None:
+        """Lend the model the average."""
+        if self.validate_with_average:
+            self._training_weights = [parameter.detach().clone() for parameter in self._parameters]
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, self._targets)
+
+    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Give the model its training weights back."""
+        self._give_back()
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        """Give the model its training weights back when validation fails."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._training_weights is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, self._training_weights)
+            self._training_weights = None
+
+    def _bind(self, model: nn.Module) -> None:
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for name, parameter in trainable.items():
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            known = self._averages.get(name)
+            if known is None:
+                self._averages[name] = parameter.detach().to(dtype, copy=True)
+            elif known.shape != parameter.shape:
+                raise ConfigError(
+                    f"EMA: the average of {name!r} has the shape {tuple(known.shape)}, "
+                    f"the parameter {tuple(parameter.shape)}: it is of another model"
+                )
+            else:
+                self._averages[name] = known.to(parameter.device, dtype)
+        # A parameter that was frozen again keeps its average out of the model, and waits here.
+        self._parameters = list(trainable.values())
+        self._targets = [self._averages[name] for name in trainable]
+        self._is_mixed = any(
+            parameter.dtype != target.dtype for parameter, target in zip(self._parameters, self._targets, strict=True)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average and how many weights went into it."""
+        return {"averages": dict(self._averages), "num_averaged": self.num_averaged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._averages = {name: average.detach().clone() for name, average in state["averages"].items()}
+        self.num_averaged = int(state["num_averaged"])
+        self._is_loaded = True

@@ -1,0 +1,111 @@
+"""Keeping gradients small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from dovetail.callbacks.base import Callback
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["GradientClipping"]
+
+
+class GradientClipping(Callback):
+    """Clip gradients by their norm or by value before an optimizer steps.
+
+    The gradients are complete (after accumulation) and unscaled (under mixed precision). The norm is that of all
+    gradients of the optimizer that is about to step: two optimizers are clipped each on their own.
+
+    Args:
+        max_norm: Scale the gradients down so that their norm is at most this.
+        max_value: Limit every element to this magnitude. Exactly one of the two is given.
+        norm_type: Which norm: 2.0 is the Euclidean one, `math.inf` the largest magnitude.
+        log: Record, in the history at the end of every epoch under the stage `gradients`, the mean size of the
+            gradients before they were clipped (`size`: their norm, or their largest magnitude) and the share of
+            the steps in which they were too large (`clipped`). Further optimizers than the first have their number
+            in the name: `size_1`, `clipped_1`.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> GradientClipping(max_norm=1.0).on_gradients(TrainingContext(), torch.optim.SGD([weight]))
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        norm_type: float = 2.0,
+        log: bool = False,
+    ) -> None:
+        limits = [limit for limit in (max_norm, max_value) if limit is not None]
+        if len(limits) != 1 or not limits[0] > 0:
+            raise ConfigError(
+                "GradientClipping: expected exactly one positive limit, max_norm or max_value, "
+                f"got max_norm={max_norm!r} and max_value={max_value!r}"
+            )
+        self.max_norm = max_norm
+        self.max_value = max_value
+        self.norm_type = norm_type
+        self.log = log
+        # Sum of sizes, clipped steps and all steps of the running epoch, for each optimizer by its place.
+        self._tallies: dict[int, Tensor] = {}
+
+    def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
+        """Clip what the optimizer is about to use."""
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
+        if self.max_norm is not None:
+            size = clip_grad_norm_(parameters, self.max_norm, self.norm_type)
+            if self.log:
+                self._count(context, optimizer, size, self.max_norm)
+        elif self.max_value is not None:
+            if self.log:
+                gradients = [parameter.grad for parameter in parameters]
+                self._count(context, optimizer, get_total_norm(gradients, torch.inf), self.max_value)
+            clip_grad_value_(parameters, self.max_value)
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Record the sizes of the epoch."""
+        record: dict[str, float] = {}
+        for place, tally in sorted(self._tallies.items()):
+            size, clipped, steps = tally.tolist()
+            suffix = f"_{place}" if place else ""
+            record[f"size{suffix}"], record[f"clipped{suffix}"] = size / steps, clipped / steps
+        if record:
+            progress = context.progress
+            context.history.record(
+                "gradients", record, epoch=progress.epoch, batches=progress.batches, updates=progress.updates
+            )
+        self._tallies.clear()
+
+    def _count(self, context: TrainingContext, optimizer: Optimizer, size: Tensor, limit: float) -> None:
+        # On the device: reading the norm at every step would wait for it.
+        place = next(index for index, known in enumerate(context.optimizers) if known is optimizer)
+        entry = torch.stack([size, (size > limit).to(size.dtype), torch.ones_like(size)])
+        known = self._tallies.get(place)
+        self._tallies[place] = entry if known is None else entry + known.to(entry.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of the running epoch."""
+        tallies = {str(place): tally for place, tally in self._tallies.items()}
+        return {"tallies": tallies} if self.log else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._tallies = {int(place): tally for place, tally in state["tallies"].items()}

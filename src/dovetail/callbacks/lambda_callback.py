@@ -1,0 +1,45 @@
+"""A callback from functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dovetail.callbacks.base import Callback
+from dovetail.errors import ConfigError, UnknownNameError
+
+__all__ = ["LambdaCallback"]
+
+_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class LambdaCallback(Callback):
+    """Call functions at the hooks they are given for.
+
+    Args:
+        hooks: Functions by the name of their hook, each with the arguments of that hook.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> callback = LambdaCallback(on_epoch_end=lambda context, metrics: print(metrics))
+        >>> callback.on_epoch_end(TrainingContext(), {"train_loss": 0.5})
+        {'train_loss': 0.5}
+    """
+
+    def __new__(cls, **hooks: Callable[..., Any]) -> LambdaCallback:
+        """Make a class with just these hooks, since the loop calls what a class overrides and nothing else."""
+        for name, function in hooks.items():
+            if name not in _HOOKS:
+                raise UnknownNameError("hook", name, _HOOKS)
+            if not callable(function):
+                raise ConfigError(f"LambdaCallback: {name}: expected a function, got {function!r}")
+        functions = {name: staticmethod(function) for name, function in hooks.items()}
+        return super().__new__(type(cls.__name__, (cls,), {"__module__": cls.__module__, **functions}))
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        self._hooks = hooks
+
+    def __reduce__(self) -> tuple[partial[LambdaCallback], tuple[()]]:
+        # Another process makes its own class.
+        return partial(LambdaCallback, **self._hooks), ()

@@ -1,0 +1,204 @@
+"""Metrics as rows of a file that other programs read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["CSVLogger", "JSONLLogger"]
+
+
+class _RowLogger(Callback, ABC):
+    """One row per epoch, and per validation inside an epoch: where training stood, and all metrics.
+
+    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of; what the
+    lost part of the run had written after them is dropped.
+
+    Args:
+        path: The file; folders on the way are created.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._rows: list[dict[str, Any]] = []
+        # Where the last row begins and ends: an epoch takes the place of the validation at its end.
+        self._start = self._end = 0
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Make the file hold the rows so far."""
+        self._write_all()
+
+    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Write a row."""
+        self._add(context, metrics)
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Write a row, in place of that of the validation at the epoch's end."""
+        self._add(context, metrics)
+
+    def _add(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        progress = context.progress
+        row = {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates, **metrics}
+        replaces = bool(self._rows) and int(self._rows[-1]["batches"]) == progress.batches
+        if replaces:
+            row = {**self._rows.pop(), **row}
+        self._rows.append(row)
+        if self._fits(row):
+            self._write_last(self._start if replaces else self._end)
+        else:
+            self._write_all()
+
+    def _write_last(self, start: int) -> None:
+        content = self._encode(self._rows[-1:])
+        with self.path.open("rb+") as file:
+            file.truncate(start)
+            file.seek(start)
+            file.write(content)
+        self._start, self._end = start, start + len(content)
+
+    def _write_all(self) -> None:
+        """Write the file anew: beside its name first, so that a reader never sees half of it."""
+        self._adopt(self._rows)
+        content = self._head() + self._encode(self._rows)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(self.path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        self._end = len(content)
+        self._start = self._end - len(self._encode(self._rows[-1:]))
+
+    @abstractmethod
+    def _encode(self, rows: Iterable[Mapping[str, Any]]) -> bytes: ...
+
+    @abstractmethod
+    def _decode(self, lines: Iterable[str]) -> Iterable[dict[str, Any]]: ...
+
+    def _head(self) -> bytes:
+        return b""
+
+    def _fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row can follow the others as they are."""
+        return True
+
+    def _adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Make room for everything in `rows`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of rows written."""
+        return {"rows": len(self._rows)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Read the rows that were written before; the file is cut to them when training starts."""
+        number = int(state["rows"])
+        self._rows = []
+        if self.path.exists():
+            with self.path.open(encoding="utf-8", newline="") as file:
+                self._rows = list(itertools.islice(self._decode(file), number))
+        if len(self._rows) < number:
+            warnings.warn(
+                f"{self.path} has {len(self._rows)} rows, the checkpoint knows of {number}: the others are lost",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+class CSVLogger(_RowLogger):
+    """Write metrics as comma-separated values: a row per epoch, and per validation inside an epoch.
+
+    The first columns say where training stood: `epoch`, `batches`, `updates`. A metric that appears later becomes a
+    new column; rows without it have an empty cell.
+
+    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of.
+
+    Args:
+        path: The file; folders on the way are created.
+
+    Example:
+        >>> import tempfile
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> context, logger = TrainingContext(), CSVLogger(Path(tempfile.mkdtemp()) / "log.csv")
+        >>> logger.on_train_start(context)
+        >>> logger.on_epoch_end(context, {"train_loss": 0.5})
+        >>> print(logger.path.read_text(), end="")
+        epoch,batches,updates,train_loss
+        0,0,0,0.5
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._columns: list[str] = []
+
+    def _encode(self, rows: Iterable[Mapping[str, Any]]) -> bytes:
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
+        return text.getvalue().encode()
+
+    def _decode(self, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+        for row in csv.DictReader(lines):
+            yield {name: value for name, value in row.items() if value}
+
+    def _head(self) -> bytes:
+        text = io.StringIO(newline="")
+        if self._columns:
+            csv.writer(text, lineterminator="\n").writerow(self._columns)
+        return text.getvalue().encode()
+
+    def _fits(self, row: Mapping[str, Any]) -> bool:
+        return row.keys() <= set(self._columns)
+
+    def _adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._columns = list(dict.fromkeys(name for row in rows for name in row))
+
+
+class JSONLLogger(_RowLogger):
+    """Write metrics as JSON lines: an object per epoch, and per validation inside an epoch.
+
+    Every object says where training stood: `epoch`, `batches`, `updates`. JSON has no NaN and no infinity: they are the
+    strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+
+    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of.
+
+    Args:
+        path: The file; folders on the way are created.
+
+    Example:
+        >>> import tempfile
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> context, logger = TrainingContext(), JSONLLogger(Path(tempfile.mkdtemp()) / "log.jsonl")
+        >>> logger.on_train_start(context)
+        >>> logger.on_epoch_end(context, {"train_loss": 0.5})
+        >>> print(logger.path.read_text(), end="")
+        {"epoch": 0, "batches": 0, "updates": 0, "train_loss": 0.5}
+    """
+
+    def _encode(self, rows: Iterable[Mapping[str, Any]]) -> bytes:
+        return b"".join(
+            json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False).encode() + b"\n"
+            for row in rows
+        )
+
+    def _decode(self, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+        return map(json.loads, lines)
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,97 @@
+"""Callbacks that follow one metric: when it is looked at, and which direction is good."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from dovetail.callbacks.base import Callback
+from dovetail.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["Mode", "Monitor", "mode_of"]
+
+Mode = Literal["min", "max"]
+
+_SMALL_IS_GOOD = frozenset({"loss", "error", "err", "mse", "rmse", "mae", "mape", "perplexity", "ppl", "nll", "fid"})
+_LARGE_IS_GOOD = frozenset(
+    {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "score", "bleu", "rouge", "iou", "dice", "psnr"}
+)
+
+
+def mode_of(monitor: str) -> Mode:
+    """Return whether small (`min`) or large (`max`) values of a metric are good, by the words of its name.
+
+    Raises:
+        ConfigError: The name says neither or both.
+
+    Example:
+        >>> mode_of("valid_loss"), mode_of("valid_accuracy")
+        ('min', 'max')
+    """
+    words = set(re.findall(r"[a-z]+1?", monitor.lower()))
+    falls, rises = bool(words & _SMALL_IS_GOOD), bool(words & _LARGE_IS_GOOD)
+    if falls == rises:
+        raise ConfigError(f"monitor {monitor!r}: give mode='min' or mode='max', its name does not say which is good")
+    return "min" if falls else "max"
+
+
+class Monitor(Callback, ABC):
+    """Hands every new value of one metric to `observe`.
+
+    A metric of validation (`valid_…`) is looked at after each validation, any other at the end of each epoch. A
+    metric that does not exist is an error the first time it is missed.
+
+    Args:
+        monitor: The name of the metric.
+        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+    """
+
+    def __init__(self, monitor: str, mode: Mode | None = None) -> None:
+        if mode not in (None, "min", "max"):
+            raise ConfigError(f"{type(self).__name__}: mode: expected 'min', 'max' or None, got {mode!r}")
+        self.monitor = monitor
+        self.mode: Mode = mode_of(monitor) if mode is None else mode
+
+    @abstractmethod
+    def observe(self, context: TrainingContext, value: float) -> None:
+        """Take in the newest value."""
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Refuse a metric of validation where nothing is ever validated."""
+        if self._of_validation and context.plan is not None and context.plan.validate is None:
+            raise ConfigError(
+                f"{type(self).__name__} monitors {self.monitor!r}, but this run validates nothing: "
+                "pass validation data, or monitor a metric of training such as 'train_loss'"
+            )
+
+    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Look at a metric of validation."""
+        if self._of_validation:
+            self.observe(context, self._pick(metrics))
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Look at any other metric."""
+        if not self._of_validation:
+            self.observe(context, self._pick(metrics))
+        elif context.validated_at == context.progress.batches:
+            # A validation pass that measured nothing has no on_validation_end.
+            self._pick(metrics)
+
+    @property
+    def _of_validation(self) -> bool:
+        return self.monitor.startswith("valid_")
+
+    def _pick(self, metrics: Mapping[str, float]) -> float:
+        try:
+            return metrics[self.monitor]
+        except KeyError:
+            raise UnknownNameError(f"metric for {type(self).__name__} to monitor", self.monitor, metrics) from None
+
+    def _gain(self, value: float, reference: float) -> float:
+        """How much better a value is than another; NaN if they cannot be compared."""
+        return reference - value if self.mode == "min" else value - reference

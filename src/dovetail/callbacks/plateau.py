@@ -1,0 +1,111 @@
+"""Lowering the learning rate where a metric no longer moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dovetail.callbacks.monitor import Mode, Monitor
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["ReduceOnPlateau"]
+
+
+class ReduceOnPlateau(Monitor):
+    """Lower the learning rate of every optimizer when a metric has not improved for some time.
+
+    The rule is that of `torch.optim.lr_scheduler.ReduceLROnPlateau`, applied after every validation, or at the end of
+    every epoch for a metric of training.
+
+    Args:
+        monitor: The metric to follow.
+        factor: What the rates are multiplied by.
+        patience: How many values in a row may be no better before the rates fall.
+        threshold: How much better a value must be to count.
+        threshold_mode: Whether `threshold` is relative to the best value (`rel`) or a difference (`abs`).
+        cooldown: Values to pass over after the rates have fallen.
+        min_lr: The lowest rate, one for all parameter groups or one each.
+        eps: A change smaller than this is not made.
+        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> context, plateau = TrainingContext(), ReduceOnPlateau(patience=0, factor=0.5)
+        >>> context.optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.1)]
+        >>> plateau.on_train_start(context)
+        >>> for loss in (2.0, 2.0):
+        ...     plateau.on_validation_end(context, {"valid_loss": loss})
+        >>> context.optimizer.param_groups[0]["lr"]
+        0.05
+    """
+
+    def __init__(
+        self,
+        monitor: str = "valid_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: Literal["rel", "abs"] = "rel",
+        cooldown: int = 0,
+        min_lr: float | Sequence[float] = 0.0,
+        eps: float = 1e-8,
+        mode: Mode | None = None,
+    ) -> None:
+        super().__init__(monitor, mode)
+        if not 0 < factor < 1:
+            raise ConfigError(f"ReduceOnPlateau: factor: expected a number between 0 and 1, got {factor!r}")
+        if threshold_mode not in ("rel", "abs"):
+            raise ConfigError(f"ReduceOnPlateau: threshold_mode: expected 'rel' or 'abs', got {threshold_mode!r}")
+        self._settings: dict[str, Any] = {
+            "mode": self.mode,
+            "factor": factor,
+            "patience": patience,
+            "threshold": threshold,
+            "threshold_mode": threshold_mode,
+            "cooldown": cooldown,
+            "min_lr": min_lr if isinstance(min_lr, (int, float)) else list(min_lr),
+            "eps": eps,
+        }
+        self._schedulers: list[ReduceLROnPlateau] = []
+        self._loaded: list[Mapping[str, Any]] | None = None
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Bind to the optimizers of the run."""
+        super().on_train_start(context)
+        bound = [scheduler.optimizer for scheduler in self._schedulers]
+        if self._loaded is None and _same(bound, context.optimizers):
+            return
+        states = self._loaded or []
+        self._schedulers = [ReduceLROnPlateau(optimizer, **self._settings) for optimizer in context.optimizers]
+        for scheduler, state in zip(self._schedulers, states, strict=False):
+            # Only what was learned: the settings are those of the constructor.
+            scheduler.load_state_dict(dict(state))
+        self._loaded = None
+
+    def observe(self, context: TrainingContext, value: float) -> None:
+        """Give the value to every scheduler."""
+        for scheduler in self._schedulers:
+            scheduler.step(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the schedulers have learned."""
+        if self._loaded is not None:
+            return {"schedulers": self._loaded}
+        return {"schedulers": [{name: getattr(scheduler, name) for name in _LEARNED} for scheduler in self._schedulers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, when training starts."""
+        self._loaded = list(state["schedulers"])
+
+
+_LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+
+
+def _same(these: Sequence[object], those: Sequence[object]) -> bool:
+    return len(these) == len(those) and all(one is other for one, other in zip(these, those, strict=True))

@@ -1,0 +1,94 @@
+"""Plato's callback names, and the one adapter that makes them work here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dovetail.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["PlatoAdapter", "TrainerCallback"]
+
+
+class TrainerCallback:
+    """Plato's trainer callback: every event gets the trainer and its configuration.
+
+    Step events count updates, as in plato: within an accumulation window only the last batch fires
+    `on_train_step_end`. `batch` is the index of the batch in the epoch, not its content.
+
+    Example:
+        >>> class PrintLoss(TrainerCallback):
+        ...     def on_train_step_end(self, trainer, config, batch=None, loss=None, **kwargs):
+        ...         print(f"batch {batch}: {loss:.3f}")
+    """
+
+    def on_train_run_start(self, trainer: Any, config: Mapping[str, Any], **kwargs: Any) -> None:
+        """Before the first batch of a run."""
+
+    def on_train_run_end(self, trainer: Any, config: Mapping[str, Any], **kwargs: Any) -> None:
+        """After the last batch of a run."""
+
+    def on_train_epoch_start(self, trainer: Any, config: Mapping[str, Any], **kwargs: Any) -> None:
+        """Before the first batch of an epoch."""
+
+    def on_train_epoch_end(self, trainer: Any, config: Mapping[str, Any], **kwargs: Any) -> None:
+        """After an epoch."""
+
+    def on_train_step_start(
+        self, trainer: Any, config: Mapping[str, Any], batch: int | None = None, **kwargs: Any
+    ) -> None:
+        """Before a training batch."""
+
+    def on_train_step_end(
+        self,
+        trainer: Any,
+        config: Mapping[str, Any],
+        batch: int | None = None,
+        loss: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """After an update, with the detached loss of its last batch."""
+
+
+class PlatoAdapter(Callback):
+    """Calls a `TrainerCallback` at our events.
+
+    Args:
+        callback: The callback to call; its state, if it has `state_dict`, stays its own business.
+    """
+
+    def __init__(self, callback: TrainerCallback) -> None:
+        self.callback = callback
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Fire `on_train_run_start`."""
+        self.callback.on_train_run_start(context.trainer, context.config)
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Fire `on_train_run_end`."""
+        self.callback.on_train_run_end(context.trainer, context.config)
+
+    def on_epoch_start(self, context: TrainingContext) -> None:
+        """Fire `on_train_epoch_start`."""
+        self.callback.on_train_epoch_start(context.trainer, context.config)
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Fire `on_train_epoch_end`."""
+        self.callback.on_train_epoch_end(context.trainer, context.config)
+
+    def on_step_start(self, context: TrainingContext, batch: Any) -> None:
+        """Fire `on_train_step_start` with the index of the batch."""
+        self.callback.on_train_step_start(context.trainer, context.config, batch=context.progress.batch)
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        """Fire `on_train_step_end` when the batch closed its accumulation window."""
+        if context.window.closes:
+            self.callback.on_train_step_end(
+                context.trainer,
+                context.config,
+                batch=context.progress.batch - 1,
+                loss=output["loss"].detach(),
+            )

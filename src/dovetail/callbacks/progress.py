@@ -1,0 +1,381 @@
+"""Showing how training goes: on a terminal, in a notebook, or as lines of a log."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dovetail.callbacks.base import Callback, Report
+from dovetail.errors import ConfigError
+from dovetail.units import Batches, Epochs
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["ProgressDisplay"]
+
+
+class ProgressDisplay(Callback):
+    """Show the running epoch as a bar, and leave one line for every epoch.
+
+    On a terminal the bar has the batches, the running means of loss and metrics, the learning rate, the speed and
+    the time that is left. In a notebook bar and lines are one output that is updated in place. Elsewhere (a file, a
+    pipe, a build server) there are only the lines. A validation inside an epoch has a line of its own, and so has the
+    reason why training was stopped.
+
+    Nothing happens in a step: the display looks at the reports of the loop and redraws itself from time to time.
+
+    Args:
+        refresh_per_second: How often the bar is drawn at most.
+        console: Where to draw; None for the standard output as it is when training starts.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> display, context = ProgressDisplay(console=Console(width=100, force_terminal=False)), TrainingContext()
+        >>> display.on_train_start(context)
+        >>> context.progress.epoch += 1
+        >>> display.on_epoch_end(context, {"train_loss": 0.5, "valid_loss": 0.25})  # doctest: +ELLIPSIS
+        epoch 1  train loss 0.5000  valid loss 0.2500  ...s
+    """
+
+    def __init__(self, refresh_per_second: float = 4.0, console: Console | None = None) -> None:
+        if not refresh_per_second > 0:
+            raise ConfigError(f"ProgressDisplay: refresh_per_second: expected more than 0, got {refresh_per_second!r}")
+        self.refresh_per_second = refresh_per_second
+        self._console = console
+        self._surface: _Surface = _Surface()
+        self._period = 1 / refresh_per_second
+        self._due = math.inf
+        self._clear_run()
+
+    def _clear_run(self) -> None:
+        self._best = math.inf
+        self._began = time.monotonic()
+        self._done_before: float | None = None
+        self._clear_epoch()
+
+    def _clear_epoch(self) -> None:
+        self._total: int | None = None
+        self._label = ""
+        self._first_batch = 0
+        self._epoch_began = self._training_began = self._validation_began = time.monotonic()
+        self._metrics: Mapping[str, float] = {}
+        self._validation: Mapping[str, float] = {}
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Find out where to draw."""
+        self._surface.close()
+        self._surface = _surface(self._console, self._period)
+        self._due = 0.0 if self._surface.has_bar else math.inf
+        self._clear_run()
+        self._begin_epoch(context)
+        self._done_before = self._done(context)
+
+    def on_epoch_start(self, context: TrainingContext) -> None:
+        """Begin a new bar."""
+        self._begin_epoch(context)
+        self._draw_if_due(context)
+
+    def on_report(self, context: TrainingContext, report: Report) -> None:
+        """Draw the bar, if the last time is long enough ago."""
+        self._metrics = report.metrics
+        self._draw_if_due(context)
+
+    def on_validation_start(self, context: TrainingContext) -> None:
+        """Say that validation runs."""
+        self._validation_began = now = time.monotonic()
+        # At once in a long epoch, whose validation may be long too: until it ends there is no further report.
+        if self._surface.has_bar and (now >= self._due or now - self._epoch_began > self._period):
+            self._due = now + self._period
+            self._surface.show(self._bar(context, now, validates=True))
+
+    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Leave a line for a validation inside an epoch."""
+        self._training_began += time.monotonic() - self._validation_began
+        self._validation = metrics
+        # What ends with the epoch is in the epoch's line.
+        if context.progress.batch not in (0, self._total):
+            self._print_line(context, {}, at_batch=True)
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Leave a line for the epoch."""
+        self._validation = {name: value for name, value in metrics.items() if name.startswith("valid_")}
+        train = {name: value for name, value in metrics.items() if name not in self._validation}
+        self._print_line(context, train)
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        """Clear the screen for the error."""
+        self._close()
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Leave a line for an epoch that was not finished, and the reason of a stop."""
+        is_partial = context.progress.batch > 0
+        if is_partial or self._validation:
+            metrics = {f"train_{name}": value for name, value in self._metrics.items()} if is_partial else {}
+            self._print_line(context, metrics, at_batch=is_partial)
+        if context.stop_reason is not None:
+            self._surface.print(Text.assemble(("stopped: ", "bold yellow"), context.stop_reason))
+        self._close()
+
+    def _close(self) -> None:
+        self._surface.close()
+        self._surface, self._due = _Surface(), math.inf
+
+    # What is shown
+
+    def _begin_epoch(self, context: TrainingContext) -> None:
+        self._clear_epoch()
+        has_data = context.trainer is not None and context.data.get("train") is not None
+        self._total = context.trainer.num_batches("train") if has_data and context.trainer is not None else None
+        self._first_batch = context.progress.batch
+        number, last = context.progress.epoch + 1, self._last_epoch(context)
+        self._label = f"epoch {number}" if last is None else f"epoch {number:>{len(str(last))}}/{last}"
+
+    def _last_epoch(self, context: TrainingContext) -> int | None:
+        length = context.plan.max_length if context.plan is not None else None
+        if isinstance(length, Epochs):
+            return length.length
+        if isinstance(length, Batches) and self._total:
+            return math.ceil(length.length / self._total)
+        return None
+
+    def _draw_if_due(self, context: TrainingContext) -> None:
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + self._period
+            self._surface.show(self._bar(context, now))
+
+    def _bar(self, context: TrainingContext, now: float, *, validates: bool = False) -> RenderableType:
+        batch, total = context.progress.batch, self._total
+        # The end of an epoch is the start of the next in the counters, but not yet on the screen.
+        if validates and batch == 0 and total is not None:
+            batch = total
+        head = Text(self._label, "bold")
+        tail = [Text(self._count(batch) if total else f"batch {batch}")]
+        metrics = [_measure(name, value) for name, value in self._metrics.items()]
+        end = [Text("validating", "magenta")] if validates else self._speed(context, now)
+        width = self._surface.width - head.cell_len - 12
+        while len(metrics) > 1 and _width([*tail, *metrics, *end]) > width:
+            metrics.pop()
+        tail += metrics + end
+        row = Table.grid(padding=(0, 2, 0, 0))
+        if total:
+            # In steps of five, so that the bar does not dance when a number beside it gets a digit more.
+            room = (self._surface.width - head.cell_len - _width(tail) - 4) // 5 * 5
+            bar = ProgressBar(
+                total,
+                min(batch, total),
+                width=max(10, min(30, room)),
+                complete_style="cyan",
+                finished_style="green",
+            )
+            row.add_row(head, bar, Text("  ").join(tail))
+        else:
+            row.add_row(head, Text("  ").join(tail))
+        for column in row.columns:
+            column.no_wrap, column.overflow = True, "ellipsis"
+        return row
+
+    def _speed(self, context: TrainingContext, now: float) -> list[Text]:
+        shown = []
+        if context.optimizer is not None:
+            shown.append(_pair("lr", f"{float(context.optimizer.param_groups[0]['lr']):.2g}"))
+        seconds, batches = now - self._training_began, context.progress.batch - self._first_batch
+        if batches and seconds > 0:
+            rate = batches / seconds
+            shown.append(Text(f"{rate:.0f} it/s" if rate >= 10 else f"{rate:.2f} it/s", "dim"))
+        done, before = self._done(context), self._done_before
+        if done is not None and before is not None and done > before:
+            left = (now - self._began) * (1 - done) / (done - before)
+            shown.append(_pair("eta", _duration(left)))
+        return shown
+
+    def _done(self, context: TrainingContext) -> float | None:
+        """The share of the planned training that is done, or None where that is not known."""
+        if context.plan is None:
+            return None
+        length, progress = context.plan.max_length, context.progress
+        done: float = length.count(progress)
+        if isinstance(length, Epochs):
+            if not self._total:
+                return None
+            done += progress.batch / self._total
+        return done / length.length if length.length else None
+
+    def _print_line(self, context: TrainingContext, train: Mapping[str, float], *, at_batch: bool = False) -> None:
+        parts = [Text(self._label, "bold")]
+        if at_batch:
+            parts.append(Text(f"batch {self._count(context.progress.batch)}"))
+        parts += [self._stage("train", "cyan", train)] if train else []
+        parts += [self._stage("valid", "magenta", self._validation)] if self._validation else []
+        parts.append(Text(_duration(time.monotonic() - self._epoch_began, exact=True), "dim"))
+        self._validation = {}
+        self._surface.print(Text("  ").join(parts))
+
+    def _count(self, batch: int) -> str:
+        return f"{batch:>{len(str(self._total))}}/{self._total}" if self._total else str(batch)
+
+    def _stage(self, stage: str, style: str, metrics: Mapping[str, float]) -> Text:
+        loss = metrics.get("valid_loss", math.nan)
+        is_best = loss < self._best
+        self._best = loss if is_best else self._best
+        shown = [
+            _measure(name.removeprefix(f"{stage}_"), value, "bold green" if is_best and name == "valid_loss" else "")
+            for name, value in metrics.items()
+        ]
+        return Text(" ").join([Text(stage, style), *shown])
+
+
+class _Surface:
+    """Where lines stay and one bar changes; this one, between two runs, is nowhere."""
+
+    has_bar = False
+
+    @property
+    def width(self) -> int:
+        """The columns that a bar may take."""
+        return 80
+
+    def print(self, line: Text) -> None:
+        """Add a line that stays."""
+
+    def show(self, bar: RenderableType) -> None:
+        """Draw the bar anew."""
+
+    def close(self) -> None:
+        """Take the bar away; the lines stay."""
+
+
+class _Lines(_Surface):
+    """A file or a pipe: plain lines, never wrapped."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def print(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False)
+
+
+class _Terminal(_Surface):
+    """A terminal, on which the bar is drawn below the lines."""
+
+    has_bar = True
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        # Without its own thread: that would take the interpreter from the training, and draw what has not changed.
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    @property
+    def width(self) -> int:
+        return self._console.width
+
+    def print(self, line: Text) -> None:
+        self._live.update(Group())
+        self._console.print(line, highlight=False)
+
+    def show(self, bar: RenderableType) -> None:
+        self._live.start()
+        self._live.update(bar, refresh=True)
+
+    def close(self) -> None:
+        self._live.update(Group())
+        self._live.stop()
+
+
+class _Notebook(_Surface):
+    """A notebook: one output that is updated in place, with the newest lines and the bar."""
+
+    has_bar = True
+
+    def __init__(self, period: float, display: Callable[..., Any]) -> None:
+        self._period = period
+        self._display = display
+        self._handle: Any = None
+        self._lines: deque[Text] = deque(maxlen=_MAX_LINES)
+        self._num_lines = 0
+        self._due = 0.0
+
+    @property
+    def width(self) -> int:
+        return 110
+
+    def print(self, line: Text) -> None:
+        self._lines.append(line)
+        self._num_lines += 1
+        # A thousand short epochs are not a thousand messages to the browser.
+        if time.monotonic() >= self._due:
+            self.show(Group())
+
+    def show(self, bar: RenderableType) -> None:
+        self._due = time.monotonic() + self._period
+        hidden = self._num_lines - len(self._lines)
+        head = [Text(f"… {hidden} earlier lines", "dim")] if hidden else []
+        canvas = Console(file=io.StringIO(), record=True, width=self.width, force_terminal=True, force_jupyter=False)
+        canvas.print(Group(*head, *self._lines, bar), highlight=False)
+        content = {
+            "text/plain": canvas.export_text(clear=False),
+            "text/html": canvas.export_html(inline_styles=True, code_format=_HTML),
+        }
+        if self._handle is None:
+            self._handle = self._display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+
+    def close(self) -> None:
+        if self._num_lines or self._handle is not None:
+            self.show(Group())
+
+
+_MAX_LINES = 50
+_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.35;font-family:monospace">{code}</pre>'
+
+
+def _surface(console: Console | None, period: float) -> _Surface:
+    is_ours = console is None
+    console = console or Console()
+    if console.is_jupyter:
+        return _Notebook(period, import_module("IPython.display").display)
+    # FORCE_COLOR makes rich take a build server's log for a terminal.
+    is_log = is_ours and ("CI" in os.environ or not console.file.isatty())
+    return _Terminal(console) if console.is_interactive and not is_log else _Lines(console)
+
+
+def _measure(name: str, value: float, style: str = "") -> Text:
+    return _pair(name, _number(value), style if math.isfinite(value) else "bold red")
+
+
+def _pair(name: str, value: str, style: str = "") -> Text:
+    return Text.assemble((f"{name} ", "dim"), (value, style))
+
+
+def _width(parts: list[Text]) -> int:
+    return sum(part.cell_len for part in parts) + 2 * (len(parts) - 1)
+
+
+def _number(value: float) -> str:
+    """Four decimals where they tell something, so that the lines of a run align."""
+    size = abs(value)
+    if size == 0 or not math.isfinite(size) or 1e-3 <= size < 1e3:
+        return f"{value:.4f}"
+    return f"{value:.1f}" if 1e3 <= size < 1e6 else f"{value:.2e}"
+
+
+def _duration(seconds: float, *, exact: bool = False) -> str:
+    if exact and seconds < 60:
+        return f"{seconds:.1f}s" if seconds >= 0.1 else f"{seconds:.2f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,105 @@
+"""Checkpoints written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from dovetail.checkpoint.encoding import encode
+from dovetail.checkpoint.files import DISK, Files
+from dovetail.checkpoint.manifest import summarize
+from dovetail.checkpoint.store import CheckpointWarning, check_on_error, write
+from dovetail.errors import CheckpointError
+
+__all__ = ["AsyncWriter"]
+
+
+class AsyncWriter:
+    """Saves checkpoints in a background thread, one at a time, with the guarantees of `save`.
+
+    The state is copied to host memory before `submit` returns, so training may change it at once. A failed
+    write is raised by the next call of `submit`, `check` or `close`.
+
+    Args:
+        on_error: Whether a disk that refuses raises an error there or is warned about.
+        files: The file operations; tests put failing ones here.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from dovetail.checkpoint import load
+        >>> weight = torch.ones(2)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with AsyncWriter() as writer:
+        ...         writer.submit(f"{directory}/first", {"weight": weight})
+        ...         weight.zero_()
+        ...     load(f"{directory}/first")
+        tensor([0., 0.])
+        {'weight': tensor([1., 1.])}
+    """
+
+    def __init__(self, *, on_error: Literal["raise", "warn"] = "raise", files: Files = DISK) -> None:
+        check_on_error(on_error)
+        self._on_error = on_error
+        self._files = files
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dovetail-checkpoint")
+        self._pending: Future[None] | None = None
+
+    def submit(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        summary: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy `state` and begin to write it; waits for the write before this one.
+
+        Raises:
+            CheckpointError: The write before this one failed (this one is not begun), or `state` has no
+                stored form.
+        """
+        self.wait()
+        encoded, described = encode(state).copy(), summarize(summary)
+        self._pending = self._pool.submit(write, Path(path), encoded, described, self._files)
+
+    def check(self) -> None:
+        """Raise the error of a write that has failed; does not wait."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the write under way and raise its error, if any."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except CheckpointError as error:
+            if self._on_error == "raise":
+                raise
+            warnings.warn(CheckpointWarning(str(error)), stacklevel=3)
+
+    def close(self) -> None:
+        """Wait for the write under way, end the thread, and raise the write's error, if any."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def __enter__(self) -> AsyncWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            # The error that ended the block is the one to see; this one must not take its place.
+            if error is None:
+                raise
+            warnings.warn(CheckpointWarning(str(failure)), stacklevel=2)

@@ -1,0 +1,246 @@
+"""The file operations of a checkpoint, and the temporary names beside it.
+
+Everything that changes the disk goes through `Files`, one small method per operation. The tests put an
+implementation there that cuts the power after any of them, or that fails as a broken disk does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = [
+    "CHUNK",
+    "DISK",
+    "Digest",
+    "Files",
+    "aside_name",
+    "discard",
+    "is_temporary",
+    "make_parents",
+    "names_in",
+    "reserve",
+    "resolve",
+    "sweep",
+    "write_file",
+]
+
+CHUNK = 1 << 20
+"""Bytes that are hashed and written at a time: small beside a model, large beside a system call."""
+
+# `.tmp-` is rubbish as soon as its writer is dead. `.old-` is always a whole checkpoint: the one that was
+# set aside a moment before its successor took the name.
+_BESIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+)\.[0-9a-f]{8}", re.DOTALL)
+
+
+class Files:
+    """The few operations by which a checkpoint reaches the disk."""
+
+    def make_directory(self, path: Path) -> None:
+        """Create a directory that does not exist yet."""
+        path.mkdir()
+
+    def create(self, path: Path) -> BinaryIO:
+        """Create a file that does not exist yet and open it, unbuffered, for writing."""
+        return open(path, "xb", buffering=0)
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        """Write all of `data`."""
+        while data:
+            data = data[file.write(data) :]
+
+    def sync(self, file: BinaryIO) -> None:
+        """Wait until the contents of `file` are on the disk."""
+        os.fsync(file.fileno())
+
+    def sync_directory(self, path: Path) -> None:
+        """Wait until the names in the directory `path` are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give `source` the name `target`, in one step."""
+        os.rename(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file, if it is still there."""
+        path.unlink(missing_ok=True)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory, if it is still there."""
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir()
+
+    def remove(self, path: Path) -> None:
+        """Remove a directory of files, if it is still there."""
+        if path.is_dir():
+            for name in sorted(os.listdir(path)):
+                self.remove_file(path / name)
+            self.remove_directory(path)
+
+    def free_space(self, path: Path) -> int:
+        """Return the bytes that may still be written below `path`."""
+        return shutil.disk_usage(path).free
+
+    def lock(self, path: Path) -> int:
+        """Take the lock that says "my writer is alive" and return its descriptor.
+
+        The kernel drops the lock with the process, however it ends; unlike a process id it means the same in
+        every container, and is never reused.
+
+        Raises:
+            BlockingIOError: Another writer holds it.
+            OSError: The file system knows no locks.
+        """
+        import fcntl
+
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+DISK = Files()
+
+
+class Digest:
+    """The size and SHA-256 of bytes as they pass by."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._hash = sha256()
+
+    def update(self, data: memoryview | bytes) -> None:
+        """Count and hash `data`."""
+        self.size += len(data)
+        self._hash.update(data)
+
+    @property
+    def sha256(self) -> str:
+        """The hash of everything so far, as hexadecimal digits."""
+        return self._hash.hexdigest()
+
+
+def write_file(files: Files, path: Path, chunks: Iterable[memoryview | bytes]) -> Digest:
+    """Write a new file, wait until it is on the disk, and return what was written."""
+    digest = Digest()
+    with files.create(path) as file:
+        for chunk in chunks:
+            files.write(file, memoryview(chunk))
+            digest.update(chunk)
+        files.sync(file)
+    return digest
+
+
+def make_parents(files: Files, directory: Path) -> None:
+    """Create `directory` and its missing parents so that they outlive a power cut."""
+    missing = [place for place in (directory, *directory.parents) if not place.exists()]
+    for place in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            files.make_directory(place)
+        files.sync_directory(place.parent)
+
+
+@contextlib.contextmanager
+def reserve(files: Files, target: Path) -> Iterator[Path]:
+    """Lend an unused, locked temporary directory beside `target`, and remove what is left of it."""
+    while True:
+        temporary = _beside("tmp", target)
+        files.make_directory(temporary)
+        try:
+            lock = files.lock(temporary)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # a sweep of another process came between the two lines above
+        except OSError:
+            lock = None  # without locks nobody sweeps either
+        if temporary.exists():
+            break
+        if lock is not None:
+            os.close(lock)
+    try:
+        yield temporary
+    finally:
+        try:
+            with contextlib.suppress(OSError):
+                files.remove(temporary)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def aside_name(target: Path) -> Path:
+    """Return an unused name for the whole checkpoint `target` while its successor takes its name."""
+    return _beside("old", target)
+
+
+def resolve(path: Path) -> Path:
+    """Return where the checkpoint `path` lies.
+
+    That is `path` itself, except when a save died between setting the old checkpoint aside and giving its
+    name to the new one: then the old one counts.
+    """
+    if os.path.lexists(path) or not path.parent.is_dir():
+        return path
+    asides = [place for place, kind, name in _temporaries(path.parent) if kind == "old" and name == path.name]
+    # The writer may have finished since the first look.
+    if not asides or os.path.lexists(path):
+        return path
+    return max(asides, key=lambda place: place.stat().st_ctime_ns)
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names in `directory` without the temporary ones, each under the name it stands for."""
+    beside = {place.name for place, _, _ in _temporaries(directory)}
+    aside = {name for _, kind, name in _temporaries(directory) if kind == "old"}
+    return sorted((set(os.listdir(directory)) - beside) | aside)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `name` is one that this module gives to temporary files."""
+    return _BESIDE.fullmatch(name) is not None
+
+
+def discard(files: Files, path: Path) -> None:
+    """Remove a checkpoint in such a way that nobody ever takes a half-removed one for a damaged one."""
+    rubbish = _beside("tmp", path)
+    files.rename(path, rubbish)
+    files.remove(rubbish)
+
+
+def sweep(files: Files, directory: Path) -> None:
+    """Remove what dead writers left in `directory`. Failing to is not an error: the next save tries again."""
+    for place, kind, name in _temporaries(directory):
+        with contextlib.suppress(OSError):
+            if kind == "tmp":
+                lock = files.lock(place)
+                try:
+                    files.remove(place)
+                finally:
+                    os.close(lock)
+            # Looked up after the listing: whoever set this one aside has a successor in place by now.
+            elif (directory / name).exists():
+                discard(files, place)
+
+
+def _beside(kind: str, target: Path) -> Path:
+    match = _BESIDE.fullmatch(target.name)
+    name = match["name"] if match else target.name
+    return target.with_name(f".{kind}-{name}.{secrets.token_hex(4)}")
+
+
+def _temporaries(directory: Path) -> list[tuple[Path, str, str]]:
+    matches = [_BESIDE.fullmatch(name) for name in sorted(os.listdir(directory))]
+    return [(directory / match[0], match["kind"], match["name"]) for match in matches if match]

@@ -1,0 +1,121 @@
+"""The weights of a model in a single file, for other programs and for other runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, cast
+
+from dovetail.checkpoint.files import DISK, Digest, Files, make_parents, reserve, sweep, write_file
+from dovetail.checkpoint.tensors import Block, make_block, read_tensors, stream
+from dovetail.errors import CheckpointError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["export_model", "load_model_file"]
+
+
+def export_model(
+    path: str | os.PathLike[str],
+    state_dict: Mapping[str, Any],
+    format: Literal["safetensors", "ckpt"] = "safetensors",
+    *,
+    files: Files = DISK,
+) -> Path:
+    """Write a model's weights to the file `path`, wholly or not at all. Names and values stay as they are.
+
+    Args:
+        path: The file; one that is there is replaced. Missing parents are created.
+        state_dict: What `model.state_dict()` gives.
+        format: `"safetensors"` (tensors only; each is written in full, tied ones, too), or `"ckpt"`, the
+            file of `torch.save`.
+        files: The file operations; tests put failing ones here.
+
+    Raises:
+        CheckpointError: The file could not be written; one that was there before is untouched.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     load_model_file(export_model(f"{directory}/model.safetensors", {"bias": torch.ones(2)}))
+        {'bias': tensor([1., 1.])}
+    """
+    if format not in ("safetensors", "ckpt"):
+        raise UnknownNameError("model format", format, ["safetensors", "ckpt"])
+    target = Path(path)
+    try:
+        make_parents(files, target.parent)
+        sweep(files, target.parent)
+        with reserve(files, target) as temporary:
+            if format == "safetensors":
+                write_file(files, temporary / target.name, stream(_blocks(state_dict)))
+            else:
+                _torch_save(files, temporary / target.name, state_dict)
+            files.rename(temporary / target.name, target)
+            files.sync_directory(target.parent)
+    # torch.save reports a full disk as a RuntimeError.
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{target}: the model could not be written: {error}") from error
+    return target
+
+
+def load_model_file(
+    path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Return the weights in a file of safetensors (by its suffix) or of `torch.save` (any other).
+
+    Of the latter only tensors and plain values are accepted (`torch.load` with `weights_only=True`).
+
+    Raises:
+        CheckpointError: There is no such file, or it is damaged.
+    """
+    import torch
+
+    source = Path(path)
+    try:
+        if source.suffix == ".safetensors":
+            with open(source, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                tensors = read_tensors(file, size, str(source), Digest())
+            return {name: tensor.to(map_location) for name, tensor in tensors.items()}
+        return cast("dict[str, torch.Tensor]", torch.load(source, map_location=map_location, weights_only=True))
+    except CheckpointError:
+        raise
+    # torch.load meets a damaged file with anything from EOFError to its own assertion.
+    except Exception as error:
+        raise CheckpointError(f"{source}: the model could not be read: {error}") from error
+
+
+def _blocks(state_dict: Mapping[str, Any]) -> list[Block]:
+    import torch
+
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name}: safetensors holds tensors only, got {type(value).__name__}: use format='ckpt'"
+            )
+    return [make_block(name, tensor) for name, tensor in state_dict.items()]
+
+
+def _torch_save(files: Files, path: Path, state_dict: Mapping[str, Any]) -> None:
+    import torch
+
+    with files.create(path) as file:
+        torch.save(state_dict, cast("IO[bytes]", _Sink(files, file)))
+        files.sync(file)
+
+
+class _Sink:
+    """What `torch.save` needs of a file. A plain one may write less than it was given."""
+
+    def __init__(self, files: Files, file: BinaryIO) -> None:
+        self._files, self._file = files, file
+
+    def write(self, data: bytes) -> int:
+        self._files.write(self._file, memoryview(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is buffered."""

@@ -1,0 +1,145 @@
+"""Which checkpoints to keep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from dovetail.checkpoint.manifest import CheckpointInfo
+from dovetail.checkpoint.store import list_checkpoints, remove
+from dovetail.errors import ConfigError
+
+__all__ = ["TrialCheckpoint", "experiment_retention", "prune", "retain"]
+
+_Item = TypeVar("_Item")
+
+
+def retain(
+    infos: Sequence[CheckpointInfo],
+    *,
+    last: int | None = None,
+    best: int | None = None,
+    metric: str | None = None,
+    mode: Literal["min", "max"] = "min",
+    every: int | None = None,
+) -> set[Path]:
+    """Return the paths of the checkpoints that at least one rule keeps.
+
+    Args:
+        infos: The checkpoints, oldest first, as `list_checkpoints` gives them.
+        last: Keep so many of the newest.
+        best: Keep so many of the best by `metric`. Of equal ones the older is better; one without the
+            metric, or with NaN, is never among them.
+        metric: A name under `"metrics"` in the summaries.
+        mode: Whether the best is the smallest or the largest.
+        every: Keep each one whose step is a multiple of this.
+
+    Raises:
+        ConfigError: No rule is given, or one that cannot be meant.
+    """
+    if last is None and best is None and every is None:
+        raise ConfigError("retention: expected at least one of last, best and every")
+    if mode not in ("min", "max"):
+        raise ConfigError(f"mode: expected 'min' or 'max', got {mode!r}")
+    if best is not None and metric is None:
+        raise ConfigError("best: expected the metric, too, that checkpoints are compared by")
+    for name, count, least in (("last", last, 0), ("best", best, 0), ("every", every, 1)):
+        if count is not None and count < least:
+            raise ConfigError(f"{name}: expected a number of at least {least}, got {count}")
+    kept = list(_tail(infos, last or 0))
+    if best is not None and metric is not None:
+        sign = 1 if mode == "min" else -1
+        measured = [info for info in infos if metric in info.metrics]
+        kept += sorted(measured, key=lambda info: sign * info.metrics[metric])[:best]
+    if every is not None:
+        kept += [info for info in infos if info.step is not None and info.step % every == 0]
+    return {info.path for info in kept}
+
+
+def prune(
+    directory: str | os.PathLike[str],
+    *,
+    last: int | None = None,
+    best: int | None = None,
+    metric: str | None = None,
+    mode: Literal["min", "max"] = "min",
+    every: int | None = None,
+    dry_run: bool = False,
+) -> list[Path]:
+    """Remove the checkpoints in `directory` that no rule keeps, and return their paths.
+
+    The rules are those of `retain`. The newest checkpoint always stays: a run needs something to resume from.
+    Damaged ones are warned about and left alone.
+
+    Args:
+        directory: Where the checkpoints lie.
+        last: See `retain`.
+        best: See `retain`.
+        metric: See `retain`.
+        mode: See `retain`.
+        every: See `retain`.
+        dry_run: Whether to only say what would be removed.
+    """
+    infos = list_checkpoints(directory)
+    kept = retain(infos, last=last, best=best, metric=metric, mode=mode, every=every)
+    removed = [info.path for info in infos[:-1] if info.path not in kept]
+    if not dry_run:
+        for path in removed:
+            remove(path)
+    return removed
+
+
+@dataclass(frozen=True, slots=True)
+class TrialCheckpoint:
+    """A checkpoint of one trial of an experiment, and its validation metric if it was validated.
+
+    Example:
+        >>> checkpoints = [TrialCheckpoint("a", trial=1, metric=0.5), TrialCheckpoint("b", trial=1)]
+        >>> sorted(experiment_retention(checkpoints, experiment_best=0, trial_best=1, trial_latest=1))
+        ['a', 'b']
+    """
+
+    id: Hashable
+    trial: Hashable
+    metric: float | None = None
+
+
+def experiment_retention(
+    checkpoints: Sequence[TrialCheckpoint],
+    experiment_best: int,
+    trial_best: int,
+    trial_latest: int,
+    smaller_is_better: bool = True,
+) -> set[Hashable]:
+    """Return the ids of the checkpoints of an experiment that are kept.
+
+    Args:
+        checkpoints: All of them, each trial's in the order in which they were written.
+        experiment_best: Keep so many of the best of all trials.
+        trial_best: Keep so many of the best of every trial.
+        trial_latest: Keep so many of the newest of every trial.
+        smaller_is_better: The direction of the metric. A checkpoint without one, or with NaN, is never best.
+    """
+    trials: dict[Hashable, list[TrialCheckpoint]] = {}
+    for checkpoint in checkpoints:
+        trials.setdefault(checkpoint.trial, []).append(checkpoint)
+
+    def best(candidates: Iterable[TrialCheckpoint], count: int) -> list[TrialCheckpoint]:
+        measured = [(c.metric, c) for c in candidates if c.metric is not None and c.metric == c.metric]
+        ordered = sorted(measured, key=lambda pair: pair[0] if smaller_is_better else -pair[0])
+        return [checkpoint for _, checkpoint in ordered[:count]]
+
+    kept = chain(
+        best(checkpoints, experiment_best),
+        *(best(of_trial, trial_best) for of_trial in trials.values()),
+        *(_tail(of_trial, trial_latest) for of_trial in trials.values()),
+    )
+    return {checkpoint.id for checkpoint in kept}
+
+
+def _tail(items: Sequence[_Item], count: int) -> Sequence[_Item]:
+    return items[max(0, len(items) - count) :]

@@ -1,0 +1,369 @@
+"""Saving, finding and loading checkpoints.
+
+How a save commits, and what a reader finds if it is cut at any moment:
+
+1. The files are written into `.tmp-NAME.xxxxxxxx`, the manifest last; each is fsynced, then the directory.
+2. If NAME exists, it is renamed to `.old-NAME.xxxxxxxx`. From here to the next rename NAME does not exist,
+   and a reader of NAME takes the `.old-` directory, which is always whole.
+3. The temporary directory is renamed to NAME and the parent directory is fsynced: the save is done.
+4. What is left of this save and of dead ones is removed.
+
+A writer holds a lock on its temporary directory. The kernel drops it with the process; the next save removes
+temporary directories that nobody holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from dovetail.checkpoint.encoding import Encoded, decode_text, encode
+from dovetail.checkpoint.files import (
+    DISK,
+    Digest,
+    Files,
+    aside_name,
+    discard,
+    is_temporary,
+    make_parents,
+    names_in,
+    reserve,
+    resolve,
+    sweep,
+    write_file,
+)
+from dovetail.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    STATE,
+    TENSORS,
+    CheckpointInfo,
+    check_digest,
+    is_replaceable,
+    looks_like_checkpoint,
+    make_manifest,
+    read_manifest,
+    summarize,
+    verify_file,
+)
+from dovetail.checkpoint.tensors import read_tensors, stream, stream_size
+from dovetail.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "MIGRATIONS",
+    "CheckpointWarning",
+    "inspect",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "load_latest",
+    "save",
+    "verify",
+]
+
+_T = TypeVar("_T")
+_Path = str | os.PathLike[str]
+_OnError = Literal["raise", "warn"]
+
+# Room for the manifest, the directory and the rounding of files to blocks.
+_MARGIN = 1 << 20
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""For every format version but the current one, what turns its state into that of the next version."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was damaged and passed over, or could not be written and training went on."""
+
+
+@overload
+def save(
+    path: _Path,
+    state: Mapping[str, Any],
+    *,
+    summary: Mapping[str, Any] | None = None,
+    on_error: Literal["raise"] = "raise",
+    files: Files = DISK,
+) -> Path: ...
+@overload
+def save(
+    path: _Path,
+    state: Mapping[str, Any],
+    *,
+    summary: Mapping[str, Any] | None = None,
+    on_error: _OnError,
+    files: Files = DISK,
+) -> Path | None: ...
+def save(
+    path: _Path,
+    state: Mapping[str, Any],
+    *,
+    summary: Mapping[str, Any] | None = None,
+    on_error: _OnError = "raise",
+    files: Files = DISK,
+) -> Path | None:
+    """Write `state` to the directory `path`, wholly or not at all.
+
+    A checkpoint that is there already is replaced; until the new one is safe on the disk, the old one counts.
+    Tensors are written from where they lie, without a copy of the state.
+
+    Args:
+        path: The directory to write. Missing parents are created.
+        state: Nested dicts, lists and tuples of tensors, numpy arrays and scalars, numbers, strings, bools,
+            bytes and None. Tensors that share their elements are stored once and share them again when
+            loaded. Instances of subclasses come back as the plain type (an OrderedDict as a dict, a Parameter
+            as a tensor); only Counter keeps its own.
+        summary: What to know about the checkpoint without loading it: counters such as `"batches"`, by which
+            checkpoints are ordered, and numbers by name under `"metrics"`.
+        on_error: Whether a disk that refuses raises an error or is warned about. State that has no stored
+            form raises in either case.
+        files: The file operations; tests put failing ones here.
+
+    Returns:
+        `path`, or None if the checkpoint could not be written and `on_error` is `"warn"`.
+
+    Raises:
+        CheckpointError: The checkpoint could not be written; one that was there before is untouched.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = save(f"{directory}/first", {"weight": torch.ones(2)}, summary={"batches": 7})
+        ...     load(path), inspect(path).step
+        ({'weight': tensor([1., 1.])}, 7)
+    """
+    target = Path(path)
+    check_on_error(on_error)
+    encoded = encode(state)
+    described = summarize(summary)
+    try:
+        write(target, encoded, described, files)
+    except CheckpointError as error:
+        if on_error == "raise":
+            raise
+        warnings.warn(CheckpointWarning(str(error)), stacklevel=2)
+        return None
+    return target
+
+
+def load(path: _Path, *, map_location: str | torch.device = "cpu", verify: bool = True) -> dict[str, Any]:
+    """Return the state of the checkpoint `path`.
+
+    Nothing in it is executed, unpickled or imported.
+
+    Args:
+        path: A checkpoint.
+        map_location: The device of the tensors. Each owns its memory.
+        verify: Whether to compare every byte with the checksums of the manifest.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
+    """
+    return _reading(Path(path), lambda directory: _load(directory, Path(path), map_location, verify))
+
+
+def verify(path: _Path) -> None:
+    """Read every byte of the checkpoint `path` and compare it with the manifest. Needs no torch.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
+    """
+    _reading(Path(path), lambda directory: _verify(directory, Path(path)))
+
+
+def inspect(path: _Path) -> CheckpointInfo:
+    """Return what the manifest of the checkpoint `path` says, reading no other file. Needs no torch.
+
+    Raises:
+        CheckpointError: There is no checkpoint, its manifest is damaged, or a file is missing or of another
+            size.
+    """
+    return _reading(Path(path), lambda directory: read_manifest(directory, Path(path)))
+
+
+def list_checkpoints(directory: _Path) -> list[CheckpointInfo]:
+    """Return the checkpoints in `directory` in the order of their steps, then of their time.
+
+    One whose manifest cannot be read is warned about and left out, as are symbolic links and whatever is not
+    a checkpoint. A directory that does not exist holds none.
+    """
+    infos, damaged = scan(Path(directory))
+    _warn_about(damaged)
+    return infos
+
+
+def latest(directory: _Path) -> Path | None:
+    """Return the newest checkpoint in `directory` that is whole, or None. Damaged ones are warned about."""
+    newest = _newest(Path(directory), lambda path: verify(path))
+    return newest and newest[0]
+
+
+def load_latest(directory: _Path, *, map_location: str | torch.device = "cpu") -> tuple[Path, dict[str, Any]] | None:
+    """Return the path and the state of the newest whole checkpoint in `directory`, or None.
+
+    Equal to loading `latest(directory)`, but reads the files once.
+    """
+    return _newest(Path(directory), lambda path: load(path, map_location=map_location))
+
+
+def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
+    """Return the checkpoints in `directory`, oldest first, and what is wrong with the unreadable ones."""
+    if not directory.is_dir():
+        return [], []
+    infos, damaged = [], []
+    for path in (directory / name for name in names_in(directory)):
+        if path.is_symlink() or not looks_like_checkpoint(resolve(path)):
+            continue
+        try:
+            infos.append(inspect(path))
+        except CheckpointError as error:
+            damaged.append(error)
+    return sorted(infos, key=lambda info: (-1 if info.step is None else info.step, info.created)), damaged
+
+
+def write(target: Path, encoded: Encoded, summary: Any, files: Files) -> None:
+    """Write encoded state to the directory `target`.
+
+    Raises:
+        CheckpointError: The disk refused; its own error is the cause.
+    """
+    if is_temporary(target.name):
+        raise CheckpointError(f"{target}: the name is of the kind that is removed as rubbish; choose another")
+    try:
+        make_parents(files, target.parent)
+        sweep(files, target.parent)
+        _check_free_space(files, target, stream_size(encoded.blocks) + len(encoded.text) + _MARGIN)
+        with reserve(files, target) as temporary:
+            written = {
+                TENSORS: write_file(files, temporary / TENSORS, stream(encoded.blocks)),
+                STATE: write_file(files, temporary / STATE, [encoded.text]),
+            }
+            write_file(files, temporary / MANIFEST, [make_manifest(written, summary)])
+            files.sync_directory(temporary)
+            _take_name(files, temporary, target)
+        files.sync_directory(target.parent)
+        sweep(files, target.parent)
+    # torch and the C++ below it report some failures of a disk or a device as RuntimeError.
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{target}: the checkpoint could not be written: {error}") from error
+
+
+def check_on_error(on_error: str) -> None:
+    """Raise unless `on_error` is one of its two values."""
+    if on_error not in ("raise", "warn"):
+        raise ConfigError(f"on_error: expected 'raise' or 'warn', got {on_error!r}")
+
+
+def migrate(
+    state: dict[str, Any],
+    version: int,
+    current: int = FORMAT_VERSION,
+    steps: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = MIGRATIONS,
+) -> dict[str, Any]:
+    """Return the state of a checkpoint of format `version` as the `current` version has it."""
+    for number in range(version, current):
+        state = steps[number](state)
+    return state
+
+
+def remove(path: Path, files: Files = DISK) -> None:
+    """Remove a checkpoint, and the older one of the same name that a dead save may have left."""
+    while (place := resolve(path)).exists():
+        discard(files, place)
+
+
+def _check_free_space(files: Files, target: Path, needed: int) -> None:
+    free = files.free_space(target.parent)
+    if needed > free:
+        raise CheckpointError(
+            f"{target}: the disk is too full: the checkpoint needs {needed:,} bytes, {free:,} are free"
+        )
+
+
+def _take_name(files: Files, temporary: Path, target: Path) -> None:
+    while True:
+        if os.path.lexists(target):
+            if not is_replaceable(target):
+                raise CheckpointError(f"{target}: refusing to replace what is not a checkpoint of Dovetail")
+            # Another writer of the same name may have been faster.
+            with contextlib.suppress(FileNotFoundError):
+                files.rename(target, aside_name(target))
+        try:
+            return files.rename(temporary, target)
+        except OSError as error:
+            # Another writer of the same name came between the two renames: set that one aside, too.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+
+def _load(directory: Path, name: Path, map_location: Any, verified: bool) -> dict[str, Any]:
+    info = read_manifest(directory, name)
+    text = (directory / STATE).read_bytes()
+    if verified:
+        digest = Digest()
+        digest.update(text)
+        check_digest(digest, name / STATE, info.files[STATE])
+    digest = Digest()
+    with open(directory / TENSORS, "rb", buffering=0) as file:
+        tensors = read_tensors(file, info.files[TENSORS].size, str(name / TENSORS), digest)
+    if verified:
+        check_digest(digest, name / TENSORS, info.files[TENSORS])
+    state = decode_text(text, str(name / STATE), tensors, map_location)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{name / STATE}: expected a dict, got {type(state).__name__}")
+    return migrate(state, info.format_version)
+
+
+def _verify(directory: Path, name: Path) -> None:
+    for file, stored in read_manifest(directory, name).files.items():
+        verify_file(directory, name, file, stored)
+
+
+def _reading(path: Path, read: Callable[[Path], _T]) -> _T:
+    """Read a checkpoint that a writer may be replacing right now."""
+    while True:
+        directory = resolve(path)
+        before = _identity(directory)
+        try:
+            return read(directory)
+        except (OSError, CheckpointError) as error:
+            # Files of the old and of the new checkpoint look like a damaged one; look again.
+            if _identity(resolve(path)) != before:
+                continue
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path}: the checkpoint could not be read: {error}") from error
+
+
+def _identity(directory: Path) -> tuple[Path, int, int] | None:
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return directory, found.st_ino, found.st_mtime_ns
+
+
+def _newest(directory: Path, read: Callable[[Path], _T]) -> tuple[Path, _T] | None:
+    infos, damaged = scan(directory)
+    found = None
+    for info in reversed(infos):
+        try:
+            found = info.path, read(info.path)
+            break
+        except CheckpointError as problem:
+            damaged.append(problem)
+    _warn_about(damaged)
+    return found
+
+
+def _warn_about(damaged: list[CheckpointError]) -> None:
+    for error in damaged:
+        warnings.warn(CheckpointWarning(f"passing over a damaged checkpoint: {error}"), stacklevel=4)

@@ -1,0 +1,213 @@
+"""The safetensors format, streamed: a tensor goes between memory and disk without a copy of the whole.
+
+The format is eight bytes of header length, a JSON header, and the raw bytes of every tensor in the order of
+the header's offsets. The `safetensors` package reads what is written here, but it builds the whole file in
+memory to write one and hands out maps of the file when it reads one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from dovetail.checkpoint.files import CHUNK, Digest
+from dovetail.checkpoint.strict_json import parse_json
+from dovetail.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DTYPES", "Block", "make_block", "read_tensors", "stream", "stream_size"]
+
+DTYPES: dict[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "float32": ("F32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
+}
+"""The dtypes that the format knows: torch's name to the format's, and the bytes of one element."""
+
+_TORCH_NAMES = {code: (name, itemsize) for name, (code, itemsize) in DTYPES.items()}
+_MAX_HEADER = 100_000_000
+_MAX_DIMENSIONS = 64
+_MAX_ELEMENTS = 1 << 58
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A tensor and its name in the file."""
+
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the elements take in the file, whatever the memory behind them."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def copy(self) -> Block:
+        """Return the same values in host memory that nobody else writes to."""
+        return Block(self.name, self.tensor.detach().to("cpu", copy=True))
+
+
+def make_block(name: str, tensor: torch.Tensor) -> Block:
+    """Return the block of `tensor`, or say why it cannot be stored."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise CheckpointError(f"{name}: cannot store a tensor of layout {tensor.layout}: store tensor.to_dense()")
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{name}: cannot store a tensor on the meta device: it has no values")
+    if _dtype_name(tensor) not in DTYPES:
+        raise CheckpointError(f"{name}: cannot store a tensor of {tensor.dtype} (accepted: {', '.join(DTYPES)})")
+    return Block(name, tensor.detach())
+
+
+def stream(blocks: Sequence[Block]) -> Iterator[memoryview | bytes]:
+    """Yield the file that holds `blocks`, piece by piece."""
+    # Widest first, so that every tensor begins at a multiple of its element size.
+    ordered = sorted(blocks, key=lambda block: -block.tensor.element_size())
+    yield _header(ordered)
+    for block in ordered:
+        try:
+            yield from _pieces(block.tensor)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise CheckpointError(f"{block.name}: cannot read the values of a {type(block.tensor).__name__}") from error
+
+
+def stream_size(blocks: Sequence[Block]) -> int:
+    """Return the size of the file that holds `blocks`."""
+    return len(_header(blocks)) + sum(block.nbytes for block in blocks)
+
+
+def read_tensors(file: BinaryIO, size: int, where: str, digest: Digest) -> dict[str, torch.Tensor]:
+    """Read a whole safetensors file into tensors that own their memory.
+
+    Args:
+        file: The file, at its beginning.
+        size: Its size, which bounds everything that its header may claim.
+        where: The file's name, for the errors.
+        digest: Sees every byte, in order.
+
+    Raises:
+        CheckpointError: The file is not what the format allows.
+    """
+    import torch
+
+    prefix = file.read(8)
+    digest.update(prefix)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
+        raise CheckpointError(f"{where}: the header is longer than the file or than {_MAX_HEADER:,} bytes")
+    raw = file.read(length)
+    digest.update(raw)
+    tensors = {}
+    for name, dtype, shape, nbytes in _layout(parse_json(raw, where), size - 8 - length, where):
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        _fill(_bytes_of(memory), file, where, digest)
+        if dtype == "bool" and bool((memory > 1).any()):
+            raise CheckpointError(f"{where}: tensor {name!r} holds bytes that are neither true nor false")
+        tensors[name] = memory.view(getattr(torch, dtype)).reshape(shape)
+    return tensors
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _header(blocks: Sequence[Block]) -> bytes:
+    header: dict[str, Any] = {}
+    end = 0
+    for block in blocks:
+        begin, end = end, end + block.nbytes
+        header[block.name] = {
+            "dtype": DTYPES[_dtype_name(block.tensor)][0],
+            "shape": list(block.tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    import torch
+
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    if tensor.numel() == 0:
+        return
+    if (tensor.device.type == "cpu" and _is_plain(tensor)) or tensor.numel() * tensor.element_size() <= CHUNK:
+        plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        data = _bytes_of(plain.reshape(-1).view(torch.uint8))
+        for begin in range(0, len(data), CHUNK):
+            yield data[begin : begin + CHUNK]
+    elif row_bytes > CHUNK:
+        for row in tensor:
+            yield from _pieces(row)
+    else:
+        height = CHUNK // row_bytes
+        for begin in range(0, len(tensor), height):
+            yield from _pieces(tensor[begin : begin + height])
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(cast("bytearray", tensor.numpy()))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _layout(header: Any, size: int, where: str) -> list[tuple[str, str, list[int], int]]:
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{where}: the header is not a JSON object")
+    found = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        match entry:
+            case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(begin), int(end)], **rest} if (
+                code in _TORCH_NAMES
+                and not rest
+                and len(shape) <= _MAX_DIMENSIONS
+                and all(type(length) is int and length >= 0 for length in shape)
+                # With a zero among them, absurd lengths would make a product of nothing.
+                and math.prod(length or 1 for length in shape) < _MAX_ELEMENTS
+                and end - begin == math.prod(shape) * _TORCH_NAMES[code][1]
+            ):
+                found.append((begin, end, name, _TORCH_NAMES[code][0], shape))
+            case _:
+                raise CheckpointError(f"{where}: the header describes tensor {name!r} in a form that cannot be")
+    position = 0
+    found.sort(key=lambda item: item[:2])
+    for begin, end, name, _, _ in found:
+        if begin != position:
+            raise CheckpointError(f"{where}: tensor {name!r} does not begin where the one before it ends")
+        position = end
+    if position != size:
+        raise CheckpointError(f"{where}: the header describes {position:,} bytes, the file holds {size:,}")
+    return [(name, dtype, shape, end - begin) for begin, end, name, dtype, shape in found]
+
+
+def _fill(memory: memoryview, file: BinaryIO, where: str, digest: Digest) -> None:
+    while memory:
+        count = file.readinto(memory[:CHUNK])  # type: ignore[attr-defined] # BinaryIO lacks what every file has
+        if not count:
+            raise CheckpointError(f"{where}: the file ends too early")
+        digest.update(memory[:count])
+        memory = memory[count:]

@@ -1,0 +1,159 @@
+"""Turn what a user calls data into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Sampler, Subset, TensorDataset
+
+from dovetail.data.loader import DataLoader
+from dovetail.errors import DataError
+
+__all__ = ["SamplerSource", "as_loader", "num_batches"]
+
+
+@runtime_checkable
+class SamplerSource(Protocol):
+    """Anything that holds a sampler, such as the sampler objects of Plato."""
+
+    def get(self) -> Any:
+        """Return a sampler of torch, or indices."""
+
+
+def as_loader(
+    data: Any,
+    *,
+    batch_size: int,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    num_workers: int = 0,
+    seed: int | None = None,
+    sampler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+    num_replicas: int = 1,
+    rank: int = 0,
+) -> Iterable[Any]:
+    """Return an iterable of batches for whatever `data` is.
+
+    Args:
+        data: A torch `Dataset`; a tensor or NumPy array; a tuple of them with equal first dimension; or an
+            iterable of batches (any loader, a list), which comes back as it is, none of the options applied.
+        batch_size: Samples per batch.
+        shuffle: Draw a new order every epoch. A stream, or a sampler of torch, has an order of its own.
+        drop_last: Leave out a last batch that is not full.
+        num_workers: Processes that read samples; none for tensors and arrays.
+        seed: Makes the order a function of seed and epoch; see `DataLoader`.
+        sampler: Which samples to use: indices (in this order, unless `shuffle`), a sampler of torch, or an
+            object whose `get()` returns one of these. `None` means all.
+        collate_fn: Makes a batch of a list of samples.
+        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+        num_replicas: Number of ranks that share the batches.
+        rank: The rank of this process among them.
+
+    Raises:
+        DataError: `data` or `sampler` is of no form listed here.
+
+    Example:
+        >>> loader = as_loader((torch.zeros(5, 2), torch.arange(5)), batch_size=3, sampler=[4, 2, 0, 1])
+        >>> [labels.tolist() for _, labels in loader]
+        [[4, 2, 0], [1]]
+    """
+    if not isinstance(sampler, Mapping) and isinstance(sampler, SamplerSource):
+        sampler = sampler.get()
+    if isinstance(data, (tuple, Tensor, np.ndarray)):
+        dataset: Dataset[Any] = _tensor_dataset(data if isinstance(data, tuple) else (data,))
+        num_workers = 0
+    elif isinstance(data, Dataset):
+        dataset = data
+    elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
+        if sampler is not None:
+            raise DataError(f"sampler: a {type(data).__name__} holds batches already; give the dataset instead")
+        return data
+    else:
+        raise DataError(
+            "data: expected a Dataset, a tensor or array, a tuple of those, or an iterable of batches, "
+            f"got {_shown(data)}"
+        )
+    if isinstance(dataset, IterableDataset):
+        if sampler is not None:
+            raise DataError(f"sampler: the stream {type(dataset).__name__} has no indices to sample")
+        shuffle = False
+    elif sampler is not None:
+        if isinstance(sampler, Sampler):
+            shuffle = False
+        else:
+            dataset, sampler = Subset(dataset, _indices(sampler)), None
+    return DataLoader(
+        dataset,
+        batch_size,
+        shuffle,
+        sampler,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        pin_memory=pin_memory,
+        drop_last=drop_last,
+        seed=seed,
+        num_replicas=num_replicas,
+        rank=rank,
+    )
+
+
+def num_batches(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches in one pass over `loader`; `None` when it cannot say.
+
+    Example:
+        >>> num_batches([1, 2, 3]), num_batches(iter([1, 2, 3]))
+        (3, None)
+    """
+    try:
+        return len(loader)  # type: ignore[arg-type]  # asking is the only way: torch's loader of a stream is Sized
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _tensor_dataset(arrays: Sequence[Any]) -> TensorDataset:
+    tensors = [_tensor(array) for array in arrays]
+    lengths = [len(tensor) for tensor in tensors]
+    if len(set(lengths)) != 1:
+        raise DataError(f"data: expected arrays with the same number of samples, got {_listed(lengths)}")
+    return TensorDataset(*tensors)
+
+
+def _tensor(array: Any) -> Tensor:
+    if isinstance(array, np.ndarray) and array.dtype.kind in "biufc":
+        # Torch reads no foreign byte order and no negative stride, and warns of arrays that it may not write.
+        native = array.astype(array.dtype.newbyteorder("="), copy=False)
+        array = torch.from_numpy(np.require(native, requirements=["C", "W"]))
+    if not isinstance(array, Tensor) or not array.ndim:
+        raise DataError(
+            "data: expected tensors or numeric arrays with samples along their first dimension, "
+            f"got {_shown(array)}; batches that are ready belong in a list"
+        )
+    return array
+
+
+def _indices(sampler: Any) -> Sequence[int]:
+    if not isinstance(sampler, (str, bytes)) and isinstance(sampler, (Sequence, np.ndarray, Tensor)):
+        indices = np.asarray(sampler)
+        if indices.ndim == 1 and (indices.size == 0 or indices.dtype.kind in "iu"):
+            return cast(Sequence[int], indices.astype(np.int64).tolist())
+    raise DataError(
+        f"sampler: expected indices, a torch Sampler or an object whose get() returns one, got {_shown(sampler)}"
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} and type {value.dtype}"
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers)) or "none"

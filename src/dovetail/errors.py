@@ -1,0 +1,67 @@
+"""The errors Dovetail raises for a user's mistake, and the sentences they are made of."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DovetailError",
+    "MissingExtraError",
+    "NonFiniteLossError",
+    "UnknownNameError",
+    "add_note",
+]
+
+
+class DovetailError(Exception):
+    """Base of every error that Dovetail raises on purpose."""
+
+
+class ConfigError(DovetailError, ValueError):
+    """An option or a file says something that cannot be meant."""
+
+
+class UnknownNameError(ConfigError):
+    """A name that no table knows.
+
+    The message says what was given, the nearest known name and what else is accepted.
+
+    Example:
+        >>> raise UnknownNameError("optimizer", "Adm", ["Adam", "SGD"])
+        Traceback (most recent call last):
+        ...
+        dovetail.errors.UnknownNameError: unknown optimizer 'Adm': did you mean 'Adam'? (known: Adam, SGD)
+    """
+
+    def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        nearest = difflib.get_close_matches(given.lower(), [name.lower() for name in names], n=1, cutoff=0.5)
+        by_lower = {name.lower(): name for name in names}
+        hint = f": did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
+        super().__init__(f"unknown {kind} {given!r}{hint} (known: {', '.join(names)})")
+
+
+class DataError(DovetailError, ValueError):
+    """Data of a form that the trainer cannot use."""
+
+
+class NonFiniteLossError(DovetailError, ArithmeticError):
+    """The training loss became NaN or infinite."""
+
+
+class CheckpointError(DovetailError):
+    """A checkpoint could not be written, found or trusted."""
+
+
+class MissingExtraError(DovetailError, ImportError):
+    """A feature needs a package that is not installed; the message names the extra that brings it."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Attach a sentence to an error without changing its type or traceback; Python 3.10 shows it in no traceback."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    error.__notes__ = [*notes, note]

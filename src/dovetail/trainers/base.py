@@ -1,0 +1,196 @@
+"""The abstract trainer: a short list of verbs, and the entry points that run the loop over them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dovetail.data import batch_length
+from dovetail.errors import ConfigError
+from dovetail.history import History
+from dovetail.trainers import loop, saving
+from dovetail.trainers.context import Plan, Stage, TrainingContext
+from dovetail.trainers.metrics import Meter
+from dovetail.units import TrainUnit
+
+__all__ = ["Trainer"]
+
+
+class Trainer(ABC):
+    """What the loop asks of a trainer, in the order in which it asks.
+
+    The loop calls the verbs on the layer that `fit` was called on, so that the outermost decorator always sees
+    the call. No verb calls another verb. User code reaches the layers through `self.context`.
+    """
+
+    context: TrainingContext
+
+    # Once per run.
+
+    @abstractmethod
+    def setup(self) -> None:
+        """Place the model and, to train, build optimizers and schedulers. Called before anything else."""
+
+    @abstractmethod
+    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Return what a call of `fit` is to do: the caller's wishes, and the trainer's settings for the rest."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; each layer reads its own key."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that training needs to go on exactly; each layer adds its own key."""
+
+    @abstractmethod
+    def teardown(self, error: BaseException | None) -> None:
+        """Let go of what `setup` took. Always called, with the error that ended the run or None."""
+
+    # Once per pass over the data.
+
+    @abstractmethod
+    def batches(self, stage: Stage) -> Iterable[Any]:
+        """Return the batches of a stage; for training, from `context.progress.batch` of the running epoch on."""
+
+    @abstractmethod
+    def num_batches(self, stage: Stage) -> int | None:
+        """Return how many batches a whole pass has, or None where that is not known before its end."""
+
+    @abstractmethod
+    def train_epoch(self) -> Mapping[str, float] | None:
+        """Run one pass over the training data: the loop's own, unless a subclass brings another."""
+
+    @abstractmethod
+    def val_epoch(self) -> Mapping[str, float] | None:
+        """Run one validation pass: the loop's own, unless a subclass brings another."""
+
+    @abstractmethod
+    def reduce(self, meter: Meter) -> Meter:
+        """Return the sums over all ranks; the same meter where there is one."""
+
+    # Once per batch.
+
+    @abstractmethod
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch to where the model is."""
+
+    @abstractmethod
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Return `{"loss": …, …}`: forward and loss, or everything, through the context."""
+
+    @abstractmethod
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        """Return the numbers of one batch of validation or test."""
+
+    @abstractmethod
+    def predict_step(self, batch: Any) -> Any:
+        """Return the predictions for one batch."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Differentiate the loss."""
+
+    @abstractmethod
+    def clip_gradients(self, optimizer: Optimizer) -> None:
+        """Clip. Gradients are complete and unscaled after this."""
+
+    @abstractmethod
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Step one optimizer and return whether it really stepped."""
+
+    @abstractmethod
+    def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
+        """Advance the schedulers: after every update, and after every epoch with its metrics."""
+
+    @abstractmethod
+    def after_step(self, output: Mapping[str, Any]) -> None:
+        """End a batch, whether or not it made an update (`context.updated`)."""
+
+    # Entry points run the loop on *this* layer: never overridden, never delegated.
+
+    def fit(
+        self,
+        train_data: Any = None,
+        val_data: Any = None,
+        *,
+        max_length: TrainUnit | Mapping[str, int] | None = None,
+        validation_period: TrainUnit | Mapping[str, int] | None = None,
+        checkpoint_period: TrainUnit | Mapping[str, int] | None = None,
+        resume: str | Path | None = None,
+    ) -> History:
+        """Train, and return the history of the run.
+
+        Args:
+            train_data: A loader or any iterable of batches, a dataset, a tensor or array, or a tuple `(x, y)` of them;
+                None for what the trainer was given before.
+            val_data: The same, for validation.
+            max_length: The length of training *since the trainer began*, such as `Epochs(10)`; None for its own.
+            validation_period: How often to validate; every epoch by default.
+            checkpoint_period: How often to write a checkpoint; None for the trainer's own setting.
+            resume: `"auto"` goes on from the newest intact checkpoint of the trainer's directory, if there is one;
+                a path goes on from that checkpoint.
+        """
+        return loop.fit(
+            self,
+            train_data,
+            val_data,
+            resume=resume,
+            max_length=max_length,
+            validation_period=validation_period,
+            checkpoint_period=checkpoint_period,
+        )
+
+    def evaluate(self, data: Any = None, stage: Stage = "test") -> dict[str, float]:
+        """Return the metrics over `data`, leaving modes, randomness, counters and logs as they were."""
+        return loop.evaluate(self, data, stage)
+
+    def predict(self, data: Any = None) -> Any:
+        """Return the predictions for `data`, in its order, joined over the batches."""
+        return loop.predict(self, data)
+
+    def save_checkpoint(self, path: str | Path) -> Path:
+        """Write everything that training needs to go on exactly into the directory `path`."""
+        return saving.save(self, Path(path))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Take all state from a checkpoint; the next `fit` goes on from there."""
+        saving.load(self, Path(path))
+
+    # Seams with an obvious default.
+
+    def batch_length(self, batch: Any) -> int:
+        """Return how many samples a batch holds; override it for batches of a form of your own."""
+        return batch_length(batch)
+
+    @classmethod
+    def add_on(cls, *add_ons: type[Any]) -> type[Any]:
+        """Return this class with add-ons mounted, left to right: the last one is the outermost.
+
+        An add-on is a class written against `super()`, or one with its own `apply(base) -> type`.
+
+        Example:
+            >>> from dovetail.trainers import basic
+            >>> class Loud:
+            ...     def after_step(self, output):
+            ...         super().after_step(output)
+            >>> basic.Trainer.add_on(Loud).__mro__[1:3] == (Loud, basic.Trainer)
+            True
+        """
+        built: type[Any] = cls
+        for add_on in add_ons:
+            if not isinstance(add_on, type):
+                raise ConfigError(f"add_on: expected add-on classes, got {add_on!r}")
+            apply = getattr(add_on, "apply", None)
+            built = apply(built) if apply is not None else mount(add_on, built)
+        return built
+
+
+def mount(add_on: type[Any], base: type[Any]) -> type[Any]:
+    """Return a class in which `add_on` answers first and `base` what it passes on."""
+    return type(f"{add_on.__name__}{base.__name__}", (add_on, base), {"__module__": add_on.__module__})

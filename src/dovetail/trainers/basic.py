@@ -1,0 +1,43 @@
+"""A trainer that works alone: give it a model and data, or subclass it and override what differs."""
+
+from __future__ import annotations
+
+from dovetail.trainers.spellings import ClassicSpelling, PlatoSpelling, RunSpelling
+
+__all__ = ["SingleProcess", "Trainer"]
+
+
+class Trainer(ClassicSpelling, RunSpelling, PlatoSpelling):
+    """Train one model in one process.
+
+    Everything has a default that suits a classifier. What differs is given as an argument, or a subclass overrides a
+    verb (`train_step`, `test_step`, …) or a seam (`get_optimizer`, `get_loss_criterion`, `get_lr_scheduler`,
+    `get_train_loader`, `train_epoch`, `val_epoch`).
+
+    Args:
+        model: A module, or a class or function that makes one.
+        device: A name, a `torch.device`, a list of them (the first is used), or `"auto"`: cuda, mps or cpu.
+        mode: `"train"`, or `"test"` for a trainer whose `run` only evaluates.
+        optimizer: An optimizer, a callable of the parameters such as `partial(AdamW, lr=1e-3)`, a name in
+            `torch.optim`, or a list of optimizers.
+        scheduler: What the option `lr_scheduler` takes.
+        criterion: What the option `loss_function` takes.
+        callbacks: Callbacks, as instances or classes.
+        metrics: Metrics of validation and test: a mapping or list of torchmetrics objects and functions of outputs and
+            targets. By default the accuracy, where the loss is that of a classifier.
+        train_step: Called as `train_step(trainer, batch)` in place of the default.
+        test_step: Called as `test_step(trainer, batch)` in place of the default.
+        options: See `TrainerOptions`.
+
+    Example:
+        >>> import torch
+        >>> from dovetail import Epochs
+        >>> x = torch.randn(64, 4); y = (x.sum(dim=1) > 0).long()
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), optim_function="SGD", learning_rate=0.5, verbose=False, seed=0)
+        >>> history = trainer.fit((x, y), (x, y), max_length=Epochs(20))
+        >>> history.get_latest_metric("valid_accuracy") > 0.9
+        True
+    """
+
+
+SingleProcess = Trainer

@@ -1,0 +1,346 @@
+"""What the layers of a trainer, its strategies and its callbacks share during a run.
+
+The context routes, it does not think: user code says `context.backward(loss)` and `context.step(optimizer)`, and the
+outermost layer of the trainer answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dovetail.callbacks.base import Callbacks
+from dovetail.history import History
+from dovetail.trainers.metrics import Meter, Metric
+from dovetail.units import Progress, TrainUnit
+
+if TYPE_CHECKING:
+    from dovetail.trainers.base import Trainer
+    from dovetail.trainers.saving import Saver
+
+_NOT_RUNNING = "the context routes only while fit, evaluate or predict runs"
+
+__all__ = ["BoundScheduler", "Interval", "Plan", "Stage", "TrainingContext", "Window"]
+
+Stage = Literal["train", "valid", "test", "predict"]
+Interval = Literal["update", "batch", "epoch"]
+
+
+class Window:
+    """The accumulation window: which batches share one update, and by how much each counts.
+
+    A loss is a mean over the items of its batch. The gradient of one large batch is therefore the mean of the
+    micro-batches' gradients *weighted by their items*. How many items a window will hold is not known when its first
+    loss is differentiated, so each loss is divided by the items expected (the size of the window times the items of
+    its first batch) and the gradients are rescaled when the window closes. In the usual case, equal batches and
+    a full window, that factor is exactly one and costs nothing.
+
+    Attributes:
+        size: Batches in a full window.
+        opens: Whether the running batch is the first of its window.
+        closes: Whether the running batch is the last of its window, so that optimizers really step.
+    """
+
+    __slots__ = ("_deferred", "_expected", "_items", "_position", "closes", "opens", "size")
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.opens = True
+        self.closes = True
+        self._position = 0
+        self._expected: Any = 1
+        self._items: Any = 0
+        self._deferred: list[Optimizer] = []
+
+    def begin(self, *, is_last: bool) -> None:
+        """Count a batch in, knowing whether the epoch ends with it."""
+        self._position = 1 if self.closes else self._position + 1
+        self.opens = self._position == 1
+        self.closes = is_last or self._position == self.size
+        if self.opens:
+            self._items = 0
+
+    def weight(self, num_items: Any, *, first_of_batch: bool) -> Any:
+        """Return the factor for a loss over `num_items` items of the running batch."""
+        if isinstance(num_items, Tensor):
+            # A count of integers would be divided in float32, which is too coarse for a float64 loss.
+            num_items = num_items.double()
+        if first_of_batch:
+            if self.opens:
+                self._expected = num_items * self.size
+            self._items = self._items + num_items
+        return num_items / self._expected
+
+    def normalise(self, optimizer: Optimizer) -> None:
+        """Make the gradients those of one large batch, once the window's items are all known."""
+        factor = self._expected / self._items
+        if isinstance(factor, Tensor) or factor != 1.0:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+
+    def defer(self, optimizers: Iterable[Optimizer]) -> None:
+        """Remember optimizers that were asked to step before the window closes."""
+        self._deferred += [optimizer for optimizer in optimizers if optimizer not in self._deferred]
+
+    def take_deferred(self, stepped: list[Optimizer]) -> list[Optimizer]:
+        """Return, and forget, the deferred optimizers that did not step when the window closed."""
+        waiting, self._deferred = [it for it in self._deferred if it not in stepped], []
+        return waiting
+
+
+@dataclass
+class BoundScheduler:
+    """A learning-rate scheduler and when it steps.
+
+    Attributes:
+        scheduler: Any scheduler of torch, or one of ours bound to an optimizer.
+        interval: `update` counts the real steps of its own optimizer, `batch` the batches (caught up at the next
+            update, never between two), `epoch` the epochs.
+        frequency: Step at every n-th of these.
+        monitor: The metric that `ReduceLROnPlateau` and its like are given.
+    """
+
+    # Torch gives its schedulers no common type: `step` takes nothing, an epoch, or a metric.
+    scheduler: Any
+    interval: Interval = "epoch"
+    frequency: int = 1
+    monitor: str = "valid_loss"
+    count: int = 0
+    batches: int = 0
+    takes_metric: bool = False
+
+    def __post_init__(self) -> None:
+        self.takes_metric = isinstance(self.scheduler, ReduceLROnPlateau) or bool(
+            getattr(self.scheduler, "takes_metric", False)
+        )
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose rate it moves."""
+        optimizer: Optimizer = self.scheduler.optimizer
+        return optimizer
+
+    def advance(self, number: int, metrics: Mapping[str, float] | None) -> None:
+        """Count `number` further intervals and step as often as they ask for."""
+        for _ in range(number):
+            self.count += 1
+            if self.count % self.frequency == 0:
+                self._step(metrics)
+
+    def _step(self, metrics: Mapping[str, float] | None) -> None:
+        if not self.takes_metric:
+            self.scheduler.step()
+            return
+        value = (metrics or {}).get(self.monitor)
+        if value is None:
+            value = (metrics or {}).get(self.monitor.replace("valid_", "train_"))
+        if value is not None:
+            self.scheduler.step(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state and the counters."""
+        return {"scheduler": self.scheduler.state_dict(), "count": self.count, "batches": self.batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.scheduler.load_state_dict(dict(state["scheduler"]))
+        self.count, self.batches = int(state["count"]), int(state["batches"])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call of `fit` was asked to do.
+
+    Attributes:
+        max_length: Where training ends, counted from the start of the trainer's progress.
+        validate: The validation period, or None for no validation.
+        save: The checkpoint period, or None.
+        report: Batches between two reports.
+    """
+
+    max_length: TrainUnit
+    validate: TrainUnit | None = None
+    save: TrainUnit | None = None
+    report: int = 10
+
+
+@dataclass
+class _Notes:
+    """What the loop notes about the running batch."""
+
+    batch: int = 0
+    optimized: bool = False
+    stepped: list[Optimizer] = field(default_factory=list)
+
+
+class TrainingContext:
+    """The shared state of a run, and the way from user code to the outermost layer.
+
+    Attributes:
+        trainer: The layer that `fit`, `evaluate` or `predict` was called on.
+        model: The module that is trained.
+        device: Where batches are moved.
+        stage: What runs: train, valid, test or predict.
+        config: Settings that strategies and plato's hooks read.
+        state: A dictionary that strategies share.
+        client_id: 0 for a trainer on its own and for a server, else the client's number.
+        current_round: The federated round, 0 outside of a federation.
+        progress: Epochs, batches, records and updates so far.
+        history: The record of the run.
+        callbacks: Who watches.
+        optimizers: In the order in which the loop steps them.
+        schedulers: With their intervals.
+        metrics: Metrics over whole passes, by name.
+        window: The accumulation window.
+        num_items: Items that the running batch's loss is a mean of: its samples, unless `train_step` says otherwise.
+        data: Where `batches` finds each stage's data.
+        plan: What `fit` was asked to do.
+        saver: Where and how checkpoints are kept, or None.
+        meter: The training metrics of the running epoch.
+        stop_reason: Why training was asked to end, or None.
+    """
+
+    __slots__ = (
+        "callbacks",
+        "checked",
+        "client_id",
+        "closure",
+        "config",
+        "current_round",
+        "data",
+        "device",
+        "history",
+        "interrupted",
+        "meter",
+        "metrics",
+        "model",
+        "needs_closure",
+        "notes",
+        "num_items",
+        "optimizers",
+        "plan",
+        "progress",
+        "saver",
+        "schedulers",
+        "stage",
+        "state",
+        "stop_reason",
+        "trainer",
+        "validated_at",
+        "window",
+    )
+
+    def __init__(self, model: nn.Module | None = None, device: torch.device | None = None) -> None:
+        self.trainer: Trainer | None = None
+        self.model = model
+        self.device = device or torch.device("cpu")
+        self.stage: Stage = "train"
+        self.config: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+        self.client_id = 0
+        self.current_round = 0
+        self.progress = Progress()
+        self.history = History()
+        self.callbacks = Callbacks()
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[BoundScheduler] = []
+        self.metrics: dict[str, Metric] = {}
+        self.window = Window()
+        self.num_items: Any = 0
+        self.data: dict[str, Any] = {}
+        self.plan: Plan | None = None
+        self.saver: Saver | None = None
+        self.meter = Meter()
+        self.notes = _Notes()
+        self.stop_reason: str | None = None
+        self.interrupted = False
+        self.checked = Progress()
+        self.validated_at = -1
+        self.needs_closure = False
+        # Runs forward and backward of the running batch again, for optimizers such as LBFGS that ask for it.
+        self.closure: Any = None
+
+    @property
+    def current_epoch(self) -> int:
+        """The running epoch, counted from 1 (plato's count)."""
+        return self.progress.epoch + 1
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The first optimizer, for the usual case of one."""
+        return self.optimizers[0] if self.optimizers else None
+
+    @property
+    def updated(self) -> bool:
+        """Whether the running batch made a real optimizer step."""
+        return bool(self.notes.stepped)
+
+    def stop(self, reason: str) -> None:
+        """Ask training to end after the running update; the first reason is kept."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Differentiate a loss through every layer of the trainer.
+
+        A `train_step` that calls this owns its optimisation: the loop then leaves backward and step to it.
+
+        Args:
+            loss: A scalar, normalised per batch.
+            kwargs: What `Tensor.backward` takes: `retain_graph`, `create_graph`, `inputs`.
+        """
+        notes, window = self.notes, self.window
+        if window.size > 1:
+            loss = loss * window.weight(self.num_items, first_of_batch=not notes.optimized)
+        notes.optimized = True
+        assert self.trainer is not None, _NOT_RUNNING
+        self.trainer.backward(loss, **kwargs)
+
+    def step(self, *optimizers: Optimizer, zero_grad: bool = True) -> bool:
+        """Clip and step optimizers, all of them by default, when the accumulation window closes.
+
+        Args:
+            optimizers: Which ones; the order is kept.
+            zero_grad: Clear the gradients of a stepped optimizer, so that a further loss of the same batch starts
+                from nothing.
+
+        Returns:
+            Whether any optimizer made a real step. False inside a window and when a scaler skipped.
+        """
+        chosen = optimizers or tuple(self.optimizers)
+        window = self.window
+        if not window.closes:
+            window.defer(chosen)
+            return False
+        trainer, stepped = self.trainer, self.notes.stepped
+        assert trainer is not None, _NOT_RUNNING
+        before = len(stepped)
+        for optimizer in chosen:
+            if window.size > 1:
+                window.normalise(optimizer)
+            trainer.clip_gradients(optimizer)
+            for hook in self.callbacks.on_gradients:
+                hook(self, optimizer)
+            if trainer.optimizer_step(optimizer):
+                stepped.append(optimizer)
+            if zero_grad:
+                clear_gradients(optimizer)
+        return len(stepped) > before
+
+
+def clear_gradients(optimizer: Optimizer) -> None:
+    """Drop the gradients of an optimizer's parameters, as `optimizer.zero_grad()` does, at a third of its cost."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None

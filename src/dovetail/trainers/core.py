@@ -1,0 +1,530 @@
+"""The verbs of a trainer in one process. `basic.Trainer` is this, with every name its users know."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from dovetail import checkpoint as store
+from dovetail.callbacks import Callback, ImprovementWindow, NonFiniteLoss, ProgressDisplay, StopWhen
+from dovetail.data import DataLoader, as_loader, iterate_from, num_batches, split_batch, to_device
+from dovetail.errors import CheckpointError, ConfigError, DataError
+from dovetail.trainers import base, loop
+from dovetail.trainers.context import Plan, Stage, TrainingContext, Window
+from dovetail.trainers.metrics import Meter, accuracy, as_metrics
+from dovetail.trainers.options import TrainerOptions
+from dovetail.trainers.pieces import (
+    as_criterion,
+    as_device,
+    as_mode,
+    as_module,
+    as_optimizers,
+    as_scheduler,
+    bind_scheduler,
+    classifies,
+    forward,
+    requires_closure,
+)
+from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
+from dovetail.trainers.saving import Saver
+from dovetail.trainers.schedules import ScheduleLR
+from dovetail.units import Batches, Epochs, TrainUnit, parse_unit
+
+__all__ = ["CoreTrainer"]
+
+StepFunction = Callable[[Any, Any], Mapping[str, Any]]
+
+
+class CoreTrainer(base.Trainer):
+    """One model, one process: every verb of the loop, and the seams that a subclass may override.
+
+    The arguments are those of `basic.Trainer`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        device: str | int | torch.device | Sequence[Any] | None = None,
+        mode: Literal["train", "test"] = "train",
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        criterion: Any = None,
+        callbacks: Iterable[Any] | None = None,
+        metrics: Any = None,
+        train_step: StepFunction | None = None,
+        test_step: StepFunction | None = None,
+        **options: Any,
+    ) -> None:
+        self.saves_by_default = False
+        self.options = TrainerOptions.from_keywords(options, _CONSTRUCTOR_NAMES)
+        self.given = frozenset(options)
+        if self.options.seed is not None and not isinstance(model, nn.Module):
+            # A model that is made here is made reproducibly.
+            seed_everything(self.options.seed)
+        self.context = context = TrainingContext(
+            as_module(model), as_device(device, self.options.device_id if "device_id" in options else None)
+        )
+        context.window = Window(self.options.accumulation_steps)
+        context.data = {
+            "train": self.options.train_dataset,
+            "valid": self.options.val_dataset,
+            "test": self.options.test_dataset,
+        }
+        context.config = {"epochs": self.options.num_epochs, "batch_size": self.options.batch_size}
+        context.metrics = as_metrics(metrics)
+        self.mode = as_mode(mode)
+        self.criterion: Any = None
+        self.sampler: Any = None
+        self._wanted_criterion = criterion if criterion is not None else self.options.loss_function
+        self._wanted_optimizer = optimizer if optimizer is not None else self.options.optim_function
+        self._wanted_scheduler = scheduler if scheduler is not None else self.options.lr_scheduler
+        self._default_metrics = metrics is None
+        self._train_step = train_step
+        self._test_step = test_step
+        self._loaders: dict[str, tuple[Any, Any]] = {}
+        self._epoch_start: dict[str, Any] | None = None
+        self._order_seed = self.options.seed if self.options.seed is not None else torch.initial_seed() % 2**63
+        context.callbacks.add(*(callbacks or ()), *self._default_callbacks())
+
+    # ------------------------------------------------------------------ seams
+
+    def get_loss_criterion(self) -> Callable[[Any, Any], Tensor]:
+        """Return the loss: a callable of outputs and targets."""
+        return as_criterion(self._wanted_criterion)
+
+    def get_optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
+        """Return the optimizer of a model, or several in the order in which the loop steps them."""
+        return as_optimizers(
+            self._wanted_optimizer,
+            model,
+            {
+                "lr": self.options.learning_rate,
+                "weight_decay": self.options.weight_decay,
+                "momentum": self.options.momentum,
+            },
+        )
+
+    def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> Any:
+        """Return the scheduler of the first optimizer, or None."""
+        return as_scheduler(self._wanted_scheduler, optimizer)
+
+    def get_train_loader(self, batch_size: int, trainset: Any, sampler: Any = None) -> Iterable[Any]:
+        """Return the training batches of a data set; not called for data that comes in batches already."""
+        return as_loader(
+            trainset,
+            batch_size=batch_size,
+            shuffle=self.options.shuffle,
+            drop_last=self.options.drop_last,
+            num_workers=self.options.num_workers,
+            seed=self._order_seed,
+            sampler=sampler,
+        )
+
+    def get_test_loader(self, batch_size: int, testset: Any, sampler: Any = None) -> Iterable[Any]:
+        """Return the batches of validation, test or prediction: every sample once, in order."""
+        return as_loader(
+            testset,
+            batch_size=batch_size,
+            num_workers=self.options.num_workers,
+            sampler=sampler,
+            seed=self._order_seed,
+        )
+
+    def process_outputs(self, outputs: Any) -> Any:
+        """Return what the loss and the metrics of a test see of the model's outputs."""
+        return outputs
+
+    # ------------------------------------------------------------------ verbs, in the order of the loop
+
+    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Return the plan of a `fit`: its arguments, or else the options."""
+        options, context = self.options, self.context
+        length, validation, saving = (wishes.get(name) for name in _WISHES)
+        validates = context.data.get("valid") is not None or type(self).val_epoch is not CoreTrainer.val_epoch
+        by_options = {-1: Epochs(1), 0: None}.get(options.save_every, Batches(max(options.save_every, 1)))
+        if saving is None and self._saves_by_options():
+            saving = by_options
+        save = _period(saving, "checkpoint_period")
+        asks_for_none = saving is not None and save is None
+        if asks_for_none:
+            context.saver = None
+        elif context.saver is None and (save is not None or options.save_best):
+            context.saver = Saver(
+                Path(options.checkpoint_dir),
+                options.checkpoint_name,
+                # The seed's rule: whoever saves at all keeps the best, too.
+                keep_best=options.save_best or options.save_every != 0,
+                keep_last=options.keep_last,
+                keep_history=options.save_hist,
+                on_error=options.on_save_error,
+            )
+        return Plan(
+            max_length=Epochs(self.num_epochs) if length is None else parse_unit(length, "max_length"),
+            validate=_period(validation or Epochs(1), "validation_period") if validates else None,
+            save=save,
+            report=options.print_every,
+        )
+
+    def setup(self) -> None:
+        """Seed a fresh run, place the model, make the criterion and, to train, optimizers and schedulers."""
+        context = self.context
+        if context.model is None:
+            raise ConfigError("the trainer has no model: give it one, Trainer(model, …)")
+        is_fresh = context.progress.batches == 0
+        if context.stage == "train" and is_fresh and self.options.seed is not None:
+            seed_everything(self.options.seed)
+        context.model.to(context.device)
+        if self.criterion is None:
+            self.criterion = self.get_loss_criterion()
+        if isinstance(self.criterion, nn.Module):
+            self.criterion.to(context.device)
+        if self._default_metrics and not context.metrics and classifies(self.criterion):
+            context.metrics = as_metrics({"accuracy": accuracy})
+        for metric in context.metrics.values():
+            if isinstance(metric, nn.Module):
+                metric.to(context.device)
+        if context.stage == "train":
+            self._build_optimizers()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken."""
+        context = self.context
+        assert context.model is not None
+        context.model.to(context.device)
+        context.model.load_state_dict(state["model"])
+        self._build_optimizers()
+        _load_each("optimizer", context.optimizers, state["optimizers"])
+        _load_each("scheduler", context.schedulers, state["schedulers"])
+        context.progress.load_state_dict(state["progress"])
+        context.history.load_state_dict(state["history"])
+        context.meter.load_state_dict(state["meter"])
+        context.callbacks.load_state_dict(state["callbacks"])
+        if context.saver is not None:
+            context.saver.load_state_dict(state["saver"])
+        context.validated_at = state["validated_at"]
+        context.checked = context.progress.copy()
+        self._order_seed, self._epoch_start = state["order_seed"], state["epoch_start"]
+        set_rng_state(state["rng"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizers, schedulers, counters, history, callbacks, randomness and the place in the data."""
+        context = self.context
+        assert context.model is not None
+        return {
+            "model": context.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in context.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in context.schedulers],
+            "progress": context.progress.state_dict(),
+            "history": context.history.state_dict(),
+            "meter": context.meter.state_dict(),
+            "callbacks": context.callbacks.state_dict(),
+            "saver": context.saver.state_dict() if context.saver is not None else {"best": None},
+            "validated_at": context.validated_at,
+            "order_seed": self._order_seed,
+            "epoch_start": self._epoch_start if context.progress.batch else None,
+            "rng": rng_state(),
+        }
+
+    def teardown(self, error: BaseException | None) -> None:
+        """Nothing is held between runs."""
+
+    def batches(self, stage: Stage) -> Iterable[Any]:
+        """Return the batches of a stage; for training, from the running batch of the running epoch on."""
+        loader: Iterable[Any] = self.loader(stage)
+        if stage != "train":
+            return loader
+        progress = self.context.progress
+        if isinstance(loader, DataLoader):
+            loader.set_epoch(progress.epoch)
+        if progress.batch == 0:
+            self._epoch_start = _order_state(loader)
+            return loader
+        # The order of a loader that draws from the global generator is what it drew at the start of the epoch.
+        now = rng_state()
+        if self._epoch_start is not None:
+            _set_order_state(loader, self._epoch_start)
+        rest = iterate_from(loader, progress.batch)
+        set_rng_state(now)
+        return rest
+
+    def num_batches(self, stage: Stage) -> int | None:
+        """Return the length of a stage's loader, or None where it has none."""
+        return num_batches(self.loader(stage))
+
+    def train_epoch(self) -> Mapping[str, float] | None:
+        """Run one pass over the training data. An override may return its mean metrics."""
+        return loop.train_epoch(self.context)
+
+    def val_epoch(self) -> Mapping[str, float] | None:
+        """Run one validation pass. An override may be `pass`."""
+        return loop.val_epoch(self.context)
+
+    def reduce(self, meter: Meter) -> Meter:
+        """One process: its sums are all there is."""
+        return meter
+
+    def to_device(self, batch: Any) -> Any:
+        """Move every tensor of a batch to the trainer's device."""
+        return to_device(batch, self.context.device)
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Return the loss of the model on a batch of inputs and targets."""
+        if self._train_step is not None:
+            return self._train_step(self, batch)
+        inputs, targets = split_batch(batch)
+        if targets is None:
+            raise DataError(_NO_TARGETS)
+        return {"loss": self.criterion(forward(self.context.model, inputs), targets)}
+
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        """Return loss, outputs and targets of a batch; metrics are computed from the latter two."""
+        if self._test_step is not None:
+            return self._test_step(self, batch)
+        inputs, targets = split_batch(batch)
+        if targets is None:
+            raise DataError(_NO_TARGETS)
+        outputs = self.process_outputs(forward(self.context.model, inputs))
+        return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return the model's outputs for the inputs of a batch."""
+        return self.process_outputs(forward(self.context.model, split_batch(batch)[0]))
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Differentiate the loss."""
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def clip_gradients(self, optimizer: Optimizer) -> None:
+        """Clip the norm of an optimizer's gradients to the option `gradient_clip`."""
+        limit = self.options.gradient_clip
+        if limit:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, limit)
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Step the optimizer; without a scaler it always really steps."""
+        if self.context.needs_closure:
+            optimizer.step(self.context.closure)
+        else:
+            optimizer.step()
+        return True
+
+    def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
+        """Advance the schedulers of an interval; those that count batches catch up at updates."""
+        context = self.context
+        for bound in context.schedulers:
+            if bound.interval == "batch":
+                if interval == "update":
+                    bound.advance(context.progress.batches + 1 - bound.batches, metrics)
+                    bound.batches = context.progress.batches + 1
+                continue
+            if interval == "epoch" and isinstance(bound.scheduler, ScheduleLR) and bound.scheduler.needs_accuracy:
+                observed = (metrics or {}).get("valid_accuracy")
+                if observed is not None and not bound.takes_metric:
+                    bound.scheduler.observe(observed)
+            if bound.interval == interval and (interval == "epoch" or bound.optimizer in context.notes.stepped):
+                bound.advance(1, metrics)
+
+    def after_step(self, output: Mapping[str, Any]) -> None:
+        """Nothing is left to do after a plain step."""
+
+    # ------------------------------------------------------------------ attributes by their usual names
+
+    @property
+    def model(self) -> Any:
+        """The module that is trained."""
+        return self.context.model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self.context.model = as_module(model)
+        self.context.optimizers.clear()
+        self.context.schedulers.clear()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self.context.device
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The first optimizer, made now if it is not there yet; None without a model."""
+        if not self.context.optimizers and self.context.model is not None:
+            self._build_optimizers()
+        return self.context.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The first scheduler, or None."""
+        return self.context.schedulers[0].scheduler if self.context.schedulers else None
+
+    @property
+    def history(self) -> Any:
+        """The record of all runs of this trainer."""
+        return self.context.history
+
+    @property
+    def callbacks(self) -> Any:
+        """The callbacks, in the order in which they are called."""
+        return self.context.callbacks
+
+    @property
+    def num_epochs(self) -> int:
+        """Where a `fit` without `max_length` ends."""
+        return int(self.context.config["epochs"])
+
+    @num_epochs.setter
+    def num_epochs(self, number: int) -> None:
+        self.context.config["epochs"] = number
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a training batch; a new value takes effect with the next epoch."""
+        return int(self.context.config["batch_size"])
+
+    @batch_size.setter
+    def batch_size(self, number: int) -> None:
+        self.context.config["batch_size"] = number
+        self.forget_loaders()
+
+    @property
+    def val_batch_size(self) -> int:
+        """Samples in a validation batch."""
+        return self.options.val_batch_size or self.batch_size
+
+    @property
+    def test_batch_size(self) -> int:
+        """Samples in a test batch."""
+        return self.options.test_batch_size or self.val_batch_size
+
+    def save_model(self, path: str | Path) -> Path:
+        """Write the weights alone, as safetensors unless the name ends in `.ckpt`, `.pt` or `.pth`."""
+        return store.export_model(Path(path), self.context.model.state_dict())  # type: ignore[union-attr]
+
+    def load_model(self, path: str | Path, strict: bool = True) -> None:
+        """Load weights that `save_model` wrote."""
+        assert self.context.model is not None
+        self.context.model.load_state_dict(store.load_model_file(Path(path)), strict=strict)
+
+    def loader(self, stage: Stage) -> Any:
+        """Return the batches of a stage, formed once from the data that the stage was given."""
+        source = self.context.data.get(stage)
+        if source is None:
+            raise DataError(f"no {stage} data: pass it to the call, or {_DATASET_OPTION[stage]}=… to the trainer")
+        known, loader = self._loaders.get(stage, (None, None))
+        if known is not source:
+            if not isinstance(source, (Dataset, tuple, Tensor, np.ndarray)):
+                loader = as_loader(source, batch_size=self.batch_size)
+            elif stage == "train":
+                loader = self.get_train_loader(self.batch_size, source, self.sampler)
+            else:
+                loader = self.get_test_loader(self.val_batch_size if stage == "valid" else self.test_batch_size, source)
+            self._loaders[stage] = (source, loader)
+        return loader
+
+    def forget_loaders(self) -> None:
+        """Form every stage's batches anew when they are next asked for."""
+        self._loaders.clear()
+
+    def reset(self) -> None:
+        """Forget progress, history and optimizer state, and keep the model: the next `fit` is a new run."""
+        context = self.context
+        fresh = TrainingContext()
+        context.progress, context.history, context.meter = fresh.progress, fresh.history, fresh.meter
+        context.optimizers.clear()
+        context.schedulers.clear()
+        context.validated_at = -1
+        self._epoch_start = None
+
+    # ------------------------------------------------------------------ private
+
+    def _build_optimizers(self) -> None:
+        context = self.context
+        if context.optimizers:
+            return
+        assert context.model is not None
+        made = self.get_optimizer(context.model)
+        context.optimizers.extend([made] if isinstance(made, Optimizer) else made)
+        context.needs_closure = any(requires_closure(optimizer) for optimizer in context.optimizers)
+        if context.needs_closure and context.window.size > 1:
+            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
+        first = context.optimizers[0]
+        schedulers = [
+            self.get_lr_scheduler(context.config, first),
+            as_scheduler(self.options.mtm_scheduler, first),
+        ]
+        context.schedulers.extend(
+            bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
+            for scheduler in schedulers
+            if scheduler is not None
+        )
+
+    def _saves_by_options(self) -> bool:
+        """Whether the options that were given ask for checkpoints: their defaults alone do not, except in `train()`."""
+        return self.saves_by_default or bool(
+            self.given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", "keep_last"}
+        )
+
+    def _default_callbacks(self) -> list[Callback]:
+        options = self.options
+        made: list[Callback] = []
+        if options.nonfinite != "ignore":
+            made.append(NonFiniteLoss(options.nonfinite))
+        if options.stop_when_acc > 0:
+            made.append(StopWhen("valid_accuracy", options.stop_when_acc, mode="max"))
+        if options.early_stop is not None:
+            made.append(ImprovementWindow(int(options.early_stop["num_epochs"]), float(options.early_stop["improv"])))
+        if options.verbose and options.log_bar:
+            made.append(ProgressDisplay())
+        return made
+
+
+_CONSTRUCTOR_NAMES = tuple(inspect.signature(CoreTrainer.__init__).parameters)[1:-1]
+
+_DATASET_OPTION = {
+    "train": "train_dataset",
+    "valid": "val_dataset",
+    "test": "test_dataset",
+    "predict": "test_dataset",
+}
+
+_NO_TARGETS = "the batch has no targets: override train_step and test_step, or pass train_step=… and test_step=…"
+
+
+_WISHES = ("max_length", "validation_period", "checkpoint_period")
+
+
+def _period(value: TrainUnit | Mapping[str, int] | None, name: str) -> TrainUnit | None:
+    """Return a period; None for one of 0, which is never due."""
+    unit = None if value is None else parse_unit(value, name)
+    return None if unit is None or unit.value == 0 else unit
+
+
+def _order_state(loader: Any) -> dict[str, Any]:
+    """What the order of an epoch depends on when it is drawn: the global generators, and the loader's own."""
+    generator = getattr(loader, "generator", None)
+    return {"rng": rng_state(), "generator": None if generator is None else generator.get_state()}
+
+
+def _set_order_state(loader: Any, state: Mapping[str, Any]) -> None:
+    set_rng_state(state["rng"])
+    if state["generator"] is not None:
+        loader.generator.set_state(state["generator"])
+
+
+def _load_each(kind: str, pieces: Sequence[Any], states: Sequence[Any]) -> None:
+    if len(pieces) != len(states):
+        raise CheckpointError(
+            f"the checkpoint holds {len(states)} {kind} states, the trainer has {len(pieces)} of them"
+        )
+    for piece, state in zip(pieces, states, strict=True):
+        piece.load_state_dict(state)

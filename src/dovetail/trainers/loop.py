@@ -1,0 +1,482 @@
+"""The one training loop: free functions over a trainer. Nothing else in the library loops over a training loader."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.callbacks.base import Report
+from dovetail.data import concat
+from dovetail.errors import ConfigError, add_note
+from dovetail.history import History
+from dovetail.trainers import saving
+from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
+from dovetail.trainers.metrics import Meter, compute_metrics, warn_if_empty
+from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.units import Batches, Epochs, Progress, TrainUnit
+
+if TYPE_CHECKING:
+    from dovetail.trainers.base import Trainer
+
+__all__ = ["evaluate", "fit", "predict", "train_epoch", "val_epoch"]
+
+
+def fit(
+    trainer: Trainer,
+    train_data: Any = None,
+    val_data: Any = None,
+    *,
+    resume: str | Path | None = None,
+    **wishes: Any,
+) -> History:
+    """Train until the plan's length is reached or somebody stops it.
+
+    The whole of it, in the order in which things happen:
+
+        setup, resume
+        until max_length or stop:
+            on_epoch_start
+            for batch in batches("train"):
+                on_step_start
+                to_device
+                train_step                       # may call context.backward and context.step itself
+                backward                         # unless it did
+                if the window closes:            # every batch, without accumulation
+                    clip_gradients, on_gradients, optimizer_step
+                if an optimizer really stepped:
+                    scheduler_step("update"), on_update
+                after_step
+                on_step_end
+                every reporting period: losses to the host, on_report
+                validation due? checkpoint due? length reached? stop asked for?
+            validation due?
+            scheduler_step("epoch")
+            on_epoch_end
+            checkpoint due?
+        validation and checkpoint, if they are planned and not up to date
+        on_train_end
+        teardown
+
+    Args:
+        trainer: The outermost layer.
+        train_data: Training data, None for what the trainer has.
+        val_data: Validation data, None for what the trainer has.
+        resume: `"auto"`, the path of a checkpoint, or None.
+        wishes: `max_length`, `validation_period` and `checkpoint_period`; `trainer.plan` fills in the rest.
+    """
+    context = trainer.context
+    _offer_data(context, train=train_data, valid=val_data)
+    context.plan = plan = trainer.plan(**wishes)
+    context.stop_reason = None
+    with _running(trainer, "train"):
+        callbacks, progress = context.callbacks, context.progress
+        if resume is not None:
+            saving.resume(trainer, resume)
+        elif plan.max_length.reached(progress):
+            warnings.warn(
+                f"nothing to train: {plan.max_length} is reached already "
+                f"({progress.epoch} epochs, {progress.batches} batches done); max_length counts from the start",
+                UserWarning,
+                stacklevel=3,
+            )
+        if context.saver is not None:
+            context.saver.attach(context.history)
+        context.checked = progress.copy()
+        for on_train_start in callbacks.on_train_start:
+            on_train_start(context)
+        while context.stop_reason is None and not plan.max_length.reached(progress):
+            _epoch(trainer, plan)
+        if plan.validate is not None and context.validated_at != progress.batches:
+            _validate(trainer)
+        saving.checkpoint(trainer, due=plan.save is not None, final=True)
+        for on_train_end in callbacks.on_train_end:
+            on_train_end(context)
+    return context.history
+
+
+def _epoch(trainer: Trainer, plan: Plan) -> None:
+    """Run one epoch, or what is left of it, and what follows its end."""
+    context = trainer.context
+    progress, callbacks = context.progress, context.callbacks
+    if progress.batch == 0:
+        context.meter.reset()
+        for on_epoch_start in callbacks.on_epoch_start:
+            on_epoch_start(context)
+    _train_mode(context.model)
+    context.interrupted = False
+    means = trainer.train_epoch() or {}
+    if context.interrupted:
+        return
+    rates = {"lr": context.optimizers[0].param_groups[0]["lr"]} if context.optimizers else {}
+    progress.epoch += 1
+    progress.batch = 0
+    metrics = {f"train_{name}": value for name, value in means.items()}
+    context.history.record("train", {**means, **rates}, **_position(progress))
+    validates, saves = _due(context)
+    if context.validated_at == progress.batches:
+        metrics.update(_last_validation(context))
+    elif validates:
+        metrics.update(_validate(trainer))
+    trainer.scheduler_step("epoch", metrics)
+    for on_epoch_end in callbacks.on_epoch_end:
+        on_epoch_end(context, metrics)
+    saving.checkpoint(trainer, due=saves)
+
+
+def train_epoch(context: TrainingContext) -> dict[str, float]:
+    """Run one pass over the training data from where progress stands, and return its mean metrics."""
+    trainer, plan = _outermost(context), context.plan
+    assert plan is not None
+    progress, window, meter, notes, callbacks = (
+        context.progress,
+        context.window,
+        context.meter,
+        context.notes,
+        context.callbacks,
+    )
+    # Bound once: attribute look-ups are most of what a loop costs over an empty step.
+    to_device, batch_length, train_step = trainer.to_device, trainer.batch_length, trainer.train_step
+    backward, step, after_step = trainer.backward, context.step, trainer.after_step
+    scheduler_step, stepped, optimizers = trainer.scheduler_step, notes.stepped, context.optimizers
+    on_step_start, on_update, on_step_end = (
+        callbacks.on_step_start,
+        callbacks.on_update,
+        callbacks.on_step_end,
+    )
+
+    total = trainer.num_batches("train")
+    batches: Iterable[Any] = trainer.batches("train")
+    accumulates = window.size > 1
+    if accumulates and total is None:
+        batches = lookahead = _Lookahead(batches)
+    else:
+        lookahead = None
+    acts_inside = any(isinstance(it, TrainUnit) and not isinstance(it, Epochs) for it in vars(plan).values())
+    # Counted from the start of training, so that a resumed run reports at the same batches.
+    until_report = plan.report - progress.batches % plan.report
+    is_first = True
+
+    for batch in batches:
+        notes.batch = progress.batch
+        for hook in on_step_start:
+            hook(context, batch)
+        batch = to_device(batch)
+        context.num_items = num_samples = batch_length(batch)
+        if accumulates:
+            is_last = lookahead.is_last if lookahead is not None else progress.batch + 1 == total
+            window.begin(is_last=is_last or _ends_after(plan.max_length, progress))
+        if window.opens:
+            for optimizer in optimizers:
+                clear_gradients(optimizer)
+        notes.optimized = False
+
+        output = train_step(batch)
+        if is_first:
+            _check_output(output, optimized=notes.optimized)
+            is_first = False
+        if not notes.optimized:
+            if accumulates:
+                context.num_items = output.get("num_items", num_samples)
+                backward(output["loss"] * window.weight(context.num_items, first_of_batch=True))
+            else:
+                backward(output["loss"])
+            if window.closes:
+                if context.needs_closure:
+                    context.closure = partial(_again, context, batch)
+                step(zero_grad=False)
+        elif accumulates and window.closes:
+            waiting = window.take_deferred(stepped)
+            if waiting:
+                step(*waiting)
+
+        if stepped:
+            progress.updates += 1
+            scheduler_step("update")
+            for update_hook in on_update:
+                update_hook(context)
+        after_step(output)
+        stepped.clear()
+
+        meter.add(output, num_samples)
+        progress.batch += 1
+        progress.batches += 1
+        progress.records += num_samples
+        for end_hook in on_step_end:
+            end_hook(context, output)
+        until_report -= 1
+        if until_report == 0:
+            until_report = plan.report
+            _report(context)
+
+        if window.closes:
+            if acts_inside and progress.batch != total:
+                _act(trainer)
+            if context.stop_reason is not None or (acts_inside and plan.max_length.reached(progress)):
+                context.interrupted = progress.batch != total
+                break
+
+    _report(context)
+    if progress.batch == 0:
+        warn_if_empty(0, "training")
+        return {"loss": math.nan}
+    return {} if context.interrupted else trainer.reduce(meter).compute()
+
+
+def _act(trainer: Trainer) -> None:
+    """Validate and save where a period ends inside an epoch; what ends with the epoch is left to its end."""
+    validates, saves = _due(trainer.context)
+    if validates:
+        _report(trainer.context)
+        _validate(trainer)
+        _train_mode(trainer.context.model)
+    if validates or saves:
+        _report(trainer.context)
+        saving.checkpoint(trainer, due=saves)
+
+
+def _due(context: TrainingContext) -> tuple[bool, bool]:
+    """Whether the validation and the checkpoint period ended since the last look, which this is from now on."""
+    plan, before, now = context.plan, context.checked, context.progress
+    assert plan is not None
+    due = (
+        plan.validate is not None and plan.validate.due(before, now),
+        plan.save is not None and plan.save.due(before, now),
+    )
+    context.checked = now.copy()
+    return due
+
+
+def _report(context: TrainingContext) -> None:
+    """Bring the waiting losses to the host, once for many batches."""
+    meter = context.meter
+    if not len(meter):
+        return
+    losses = meter.flush().get("loss", [])
+    context.history.extend_losses(losses)
+    if context.callbacks.on_report:
+        report = Report(meter.compute(), losses, context.progress.batches - len(losses))
+        for hook in context.callbacks.on_report:
+            hook(context, report)
+
+
+def _validate(trainer: Trainer) -> dict[str, float]:
+    """Run a validation pass inside training, record it, and return its metrics by their full names."""
+    context = trainer.context
+    for on_validation_start in context.callbacks.on_validation_start:
+        on_validation_start(context)
+    means = trainer.val_epoch()
+    context.validated_at = context.progress.batches
+    if means is None:
+        return {}
+    context.history.record("valid", means, **_position(context.progress))
+    metrics = _last_validation(context)
+    for on_validation_end in context.callbacks.on_validation_end:
+        on_validation_end(context, metrics)
+    if context.saver is not None:
+        context.saver.consider(metrics)
+    return metrics
+
+
+def val_epoch(context: TrainingContext) -> dict[str, float]:
+    """Run one validation pass and return its mean metrics."""
+    return _evaluate_pass(_outermost(context), "valid")
+
+
+def evaluate(trainer: Trainer, data: Any = None, stage: Stage = "test") -> dict[str, float]:
+    """Return the metrics of one pass over `data`; nothing of the training changes."""
+    with _lent_data(trainer.context, stage, data), _running(trainer, stage):
+        return _evaluate_pass(trainer, stage)
+
+
+def predict(trainer: Trainer, data: Any = None) -> Any:
+    """Return the predictions for `data`, joined over its batches."""
+    context = trainer.context
+    with _lent_data(context, "predict", data), _running(trainer, "predict"), _evaluating(context, "predict"):
+        to_device, predict_step = trainer.to_device, trainer.predict_step
+        return concat([predict_step(to_device(batch)) for batch in trainer.batches("predict")])
+
+
+def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
+    context = trainer.context
+    meter = Meter()
+    num_batches = 0
+    with _evaluating(context, stage):
+        to_device, batch_length, test_step = trainer.to_device, trainer.batch_length, trainer.test_step
+        metrics = context.metrics
+        for metric in metrics.values():
+            metric.reset()
+        for batch in trainer.batches(stage):
+            batch = to_device(batch)
+            output = test_step(batch)
+            meter.add(output, batch_length(batch))
+            for metric in metrics.values():
+                _update_metric(metric, output)
+            for on_test_step_end in context.callbacks.on_test_step_end:
+                on_test_step_end(context, output)
+            num_batches += 1
+            if num_batches % 256 == 0:
+                meter.flush()
+        warn_if_empty(num_batches, stage)
+        means = trainer.reduce(meter).compute() if num_batches else {"loss": math.nan}
+        return {**means, **compute_metrics(metrics, num_batches)}
+
+
+def _update_metric(metric: Any, output: Mapping[str, Any]) -> None:
+    try:
+        outputs, targets = output["output"], output["target"]
+    except KeyError as error:
+        raise ConfigError(
+            f"metrics need test_step to return 'output' and 'target' besides its numbers, got {sorted(output)}"
+        ) from error
+    metric.update(outputs, targets)
+
+
+@contextmanager
+def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
+    """Make `trainer` the outermost layer from setup to teardown; a pass inside a running fit borrows the stage only."""
+    context = trainer.context
+    if context.trainer is not None:
+        yield
+        return
+    context.trainer, context.stage = trainer, stage
+    failure: BaseException | None = None
+    try:
+        trainer.setup()
+        yield
+    except BaseException as error:
+        failure = error
+        progress = context.progress
+        add_note(
+            error,
+            f"while {_DOING[stage]}: epoch {progress.epoch + 1}, batch {progress.batch + 1} of the epoch",
+        )
+        for on_exception in context.callbacks.on_exception:
+            on_exception(context, error)
+        raise
+    finally:
+        try:
+            trainer.teardown(failure)
+        finally:
+            context.trainer, context.closure = None, None
+            context.notes.stepped.clear()
+
+
+_DOING = {"train": "training", "valid": "validating", "test": "testing", "predict": "predicting"}
+
+
+@contextmanager
+def _evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
+    """Evaluate without a trace: every module's mode, the stage and all randomness are as before afterwards."""
+    model, stage_before = context.model, context.stage
+    modes = [(module, module.training) for module in model.modules()] if model is not None else []
+    randomness = rng_state()
+    context.stage = stage
+    if model is not None:
+        model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        context.stage = stage_before
+        for module, training in modes:
+            module.training = training
+        set_rng_state(randomness)
+
+
+class _Lookahead:
+    """Batches with one read ahead, so that the last one of unknown many is known as such."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self.is_last = False
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._batches)
+        end = object()
+        batch = next(batches, end)
+        while batch is not end:
+            following = next(batches, end)
+            self.is_last = following is end
+            yield batch
+            batch = following
+
+
+def _again(context: TrainingContext, batch: Any) -> Tensor:
+    """Forward and backward once more on the same batch, for an optimizer that evaluates the loss several times."""
+    trainer = _outermost(context)
+    with torch.enable_grad():
+        for optimizer in context.optimizers:
+            clear_gradients(optimizer)
+        loss: Tensor = trainer.train_step(batch)["loss"]
+        trainer.backward(loss)
+    return loss
+
+
+def _ends_after(max_length: TrainUnit, progress: Progress) -> bool:
+    """Whether training is as long as planned once the running batch is done."""
+    return isinstance(max_length, Batches) and progress.batches + 1 >= max_length.length
+
+
+def _check_output(output: Any, *, optimized: bool) -> None:
+    """Look at the first output of an epoch, and say what is wrong with it."""
+    if not isinstance(output, Mapping) or not isinstance(output.get("loss"), Tensor):
+        shown = sorted(output) if isinstance(output, Mapping) else type(output).__name__
+        raise ConfigError(f"train_step: expected a dict with a tensor under 'loss', got {shown}")
+    loss = output["loss"]
+    if not optimized and loss.ndim != 0:
+        raise ConfigError(
+            f"train_step: the loss must be one number, got a tensor of shape {tuple(loss.shape)}; take its mean()"
+        )
+    if not optimized and not loss.requires_grad:
+        raise ConfigError("train_step: the loss does not depend on any parameter that requires a gradient")
+
+
+def _train_mode(model: nn.Module | None) -> None:
+    # Only when the root was left in evaluation mode: a submodule that the user froze there stays frozen.
+    if model is not None and not model.training:
+        model.train()
+
+
+def _place(context: TrainingContext) -> str:
+    if context.stage != "train":
+        return ""
+    return f": epoch {context.progress.epoch + 1}, batch {context.notes.batch + 1}"
+
+
+def _position(progress: Progress) -> dict[str, int]:
+    return {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates}
+
+
+def _last_validation(context: TrainingContext) -> dict[str, float]:
+    row = next((row for row in reversed(context.history.rows) if row["stage"] == "valid"), {})
+    return {f"valid_{name}": float(value) for name, value in row.items() if name not in _PLACES}
+
+
+_PLACES = frozenset({"stage", "epoch", "batches", "updates"})
+
+
+def _offer_data(context: TrainingContext, **data: Any) -> None:
+    context.data.update({stage: source for stage, source in data.items() if source is not None})
+
+
+@contextmanager
+def _lent_data(context: TrainingContext, stage: Stage, data: Any) -> Iterator[None]:
+    before = context.data.get(stage)
+    _offer_data(context, **{stage: data})
+    try:
+        yield
+    finally:
+        context.data[stage] = before
+
+
+def _outermost(context: TrainingContext) -> Trainer:
+    assert context.trainer is not None, "a pass over the data runs inside fit, evaluate or predict"
+    return context.trainer

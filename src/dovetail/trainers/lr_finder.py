@@ -1,0 +1,214 @@
+"""Find a learning rate by raising it batch by batch until the loss explodes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from dovetail.callbacks import Callback, Callbacks
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.extras import require
+from dovetail.history import History
+from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.core import CoreTrainer
+from dovetail.units import Batches
+
+__all__ = ["LRFinder", "LogFinder"]
+
+Method = Literal["sobel", "laplace", "min_loss", "max_range"]
+
+
+class LRFinder:
+    """Sweep the learning rate over the training data, and leave the trainer exactly as it was.
+
+    Weights, optimizer state, rates, counters, history, callbacks and all randomness are the same afterwards.
+
+    Args:
+        trainer: Whose model, loss, optimizer and data to use.
+        lr_min: The rate of the first batch.
+        lr_max: The rate of the last.
+        num_epochs: Passes over the data in which to go from one to the other.
+        max_batches: Go there in this many batches at the most; 0 for no limit.
+        beta: How much the smoothed loss remembers; 0 for the plain loss.
+        explode_thresh: Stop when the smoothed loss exceeds its best value by this factor.
+        lr_select_method: `sobel` takes the rate at which the loss falls most steeply, `laplace` the one where its fall
+            begins to slow down most, `min_loss` the one with the lowest loss, `max_range` the whole range between.
+        lr_min_factor: The returned range reaches from the chosen rate divided by this …
+        lr_max_scale: … to the chosen rate times this.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import Trainer
+        >>> x = torch.randn(256, 4); y = (x.sum(dim=1) > 0).long()
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), optim_function="SGD", batch_size=8, verbose=False, seed=0)
+        >>> finder = LRFinder(trainer, lr_min=1e-4, lr_max=1e3, num_epochs=2)
+        >>> low, high = finder.find((x, y))
+        >>> 1e-4 < low < high < 1e3
+        True
+    """
+
+    def __init__(
+        self,
+        trainer: CoreTrainer,
+        *,
+        lr_min: float = 1e-6,
+        lr_max: float = 1.0,
+        num_epochs: int = 1,
+        max_batches: int = 0,
+        beta: float = 0.98,
+        explode_thresh: float = 4.0,
+        lr_select_method: Method = "sobel",
+        lr_min_factor: float = 2.0,
+        lr_max_scale: float = 1.0,
+    ) -> None:
+        if not 0 < lr_min < lr_max:
+            raise ConfigError(f"LRFinder: expected 0 < lr_min < lr_max, got {lr_min} and {lr_max}")
+        if lr_select_method not in get_args(Method):
+            raise UnknownNameError("lr_select_method", lr_select_method, get_args(Method))
+        self.trainer = trainer
+        self.lr_min, self.lr_max = lr_min, lr_max
+        self.num_epochs, self.max_batches = num_epochs, max_batches
+        self.beta, self.explode_thresh = beta, explode_thresh
+        self.lr_select_method: Method = lr_select_method
+        self.lr_min_factor, self.lr_max_scale = lr_min_factor, lr_max_scale
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def find(self, train_data: Any = None) -> tuple[float, float]:
+        """Sweep, and return the range of rates to use; `suggestion` is the one rate chosen.
+
+        Args:
+            train_data: Training data as `fit` takes it; None for what the trainer has.
+        """
+        trainer, context = self.trainer, self.trainer.context
+        sweep = _Sweep(self)
+        with _untouched(trainer):
+            if train_data is not None:
+                context.data["train"] = train_data
+            num_batches = (trainer.num_batches("train") or 100) * self.num_epochs
+            sweep.num_batches = min(num_batches, self.max_batches or num_batches)
+            context.callbacks = Callbacks([sweep])
+            never = Batches(0)
+            trainer.fit(
+                max_length=Batches(context.progress.batches + sweep.num_batches),
+                validation_period=never,
+                checkpoint_period=never,
+            )
+        self.rates, self.losses = sweep.rates, sweep.losses
+        if len(self.rates) < 4:
+            raise ConfigError(
+                f"LRFinder: only {len(self.rates)} batches before the loss exploded: lower lr_min, or use smaller batches"
+            )
+        low, high = self._falling()
+        if self.lr_select_method == "max_range":
+            return self.rates[low], self.rates[high] * self.lr_max_scale
+        return self.suggestion / self.lr_min_factor, self.suggestion * self.lr_max_scale
+
+    @property
+    def suggestion(self) -> float:
+        """The rate that `lr_select_method` chooses from the sweep."""
+        if not self.rates:
+            raise ConfigError("LRFinder: call find() first")
+        low, high = self._falling()
+        slope = np.gradient(np.asarray(self.losses[: high + 1]), np.log10(self.rates[: high + 1]))
+        if self.lr_select_method in ("min_loss", "max_range"):
+            index = high
+        elif self.lr_select_method == "laplace":
+            index = low + int(np.argmax(np.gradient(slope)[low:]))
+        else:
+            index = low + int(np.argmin(slope[low:]))
+        return self.rates[index]
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the smoothed loss over the rate, with the suggestion, into a picture file."""
+        figure = require("matplotlib.figure", "plot").Figure(figsize=(7, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot(self.rates, self.losses, color="#0072B2", linewidth=2)
+        axes.axvline(self.suggestion, color="#D55E00", linestyle="--", label=f"suggestion {self.suggestion:.2g}")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="smoothed loss", title="Learning-rate sweep")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=150)
+        return target
+
+    def _falling(self) -> tuple[int, int]:
+        """The stretch of the sweep in which the loss falls: from its highest point before the lowest, to the lowest."""
+        losses = np.asarray(self.losses)
+        # The first losses are noise, since hardly anything smooths them.
+        first = len(losses) // 10
+        lowest = max(int(np.argmin(losses)), first + 2)
+        return first + int(np.argmax(losses[first:lowest])), lowest
+
+
+LogFinder = LRFinder
+
+
+class _Sweep(Callback):
+    """Sets the rate before every batch and follows the loss after it."""
+
+    def __init__(self, finder: LRFinder) -> None:
+        self._finder = finder
+        self._average = 0.0
+        self._best = math.inf
+        self.num_batches = 0
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def on_step_start(self, context: TrainingContext, batch: Any) -> None:
+        finder = self._finder
+        share = len(self.rates) / max(self.num_batches - 1, 1)
+        rate = finder.lr_min * (finder.lr_max / finder.lr_min) ** share
+        for optimizer in context.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        self.rates.append(rate)
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        finder = self._finder
+        loss = float(output["loss"].detach())
+        self._average = finder.beta * self._average + (1 - finder.beta) * loss
+        smoothed = self._average / (1 - finder.beta ** len(self.rates))
+        if not math.isfinite(smoothed) or smoothed > finder.explode_thresh * self._best:
+            self.rates.pop()
+            context.stop("the loss exploded")
+            return
+        self.losses.append(smoothed)
+        self._best = min(self._best, smoothed)
+
+
+@contextmanager
+def _untouched(trainer: CoreTrainer) -> Iterator[None]:
+    """Let anything happen to a trainer, and put everything back."""
+    context = trainer.context
+    # Made now if they are not there yet, so that there is something to put back.
+    _ = trainer.optimizer
+    state = copy.deepcopy(trainer.state_dict())
+    held = {name: getattr(context, name) for name in ("callbacks", "history", "plan", "saver", "schedulers", "metrics")}
+    data, modes = dict(context.data), [(module, module.training) for module in trainer.model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in trainer.model.parameters()]
+    generator = getattr(trainer.loader("train"), "generator", None) if context.data.get("train") is not None else None
+    generator_state = generator.get_state() if generator is not None else None
+    context.history, context.schedulers, context.saver = History(), [], None
+    try:
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(context, name, value)
+        context.data = data
+        context.stop_reason = None
+        trainer.load_state_dict(state)
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if generator is not None:
+            generator.set_state(generator_state)

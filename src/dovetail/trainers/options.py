@@ -1,0 +1,132 @@
+"""The settings of `basic.Trainer`, all in one place, with their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail.errors import ConfigError, UnknownNameError
+
+__all__ = ["TrainerOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """Keywords of `basic.Trainer` beyond the pieces it is made of.
+
+    Attributes:
+        num_epochs: Epochs in all that `train()` and a `fit` without `max_length` run to.
+        learning_rate: Given to an optimizer that is built by name.
+        momentum: Given to an optimizer that is built by name, if it takes one (SGD and RMSprop do, Adam does not).
+        weight_decay: Given to an optimizer that is built by name.
+        loss_function: A name in `torch.nn`, a loss class, or any callable of outputs and targets.
+        optim_function: A name in `torch.optim`, an optimizer class, or a callable of the parameters.
+        lr_scheduler: A schedule of `dovetail.trainers.schedules`, a callable of the optimizer such as
+            `partial(StepLR, step_size=3)`, a name in `torch.optim.lr_scheduler` that needs no argument, or a scheduler.
+        mtm_scheduler: The same for momentum (`momentum` or `betas[0]`).
+        scheduler_step_on_batch: Step a plain torch scheduler after every update instead of every epoch.
+        gradient_clip: Largest norm of the gradients; 0 clips nothing.
+        accumulation_steps: Batches that share one update.
+        seed: Sets python, numpy, torch and the order of the data; None leaves the first three alone and
+            takes torch's initial seed for the order.
+        batch_size: Samples in a training batch that the trainer forms itself.
+        val_batch_size: The same for validation; 0 for `batch_size`.
+        test_batch_size: The same for test and prediction; 0 for `val_batch_size`.
+        train_dataset: Training data, as `fit` takes it.
+        val_dataset: Validation data.
+        test_dataset: Test data; `evaluate()` uses it.
+        shuffle: Whether training data is shuffled, anew in every epoch.
+        num_workers: Processes that read data which does not lie in memory.
+        drop_last: Whether a last, shorter training batch is left out. Validation always sees every sample.
+        device_id: -1 for the CPU, else the number of a CUDA device. Where neither this nor `device` is given, the
+            best device there is.
+        device_map: Where checkpoints are loaded to; None for the trainer's own device.
+        verbose: Whether to show progress.
+        log_bar: The same, by its other name; progress is shown where both are true.
+        print_every: Batches between two reports of the running loss.
+        nonfinite: What a NaN or infinite loss does: `raise`, `stop`, `warn`, or `ignore`.
+        stop_when_acc: Validation accuracy at which training ends; 0 for never.
+        early_stop: `{"num_epochs": n, "improv": d}` ends training when accuracy gained less than d over n epochs.
+        checkpoint_dir: The folder of checkpoints and history.
+        checkpoint_name: The first part of their names.
+        save_every: Batches between two checkpoints; -1 for one per epoch, 0 for none.
+        save_best: Whether the best validation so far has a checkpoint of its own.
+        save_hist: Whether the history is written beside the checkpoints.
+        keep_last: How many periodic checkpoints stay; None for all.
+        on_save_error: Whether a checkpoint that cannot be written ends training (`raise`) or is told (`warn`).
+    """
+
+    num_epochs: int = 10
+    learning_rate: float = 1e-4
+    momentum: float = 0.5
+    weight_decay: float = 1e-5
+    loss_function: Any = "CrossEntropyLoss"
+    optim_function: Any = "Adam"
+    lr_scheduler: Any = None
+    mtm_scheduler: Any = None
+    scheduler_step_on_batch: bool = False
+    gradient_clip: float = 0.0
+    accumulation_steps: int = 1
+    seed: int | None = None
+    batch_size: int = 64
+    val_batch_size: int = 0
+    test_batch_size: int = 0
+    train_dataset: Any = None
+    val_dataset: Any = None
+    test_dataset: Any = None
+    shuffle: bool = True
+    num_workers: int = 1
+    drop_last: bool = True
+    device_id: int = -1
+    device_map: Any = None
+    verbose: bool = True
+    log_bar: bool = True
+    print_every: int = 10
+    nonfinite: Literal["raise", "stop", "warn", "ignore"] = "raise"
+    stop_when_acc: float = 0.0
+    early_stop: Mapping[str, float] | None = None
+    checkpoint_dir: str | Path = "checkpoint"
+    checkpoint_name: str = "ck"
+    save_every: int = -1
+    save_best: bool = False
+    save_hist: bool = True
+    keep_last: int | None = None
+    on_save_error: Literal["raise", "warn"] = "raise"
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
+                raise ConfigError(f"{name}: expected a number that is at least {least}, got {value!r}")
+        if self.nonfinite not in ("raise", "stop", "warn", "ignore"):
+            raise ConfigError(f"nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got {self.nonfinite!r}")
+        if self.early_stop is not None and set(self.early_stop) != {"num_epochs", "improv"}:
+            raise ConfigError(f"early_stop: expected the keys 'num_epochs' and 'improv', got {sorted(self.early_stop)}")
+
+    @classmethod
+    def from_keywords(cls, given: Mapping[str, Any], also_known: Collection[str]) -> TrainerOptions:
+        """Return the options of a constructor call; an unknown keyword is an error that names the nearest."""
+        known = {field.name for field in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise UnknownNameError("keyword", name, known.union(also_known))
+        return cls(**given)
+
+
+_LEAST = {
+    "num_epochs": 0,
+    "learning_rate": 0.0,
+    "weight_decay": 0.0,
+    "gradient_clip": 0.0,
+    "accumulation_steps": 1,
+    "batch_size": 1,
+    "val_batch_size": 0,
+    "test_batch_size": 0,
+    "num_workers": 0,
+    "print_every": 1,
+    "save_every": -1,
+    "device_id": -1,
+    "stop_when_acc": 0.0,
+}

@@ -1,0 +1,182 @@
+"""From what users give (a name, a class, a factory, an object) to the piece that a trainer needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as torch_schedulers
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers.context import BoundScheduler, Interval
+from dovetail.trainers.schedules import Schedule, ScheduleLR
+
+__all__ = [
+    "as_criterion",
+    "as_device",
+    "as_mode",
+    "as_module",
+    "as_optimizers",
+    "as_scheduler",
+    "bind_scheduler",
+    "classifies",
+    "forward",
+    "requires_closure",
+]
+
+
+def as_module(model: Any) -> nn.Module | None:
+    """Return the module itself, or the one that a class or a function makes."""
+    if model is None or isinstance(model, nn.Module):
+        return model
+    made = model() if callable(model) else model
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, or a class or function that makes one, got {model!r}")
+    return made
+
+
+def as_device(device: Any, device_id: int | None = None) -> torch.device:
+    """Return a device from a name, a number, a device or a list of them.
+
+    Args:
+        device: What the user gave; a list stands for its first device; `"auto"` for cuda, mps or cpu.
+        device_id: For a `device` of None: -1 for the CPU, else a CUDA device; None for `"auto"`.
+
+    Example:
+        >>> as_device(["cpu", "cuda:1"])
+        device(type='cpu')
+    """
+    if isinstance(device, (list, tuple)):
+        if not device:
+            raise ConfigError("device: expected at least one device, got an empty list")
+        device = device[0]
+    if device is None and device_id is not None:
+        return torch.device("cpu") if device_id < 0 else torch.device("cuda", device_id)
+    if device is None or device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device: expected a name such as 'cpu', 'cuda:0' or 'auto', got {device!r}") from error
+
+
+def as_mode(mode: str) -> Literal["train", "test"]:
+    """Return the mode of a trainer, or say which there are."""
+    if mode in ("train", "test"):
+        return cast(Literal["train", "test"], mode)
+    raise ConfigError(f"mode: expected 'train' or 'test', got {mode!r}")
+
+
+def as_criterion(loss: Any) -> Callable[[Any, Any], Tensor]:
+    """Return a loss from a name in `torch.nn`, a class, or any callable of outputs and targets."""
+    if isinstance(loss, str):
+        loss = _named("loss", loss, _classes(nn, nn.modules.loss._Loss))
+    made = loss() if isinstance(loss, type) else loss
+    if not callable(made):
+        raise ConfigError(f"criterion: expected a loss of torch.nn, its name, or a callable, got {loss!r}")
+    return made  # type: ignore[no-any-return]  # a module's call is untyped
+
+
+def as_optimizers(optimizer: Any, model: nn.Module, settings: Mapping[str, Any]) -> list[Optimizer]:
+    """Return optimizers from an object, a list of them, a name, a class, or a callable of the parameters.
+
+    Args:
+        optimizer: What the user gave.
+        model: Whose parameters an optimizer made here is for.
+        settings: `lr`, `weight_decay`, `momentum` for an optimizer that is made by name or class; each is passed
+            on where the optimizer takes it.
+    """
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    if isinstance(optimizer, (list, tuple)):
+        return [made for item in optimizer for made in as_optimizers(item, model, settings)]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(optimizer, str):
+        optimizer = _named("optimizer", optimizer, _classes(torch.optim, Optimizer))
+    if not parameters:
+        raise ConfigError("the model has no parameter that requires a gradient: there is nothing to optimise")
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        taken = inspect.signature(optimizer).parameters
+        made = optimizer(parameters, **{name: value for name, value in settings.items() if name in taken})
+    elif callable(optimizer):
+        made = optimizer(parameters)
+    else:
+        made = optimizer
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"optimizer: expected an optimizer of torch, its name, or a callable of the parameters, got {optimizer!r}"
+        )
+    return [made]
+
+
+def as_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | ReduceLROnPlateau | None:
+    """Return a scheduler of `optimizer` from an object, one of our schedules, a name, or a callable of it."""
+    if scheduler is None or isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+        return scheduler
+    if isinstance(scheduler, Schedule):
+        return scheduler.bind(optimizer)
+    if isinstance(scheduler, str):
+        known = {**_classes(torch_schedulers, LRScheduler), "ReduceLROnPlateau": ReduceLROnPlateau}
+        scheduler = _named("scheduler", scheduler, known)
+    made = scheduler(optimizer) if callable(scheduler) else scheduler
+    if not isinstance(made, (LRScheduler, ReduceLROnPlateau)):
+        raise ConfigError(
+            "lr_scheduler: expected a scheduler of torch, a schedule, or a callable of the optimizer such as "
+            f"partial(StepLR, step_size=3), got {scheduler!r}"
+        )
+    return made
+
+
+def bind_scheduler(scheduler: LRScheduler | ReduceLROnPlateau, *, on_batch: bool = False) -> BoundScheduler:
+    """Return a scheduler with its interval: its own, that of its kind, or per epoch."""
+    interval: Interval = "epoch"
+    if isinstance(scheduler, ScheduleLR):
+        interval = scheduler.interval
+    elif on_batch or isinstance(scheduler, (OneCycleLR, CyclicLR)):
+        interval = "batch" if on_batch else "update"
+    monitor = "valid_accuracy" if isinstance(scheduler, ScheduleLR) else "valid_loss"
+    return BoundScheduler(scheduler, interval, monitor=monitor)
+
+
+def forward(model: Any, inputs: Any) -> Any:
+    """Call a model on one input, on several from a tuple or list, or on named ones from a mapping."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def classifies(criterion: Any) -> bool:
+    """Whether a loss is that of a classifier of exclusive classes, so that accuracy has a meaning."""
+    return isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or criterion in (
+        nn.functional.cross_entropy,
+        nn.functional.nll_loss,
+    )
+
+
+def requires_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` cannot be called without a function that evaluates the loss."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _classes(module: Any, kind: type[Any]) -> dict[str, type[Any]]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, kind) and value is not kind and not name.startswith("_")
+    }
+
+
+def _named(kind: str, name: str, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
+    return known[name]

@@ -1,0 +1,768 @@
+"""Schedules of the learning rate and of momentum, and the torch schedulers that apply them.
+
+A `Schedule` is a function of the number of updates or epochs, or of the validation accuracy, and knows no
+optimizer. `schedule.bind(optimizer)` makes a torch scheduler of it; everything else in the library, and a
+training loop of your own, sees only that.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dovetail.errors import ConfigError
+from dovetail.extras import require
+
+__all__ = [
+    "CosineAnnealingScheduler",
+    "DecayToEpoch",
+    "DecayToEpochScheduler",
+    "DecayWhenAcc",
+    "DecayWhenAccScheduler",
+    "DecayWhenEpoch",
+    "DecayWhenEpochScheduler",
+    "EpochSet",
+    "EpochSetScheduler",
+    "ExponentialDecay",
+    "ExponentialDecayScheduler",
+    "InvTriangular",
+    "InvTriangularScheduler",
+    "LRSchedule",
+    "LinearDecay",
+    "LinearDecayScheduler",
+    "LogDecay",
+    "LogDecayScheduler",
+    "MtmScheduler",
+    "Schedule",
+    "ScheduleLR",
+    "SchedulerBase",
+    "SchedulerChain",
+    "StepScheduler",
+    "Triangular",
+    "Triangular2",
+    "Triangular2Exp",
+    "Triangular2ExpScheduler",
+    "Triangular2Scheduler",
+    "TriangularDecayWhenAcc",
+    "TriangularDecayWhenAccScheduler",
+    "TriangularExp",
+    "TriangularExpScheduler",
+    "TriangularMtm",
+    "TriangularMtmScheduler",
+    "TriangularScheduler",
+    "WarmRestart",
+    "WarmRestartScheduler",
+    "WarmUpScheduler",
+]
+
+# Schedules
+
+
+@dataclass(kw_only=True)
+class Schedule(ABC):
+    """A value that changes as training goes on. A subclass says how, in `at`.
+
+    Example:
+        >>> class HalfLife(Schedule):
+        ...     def at(self, count):
+        ...         return 0.5 ** (count / self.stepsize)
+        >>> HalfLife(stepsize=10).get_lr(20)
+        0.25
+
+    Args:
+        stepsize: Half the length of a cycle, for a schedule that has cycles.
+        start_iter: The count at which the schedule begins; until then its first value holds.
+
+    Attributes:
+        unit: What the argument of `get_lr` is.
+        key: What the value is for.
+        needs_accuracy: Whether the schedule wants to `observe` every validation accuracy.
+    """
+
+    unit: ClassVar[Literal["update", "epoch", "accuracy"]] = "update"
+    key: ClassVar[Literal["lr", "momentum"]] = "lr"
+    needs_accuracy: ClassVar[bool] = False
+
+    stepsize: float = 1000
+    start_iter: float = 0
+
+    def __post_init__(self) -> None:
+        for name in _LENGTHS.intersection(option.name for option in fields(self)):
+            if not (length := getattr(self, name)) > 0:
+                raise ConfigError(f"{type(self).__name__}: {name} must be positive, got {length!r}")
+
+    @abstractmethod
+    def at(self, count: float) -> float:
+        """Return the value `count` updates (or epochs) after `start_iter`, without any change of state."""
+
+    def value(self, count: float) -> float:
+        """Return the value after `count` updates (or epochs) of training, without any change of state."""
+        return self.at(max(0, count - self.start_iter))
+
+    def get_lr(self, x: float) -> float:
+        """Return the value at `x`, which counts in `unit`."""
+        return self.value(x)
+
+    def observe(self, accuracy: float) -> None:
+        """Take note of a validation accuracy.
+
+        Raises:
+            ConfigError: The schedule does not depend on accuracy.
+        """
+        raise ConfigError(f"{type(self).__name__} does not depend on accuracy, but was given {accuracy}")
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what the schedule has observed."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go back to what had been observed when `state` was taken."""
+        if state:
+            raise ConfigError(f"{type(self).__name__} observes nothing, but was given the state {dict(state)}")
+
+    def bind(self, optimizer: Optimizer) -> ScheduleLR:
+        """Return a torch scheduler that applies this schedule to `optimizer`, from its first update on."""
+        return ScheduleLR(optimizer, self)
+
+    def plot(self, path: str | os.PathLike[str], num: int) -> None:
+        """Draw the first `num` updates (or epochs) into an image file.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        if self.unit == "accuracy":
+            raise ConfigError(f"{type(self).__name__} cannot be drawn: accuracies are not known before training")
+        figure = require("matplotlib.figure", "plot").Figure(figsize=(6, 3.4), dpi=144, layout="constrained")
+        axes = figure.subplots()
+        counts = range(0, num + 1, math.ceil(num / 2000))
+        axes.plot(counts, [self.value(count) for count in counts], color="#0072B2", linewidth=1.7)
+        axes.set_title(type(self).__name__, loc="left", fontweight="bold")
+        axes.set(xlabel=self.unit, ylabel=self.key)
+        axes.grid(color="#E3E3E3", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+@dataclass(kw_only=True)
+class LRSchedule(Schedule):
+    """A learning rate between `lr_min` and `lr_max`: the ends of a cycle, or floor and start of a decay."""
+
+    lr_min: float = 1e-4
+    lr_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.lr_min <= self.lr_max:
+            raise ConfigError(
+                f"{type(self).__name__}: expected 0 <= lr_min <= lr_max, got {self.lr_min} and {self.lr_max}"
+            )
+
+    def _between(self, height: float) -> float:
+        return self.lr_min + (self.lr_max - self.lr_min) * height
+
+
+@dataclass(kw_only=True)
+class StepScheduler(LRSchedule):
+    """`lr_max`, multiplied by `lr_decay` every `lr_decay_every` updates, not below `lr_min`.
+
+    Example:
+        >>> schedule = StepScheduler(lr_decay=0.5, lr_decay_every=10)
+        >>> schedule.get_lr(9), schedule.get_lr(10), schedule.get_lr(20)
+        (1.0, 0.5, 0.25)
+    """
+
+    lr_decay: float = 0.001
+    lr_decay_every: int = 10_000
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return max(self.lr_min, self.lr_max * math.pow(self.lr_decay, count // self.lr_decay_every))
+
+
+@dataclass(kw_only=True)
+class LinearDecay(LRSchedule):
+    """A straight line from `lr_max` to `lr_min` in `num_iters` updates.
+
+    Example:
+        >>> LinearDecay(lr_min=0.0, lr_max=1.0, num_iters=4).get_lr(1)
+        0.75
+    """
+
+    num_iters: int = 100_000
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return self._between(1 - min(1.0, count / self.num_iters))
+
+
+@dataclass(kw_only=True)
+class LogDecay(LRSchedule):
+    """From `lr_max` to `lr_min` in `num_iter` updates, each multiplying by the same factor.
+
+    Example:
+        >>> round(LogDecay(lr_min=0.01, lr_max=1.0, num_iter=10).get_lr(5), 12)
+        0.1
+    """
+
+    num_iter: int = 50_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr_min == 0:
+            raise ConfigError("LogDecay: lr_min must be positive, no factor leads to 0")
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return self.lr_max * math.pow(self.lr_min / self.lr_max, min(1.0, count / self.num_iter))
+
+
+@dataclass(kw_only=True)
+class ExponentialDecay(LRSchedule):
+    """`lr_max · e^(−k·count)`, not below `lr_min`.
+
+    Example:
+        >>> round(ExponentialDecay(k=0.1).get_lr(10), 4)
+        0.3679
+    """
+
+    k: float = 0.001
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return max(self.lr_min, self.lr_max * math.exp(-self.k * count))
+
+
+@dataclass(kw_only=True)
+class WarmRestart(LRSchedule):
+    """Half a cosine from `lr_max` to `lr_min` in `2 · stepsize` updates, then at once from `lr_max` again.
+
+    Example:
+        >>> schedule = WarmRestart(lr_min=0.0, lr_max=1.0, stepsize=10)
+        >>> schedule.get_lr(0), round(schedule.get_lr(10), 12), schedule.get_lr(20)
+        (1.0, 0.5, 1.0)
+
+    Args:
+        step_per_epoch: With the updates of an epoch here, `stepsize` counts epochs.
+    """
+
+    step_per_epoch: int = 1
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        period = 2 * self.stepsize * self.step_per_epoch
+        return self._between((1 + math.cos(math.pi * (count % period) / period)) / 2)
+
+
+@dataclass(kw_only=True)
+class Triangular(LRSchedule):
+    """Up from `lr_min` to `lr_max` in `stepsize` updates and down again, for ever (Smith, 2017).
+
+    Example:
+        >>> schedule = Triangular(lr_min=0.1, lr_max=1.0, stepsize=10)
+        >>> [round(schedule.get_lr(count), 12) for count in (0, 5, 10, 15, 20)]
+        [0.1, 0.55, 1.0, 0.55, 0.1]
+    """
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return self._between(_triangle(count, self.stepsize))
+
+
+@dataclass(kw_only=True)
+class InvTriangular(LRSchedule):
+    """Down from `lr_max` to `lr_min` in `stepsize` updates and up again, for ever.
+
+    Example:
+        >>> InvTriangular(lr_min=0.0, lr_max=1.0, stepsize=10).get_lr(2)
+        0.8
+    """
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return self._between(1 - _triangle(count, self.stepsize))
+
+
+@dataclass(kw_only=True)
+class TriangularExp(LRSchedule):
+    """`Triangular`, multiplied by `e^(−k·count)`.
+
+    Example:
+        >>> round(TriangularExp(stepsize=10, k=0.1).get_lr(10), 4)
+        0.3679
+    """
+
+    k: float = 1e-4
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return self._between(_triangle(count, self.stepsize)) * math.exp(-self.k * count)
+
+
+@dataclass(kw_only=True)
+class Triangular2(LRSchedule):
+    """`Triangular`, with half the height in every new cycle.
+
+    Example:
+        >>> schedule = Triangular2(lr_min=0.0, lr_max=1.0, stepsize=10)
+        >>> schedule.get_lr(10), schedule.get_lr(30), schedule.get_lr(50)
+        (1.0, 0.5, 0.25)
+    """
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return self._between(_halving_triangle(count, self.stepsize))
+
+
+@dataclass(kw_only=True)
+class Triangular2Exp(LRSchedule):
+    """`Triangular2`, multiplied by `e^(−k·count)`.
+
+    Example:
+        >>> round(Triangular2Exp(lr_min=0.0, stepsize=10, k=0.1).get_lr(30), 6)
+        0.024894
+    """
+
+    k: float = 1e-4
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start."""
+        return self._between(_halving_triangle(count, self.stepsize)) * math.exp(-self.k * count)
+
+
+@dataclass(kw_only=True)
+class EpochSet(LRSchedule):
+    """Values at given epochs.
+
+    Example:
+        >>> [EpochSet({0: 0.1, 5: 0.01}, lr_value=True).get_lr(epoch) for epoch in (0, 4, 5)]
+        [0.1, 0.1, 0.01]
+        >>> [EpochSet({0: 1.0, 5: 0.5, 8: 0.5}).get_lr(epoch) for epoch in (4, 5, 8)]
+        [1.0, 0.5, 0.25]
+
+    Args:
+        schedule: Epoch to value; epoch 0 has the learning rate to begin with.
+        lr_value: Whether later values are learning rates; otherwise the learning rate is multiplied by them.
+    """
+
+    unit = "epoch"
+
+    schedule: Mapping[int, float] = field(kw_only=False)
+    lr_value: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 not in self.schedule or not all(type(epoch) is int for epoch in self.schedule):
+            raise ConfigError(f"EpochSet: expected epochs, with 0 among them, as keys, got {dict(self.schedule)}")
+
+    def at(self, count: float) -> float:
+        """Return the value `count` epochs after the start."""
+        reached = [self.schedule[epoch] for epoch in sorted(self.schedule) if epoch <= count]
+        return reached[-1] if self.lr_value else math.prod(reached)
+
+
+@dataclass(kw_only=True)
+class DecayWhenEpoch(LRSchedule):
+    """`lr_max`, multiplied by `lr_decay` every `num_epochs` epochs, not below `lr_min`.
+
+    Example:
+        >>> DecayWhenEpoch(num_epochs=2, lr_decay=0.5).get_lr(4)
+        0.25
+    """
+
+    unit = "epoch"
+
+    num_epochs: int = 8
+    lr_decay: float = 0.9
+
+    def at(self, count: float) -> float:
+        """Return the value `count` epochs after the start."""
+        return max(self.lr_min, self.lr_max * math.pow(self.lr_decay, count // self.num_epochs))
+
+
+@dataclass(kw_only=True)
+class DecayToEpoch(LRSchedule):
+    """`initial_lr` for `non_decay_time` epochs, then a straight line to `final_lr` in `decay_length` epochs.
+
+    Example:
+        >>> schedule = DecayToEpoch(initial_lr=1.0, final_lr=0.0, non_decay_time=2, decay_length=4)
+        >>> [schedule.get_lr(epoch) for epoch in (0, 2, 3, 6, 7)]
+        [1.0, 1.0, 0.75, 0.0, 0.0]
+    """
+
+    unit = "epoch"
+
+    non_decay_time: float = 0
+    initial_lr: float = 3e-4
+    final_lr: float = 0.0
+    decay_length: float = 40
+
+    def at(self, count: float) -> float:
+        """Return the value `count` epochs after the start."""
+        done = min(1.0, max(0.0, (count - self.non_decay_time) / self.decay_length))
+        return self.final_lr + (self.initial_lr - self.final_lr) * (1 - done)
+
+
+@dataclass(kw_only=True)
+class _DecayWithAccuracy(LRSchedule):
+    """A learning rate that is multiplied by `lr_decay` whenever accuracy falls.
+
+    Args:
+        lr_decay: The factor.
+        acc_thresh: The part of the best accuracy so far that may be lost without a decay.
+    """
+
+    needs_accuracy = True
+
+    lr_decay: float = 0.9
+    acc_thresh: float = 0.05
+    best_acc: float = field(default=0.0, init=False)
+    num_decays: int = field(default=0, init=False)
+
+    def observe(self, accuracy: float) -> None:
+        """Take note of a validation accuracy, and decay if it is too far below the best one."""
+        if accuracy < self.best_acc * (1 - self.acc_thresh):
+            self.num_decays += 1
+        self.best_acc = max(self.best_acc, accuracy)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the best accuracy and the number of decays."""
+        return {"best_acc": self.best_acc, "num_decays": self.num_decays}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Set the best accuracy and the number of decays."""
+        self.best_acc, self.num_decays = float(state["best_acc"]), int(state["num_decays"])
+
+    def _decayed(self, lr: float) -> float:
+        # The floor never lifts a learning rate that was below it from the beginning.
+        return max(min(lr, self.lr_min), lr * self.lr_decay**self.num_decays)
+
+
+@dataclass(kw_only=True)
+class DecayWhenAcc(_DecayWithAccuracy):
+    """`initial_lr`, multiplied by `lr_decay` whenever accuracy falls, not below `lr_min`.
+
+    Example:
+        >>> schedule = DecayWhenAcc(initial_lr=1.0, lr_decay=0.5)
+        >>> [schedule.get_lr(accuracy) for accuracy in (0.5, 0.8, 0.79, 0.7)]
+        [1.0, 1.0, 1.0, 0.5]
+    """
+
+    unit = "accuracy"
+
+    initial_lr: float = 0.01
+
+    def at(self, count: float) -> float:
+        """Return the value that the accuracies so far have led to."""
+        return self._decayed(self.initial_lr)
+
+    def get_lr(self, x: float) -> float:
+        """Observe the accuracy `x` and return the value that it leads to."""
+        self.observe(x)
+        return self.value(0)
+
+
+@dataclass(kw_only=True)
+class TriangularDecayWhenAcc(_DecayWithAccuracy):
+    """`Triangular`, multiplied by `lr_decay` whenever accuracy falls, not below `lr_min`.
+
+    Example:
+        >>> schedule = TriangularDecayWhenAcc(stepsize=10, lr_decay=0.5)
+        >>> schedule.get_lr(10, 0.8), schedule.get_lr(10), schedule.get_lr(10, 0.7)
+        (1.0, 1.0, 0.5)
+    """
+
+    def at(self, count: float) -> float:
+        """Return the value `count` updates after the start, with the accuracies so far."""
+        return self._decayed(self._between(_triangle(count, self.stepsize)))
+
+    def get_lr(self, x: float, accuracy: float | None = None) -> float:
+        """Observe the accuracy, if there is one, and return the value after `x` updates."""
+        if accuracy is not None:
+            self.observe(accuracy)
+        return self.value(x)
+
+
+@dataclass(kw_only=True)
+class MtmScheduler(Schedule):
+    """A momentum between `mtm_min` and `mtm_max`. A subclass says how it changes, in `at`."""
+
+    key = "momentum"
+
+    mtm_min: float = 1e-3
+    mtm_max: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.mtm_min, self.mtm_max
+        if not 0 <= low <= high < 1:
+            raise ConfigError(f"{type(self).__name__}: expected 0 <= mtm_min <= mtm_max < 1, got {low} and {high}")
+
+
+@dataclass(kw_only=True)
+class TriangularMtm(MtmScheduler):
+    """The momentum that goes with `Triangular`: low where the learning rate is high.
+
+    Example:
+        >>> schedule = TriangularMtm(mtm_min=0.5, mtm_max=0.75, stepsize=10)
+        >>> schedule.get_lr(0), schedule.get_lr(10), schedule.get_lr(20)
+        (0.75, 0.5, 0.75)
+    """
+
+    def at(self, count: float) -> float:
+        """Return the momentum `count` updates after the start."""
+        return self.mtm_max - (self.mtm_max - self.mtm_min) * _triangle(count, self.stepsize)
+
+
+LinearDecayScheduler = LinearDecay
+LogDecayScheduler = LogDecay
+ExponentialDecayScheduler = ExponentialDecay
+WarmRestartScheduler = WarmRestart
+TriangularScheduler = Triangular
+InvTriangularScheduler = InvTriangular
+TriangularExpScheduler = TriangularExp
+Triangular2Scheduler = Triangular2
+Triangular2ExpScheduler = Triangular2Exp
+EpochSetScheduler = EpochSet
+TriangularDecayWhenAccScheduler = TriangularDecayWhenAcc
+DecayWhenAccScheduler = DecayWhenAcc
+DecayWhenEpochScheduler = DecayWhenEpoch
+DecayToEpochScheduler = DecayToEpoch
+TriangularMtmScheduler = TriangularMtm
+
+_LENGTHS = frozenset(
+    {"stepsize", "lr_decay_every", "num_iters", "num_iter", "step_per_epoch", "num_epochs", "decay_length"}
+)
+
+
+def _triangle(count: float, stepsize: float) -> float:
+    """Return the height, between 0 and 1, of a triangle wave that begins with 0."""
+    return 1 - abs(count / stepsize % 2 - 1)
+
+
+def _halving_triangle(count: float, stepsize: float) -> float:
+    return _triangle(count, stepsize) * math.pow(0.5, count // (2 * stepsize))
+
+
+# The torch scheduler of a schedule
+
+
+class ScheduleLR(LRScheduler):
+    """A `Schedule` at work on an optimizer.
+
+    The value is absolute: it is set in every parameter group, whatever its own learning rate was; a group
+    with the key `lr_scale` gets the learning rate times that. Momentum is `momentum`, or the first of `betas`.
+    The first value is set at once, so it holds for the first update; each `step` sets the next one.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=5.0)
+        >>> scheduler = Triangular(lr_min=0.0, lr_max=1.0, stepsize=4).bind(optimizer)
+        >>> scheduler.interval, scheduler.get_last_lr()
+        ('update', [0.0])
+        >>> scheduler.step()
+        >>> optimizer.param_groups[0]["lr"]
+        0.25
+
+    Args:
+        optimizer: The optimizer whose learning rate or momentum is set.
+        schedule: The schedule. The scheduler works with a copy, which has its own state.
+
+    Attributes:
+        interval: Whether `step` is to be called after every update or after every epoch.
+        key: What is set.
+        takes_metric: Whether `step` is to be given the validation accuracy of the epoch.
+        needs_accuracy: Whether validation accuracies matter at all. If `step` does not take them, because it is
+            called after every update, `observe` does.
+
+    Raises:
+        ConfigError: The schedule is one of momentum, and the optimizer has none.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        self.schedule = copy.copy(schedule)
+        self.interval: Literal["update", "epoch"] = "update" if schedule.unit == "update" else "epoch"
+        self.key = schedule.key
+        self.takes_metric = schedule.unit == "accuracy"
+        self.needs_accuracy = schedule.needs_accuracy
+        self._write = _set_lr if self.key == "lr" else _set_momentum
+        super().__init__(optimizer)
+
+    def step(self, metrics: Tensor | float | None = None) -> None:
+        """Go on to the next value.
+
+        Args:
+            metrics: The newest validation accuracy, for a schedule that depends on it; None if there is none.
+        """
+        # All of torch's own step is replaced. It warns when no update has come before; here nothing
+        # would be lost, as a value depends on the count alone.
+        if metrics is not None:
+            self.schedule.observe(float(metrics))
+        self._step_count += 1
+        self.last_epoch += 1
+        self._apply()
+
+    def observe(self, accuracy: Tensor | float) -> None:
+        """Take a validation accuracy into account at once, without going on to the next value."""
+        self.schedule.observe(float(accuracy))
+        self._apply()
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the current value for every parameter group."""
+        value = self.schedule.value(self.last_epoch)
+        if self.key == "momentum":
+            return [value for _ in self.optimizer.param_groups]
+        return [value * group.get("lr_scale", 1.0) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what was observed, as plain numbers."""
+        return {
+            "last_epoch": self.last_epoch,
+            "step_count": self._step_count,
+            "schedule": self.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was taken, and set the value of that moment."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = state_dict["step_count"]
+        self.schedule.load_state_dict(state_dict["schedule"])
+        self._apply()
+
+    def _apply(self) -> None:
+        self._last_lr = self.get_lr()
+        for group, value in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            self._write(group, float(value))
+
+
+def _set_lr(group: dict[str, Any], value: float) -> None:
+    # A compiled step reads the learning rate from a tensor: the number changes, the tensor stays.
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(value)
+    else:
+        group["lr"] = value
+
+
+def _set_momentum(group: dict[str, Any], value: float) -> None:
+    if "momentum" in group:
+        group["momentum"] = value
+    elif "betas" not in group:
+        raise ConfigError("a momentum schedule needs an optimizer with 'momentum' or 'betas', this one has neither")
+    elif isinstance(group["betas"][0], Tensor):
+        group["betas"][0].fill_(value)
+    else:
+        group["betas"] = (value, *group["betas"][1:])
+
+
+# Schedulers that fit together end to end
+
+
+class SchedulerBase(LRScheduler, ABC):
+    """A torch scheduler of known length, whose learning rates are a function of the step.
+
+    Args:
+        optimizer: The optimizer whose learning rates are set.
+        total_iters: The length; afterwards the last learning rates hold.
+        eta_min: The smallest learning rate.
+    """
+
+    def __init__(self, optimizer: Optimizer, total_iters: int, eta_min: float = 0.0) -> None:
+        if total_iters <= 0:
+            raise ConfigError(f"{type(self).__name__}: total_iters must be positive, got {total_iters}")
+        self.total_iters = total_iters
+        self.eta_min = eta_min
+        super().__init__(optimizer)
+
+    @abstractmethod
+    def lrs_at(self, step: int) -> list[float | Tensor]:
+        """Return the learning rate of every parameter group after `step` steps, at most `total_iters`."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the current learning rate of every parameter group."""
+        return self.lrs_at(min(self.last_epoch, self.total_iters))
+
+    def _between(self, height: float) -> list[float | Tensor]:
+        return [self.eta_min + (base - self.eta_min) * height for base in self.base_lrs]
+
+
+class WarmUpScheduler(SchedulerBase):
+    """A straight line from `eta_min` up to the optimizer's own learning rate.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> WarmUpScheduler(optimizer, total_iters=4).lrs_at(1)
+        [0.25]
+    """
+
+    def lrs_at(self, step: int) -> list[float | Tensor]:
+        """Return the learning rate of every parameter group after `step` steps."""
+        return self._between(step / self.total_iters)
+
+
+class CosineAnnealingScheduler(SchedulerBase):
+    """Half a cosine from the optimizer's own learning rate down to `eta_min`.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> CosineAnnealingScheduler(optimizer, total_iters=4).lrs_at(4)
+        [0.0]
+    """
+
+    def lrs_at(self, step: int) -> list[float | Tensor]:
+        """Return the learning rate of every parameter group after `step` steps."""
+        return self._between((1 + math.cos(math.pi * step / self.total_iters)) / 2)
+
+
+class SchedulerChain(SchedulerBase):
+    """Several schedulers of one optimizer, one after the other. Only the chain is stepped.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> chain = SchedulerChain(WarmUpScheduler(optimizer, 2), CosineAnnealingScheduler(optimizer, 4))
+        >>> chain.total_iters, [round(chain.lrs_at(step)[0], 4) for step in range(7)]
+        (6, [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0])
+
+    Raises:
+        ConfigError: There is no scheduler, or they have different optimizers.
+    """
+
+    def __init__(self, *schedulers: SchedulerBase) -> None:
+        if not schedulers:
+            raise ConfigError("SchedulerChain: expected at least one scheduler, got none")
+        optimizer = schedulers[0].optimizer
+        if any(scheduler.optimizer is not optimizer for scheduler in schedulers):
+            raise ConfigError("SchedulerChain: expected schedulers of one optimizer, got several optimizers")
+        self.schedulers = schedulers
+        super().__init__(optimizer, sum(scheduler.total_iters for scheduler in schedulers))
+
+    def lrs_at(self, step: int) -> list[float | Tensor]:
+        """Return the learning rate of every parameter group after `step` steps."""
+        *earlier, last = self.schedulers
+        for scheduler in earlier:
+            if step < scheduler.total_iters:
+                return scheduler.lrs_at(step)
+            step -= scheduler.total_iters
+        return last.lrs_at(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the chain and of its schedulers."""
+        return super().state_dict() | {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was taken."""
+        for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "schedulers"})

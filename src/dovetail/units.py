@@ -1,0 +1,171 @@
+"""Lengths, periods and schedules of training, and the counters that they are measured against.
+
+This module starts without torch: the command line reads units from files before it needs any tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar
+
+from dovetail.errors import ConfigError, UnknownNameError
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "Epoch",
+    "Epochs",
+    "Progress",
+    "Record",
+    "Records",
+    "TrainUnit",
+    "Update",
+    "Updates",
+    "parse_unit",
+]
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far training has come. Every counter is the number of things *finished*.
+
+    Attributes:
+        epoch: Full passes over the training data; also the index of the running epoch.
+        batch: Batches of the running epoch.
+        batches: Batches since training began.
+        records: Samples since training began.
+        updates: Real optimizer steps since training began. A step that a gradient scaler skipped and the
+            earlier micro-batches of an accumulation window do not count.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    batches: int = 0
+    records: int = 0
+    updates: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters as plain numbers."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Set the counters to those of `state`."""
+        for field in fields(self):
+            setattr(self, field.name, int(state[field.name]))
+
+    def copy(self) -> Progress:
+        """Return the same counters, detached from further training."""
+        return Progress(**asdict(self))
+
+
+@dataclass(frozen=True)
+class TrainUnit:
+    """A number of epochs, batches, records or updates: a length, a period, or a schedule.
+
+    An integer is a length (`max_length=Epochs(10)`) or a period (`validation_period=Batches(100)`, due at every
+    multiple; 0 is never due). A container is an explicit schedule: due at each number that lies in it.
+
+    Example:
+        >>> Epochs(3).reached(Progress(epoch=3))
+        True
+        >>> Batches(100).due(Progress(batches=199), Progress(batches=200))
+        True
+        >>> Batches({5, 7}).due(Progress(batches=5), Progress(batches=6))
+        False
+    """
+
+    value: int | Container[int]
+    counter: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if isinstance(self.value, bool) or not isinstance(self.value, (int, Container)):
+            raise ConfigError(f"{name}: expected a whole number or a container of them, got {self.value!r}")
+        if isinstance(self.value, (str, bytes)):
+            raise ConfigError(f"{name}: expected a whole number or a container of them, got {self.value!r}")
+        if isinstance(self.value, int) and self.value < 0:
+            raise ConfigError(f"{name}: expected a number that is not negative, got {self.value}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
+    @property
+    def length(self) -> int:
+        """The number, for a unit that is used as a length."""
+        if not isinstance(self.value, int):
+            raise ConfigError(f"{self!r} is a schedule; a length needs one whole number")
+        return self.value
+
+    def count(self, progress: Progress) -> int:
+        """Return the counter of `progress` that this unit measures."""
+        return int(getattr(progress, self.counter))
+
+    def reached(self, progress: Progress) -> bool:
+        """Whether training has this length already."""
+        return self.count(progress) >= self.length
+
+    def due(self, before: Progress, now: Progress) -> bool:
+        """Whether a period or a scheduled number was passed between `before` and `now`."""
+        first, last = self.count(before), self.count(now)
+        if isinstance(self.value, int):
+            return self.value > 0 and first // self.value < last // self.value
+        return any(number in self.value for number in range(first + 1, last + 1))
+
+
+class Epochs(TrainUnit):
+    """Full passes over the training data."""
+
+    counter = "epoch"
+
+
+class Batches(TrainUnit):
+    """Items of the training loader."""
+
+    counter = "batches"
+
+
+class Records(TrainUnit):
+    """Training samples."""
+
+    counter = "records"
+
+
+class Updates(TrainUnit):
+    """Real optimizer steps."""
+
+    counter = "updates"
+
+
+Epoch = Epochs
+Batch = Batches
+Record = Records
+Update = Updates
+
+_UNITS: dict[str, type[TrainUnit]] = {
+    "epochs": Epochs,
+    "batches": Batches,
+    "records": Records,
+    "updates": Updates,
+}
+
+
+def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> TrainUnit:
+    """Return a unit from itself or from its form in a file, such as `{"epochs": 3}`.
+
+    Args:
+        value: A unit, or a mapping with one key.
+        name: What the value is, for the error message.
+
+    Example:
+        >>> parse_unit({"epochs": 3})
+        Epochs(3)
+    """
+    if isinstance(value, TrainUnit):
+        return value
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise ConfigError(f"{name}: expected a unit such as Epochs(3) or {{'epochs': 3}}, got {value!r}")
+    ((unit, number),) = value.items()
+    if unit not in _UNITS:
+        raise UnknownNameError(f"unit of {name}", str(unit), _UNITS)
+    return _UNITS[unit](number)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail.callbacks import EMA, LambdaCallback
+from dovetail.errors import ConfigError
+from dovetail.units import Batches, Epochs
+
+
+def weights(trainer):
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def same(these, those):
+    return all(torch.equal(one, other) for one, other in zip(these, those, strict=True))
+
+
+def recorded(make, ema, num_epochs=3):
+    """Train with an EMA and return the weights at the start and after every update."""
+    seen = []
+    record = LambdaCallback(
+        on_train_start=lambda context: seen.append([p.detach().clone() for p in context.model.parameters()]),
+        on_update=lambda context: seen.append([p.detach().clone() for p in context.model.parameters()]),
+    )
+    make(ema, record).fit(max_length=Epochs(num_epochs))
+    return seen
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("warmup", [False, True])
+def test_the_average_is_that_of_the_formula(make, every, warmup):
+    ema = EMA(decay=0.9, every=every, warmup=warmup)
+    start, *updates = recorded(make, ema)
+    expected = start
+    for number, values in enumerate(updates[every - 1 :: every]):
+        decay = min(0.9, (1 + number) / (10 + number)) if warmup else 0.9
+        expected = [decay * mean + (1 - decay) * value for mean, value in zip(expected, values, strict=True)]
+    averages = ema.average_state_dict().values()
+    assert len(updates) == 15
+    for average, mean, value in zip(averages, expected, updates[-1], strict=True):
+        torch.testing.assert_close(average, mean, rtol=1e-12, atol=1e-14)
+        assert not torch.equal(average, value)
+
+
+def test_training_is_the_same_bit_for_bit(make, data):
+    plain, averaged = make(), make(EMA(decay=0.5))
+    for trainer in (plain, averaged):
+        trainer.fit(None, data, max_length=Epochs(3), validation_period=Batches(2))
+    assert same(weights(plain), weights(averaged))
+    assert plain.context.history.losses == averaged.context.history.losses
+
+
+def test_validation_sees_the_average(make, data):
+    ema = EMA(decay=0.5)
+    trainer = make(ema)
+    history = trainer.fit(None, data, max_length=Epochs(2))
+    trained = weights(trainer)
+    ema.apply_to(trainer.model)
+    assert not same(weights(trainer), trained)
+    assert trainer.evaluate(data)["loss"] == history.get_latest_metric("valid_loss")
+
+
+def test_validation_can_see_the_training_weights(make, data):
+    trainer = make(EMA(decay=0.5, validate_with_average=False))
+    history = trainer.fit(None, data, max_length=Epochs(2))
+    assert trainer.evaluate(data)["loss"] == history.get_latest_metric("valid_loss")
+
+
+def test_an_error_in_validation_leaves_the_training_weights(make, data):
+    def fail(trainer, batch):
+        raise ZeroDivisionError
+
+    plain, broken = make(), make(EMA(decay=0.5), test_step=fail)
+    plain.fit(max_length=Epochs(1))
+    with pytest.raises(ZeroDivisionError):
+        broken.fit(None, data, max_length=Epochs(1))
+    assert same(weights(plain), weights(broken))
+
+
+def test_resumed_is_uninterrupted(make):
+    straight, first, second = EMA(decay=0.9, warmup=True), EMA(decay=0.9, warmup=True), EMA(decay=0.9, warmup=True)
+    make(straight).fit(max_length=Epochs(4))
+    begun = make(first)
+    begun.fit(max_length=Batches(7))
+    resumed = make(second)
+    resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
+    resumed.fit(max_length=Epochs(4))
+    assert second.num_averaged == straight.num_averaged == 20
+    assert same(second.average_state_dict().values(), straight.average_state_dict().values())
+
+
+def test_a_loaded_average_is_its_own_copy(make):
+    make(ema := EMA()).fit(max_length=Epochs(1))
+    loaded = EMA()
+    loaded.load_state_dict(state := ema.state_dict())
+    before = state["averages"]["0.weight"].clone()
+    state["averages"]["0.weight"].zero_()
+    assert torch.equal(loaded.state_dict()["averages"]["0.weight"], before)
+
+
+def test_the_average_that_is_given_away_does_not_change(make):
+    trainer = make(ema := EMA(decay=0.5))
+    trainer.fit(max_length=Epochs(1))
+    given = ema.average_state_dict()
+    before = given["0.weight"].clone()
+    trainer.fit(max_length=Epochs(2))
+    assert torch.equal(given["0.weight"], before)
+
+
+def test_buffers_and_frozen_parameters_are_those_of_the_model(make):
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+    model[2].requires_grad_(False)
+    trainer = make(ema := EMA(decay=0.5), model=model)
+    trainer.fit(max_length=Epochs(1))
+    state, average = model.state_dict(), ema.average_state_dict()
+    equal = {name for name in state if torch.equal(state[name], average[name])}
+    assert state.keys() - equal == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_tied_weights_have_one_average(make):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(3, 3, bias=False)
+            self.second = nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    trainer = make(ema := EMA(decay=0.5), model=Tied().double())
+    trainer.fit(max_length=Epochs(1))
+    average = ema.average_state_dict()
+    other = Tied().double()
+    ema.apply_to(other)
+    assert torch.equal(average["first.weight"], average["second.weight"])
+    assert torch.equal(other.first.weight, average["first.weight"])
+    assert not torch.equal(trainer.model.first.weight, average["first.weight"])
+
+
+def test_the_average_of_half_precision_weights_is_kept_in_full(make):
+    model = nn.Linear(3, 2).bfloat16()
+    trainer = make(ema := EMA(), model=model)
+    x, y = trainer.context.data["train"]
+    trainer.fit((x.bfloat16(), y), (x.bfloat16(), y), max_length=Epochs(1))
+    assert {average.dtype for average in ema.state_dict()["averages"].values()} == {torch.float32}
+    assert {value.dtype for value in ema.average_state_dict().values()} == {torch.bfloat16}
+
+
+def test_an_unfrozen_parameter_joins_at_the_next_epoch(make):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+    model[0].requires_grad_(False)
+    unfreeze = LambdaCallback(on_epoch_end=lambda context, _: model[0].requires_grad_(True))
+    trainer = make(ema := EMA(decay=0.5), unfreeze, model=model)
+    trainer.fit(max_length=Epochs(1))
+    assert ema.state_dict()["averages"].keys() == {"1.weight", "1.bias"}
+    trainer.fit(max_length=Epochs(2))
+    assert ema.state_dict()["averages"].keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_another_model_begins_another_average(make):
+    ema = EMA(decay=0.5)
+    make(ema).fit(max_length=Epochs(1))
+    alone = EMA(decay=0.5)
+    make(alone, lr=0.01).fit(max_length=Epochs(1))
+    make(ema, lr=0.01).fit(max_length=Epochs(1))
+    assert same(ema.average_state_dict().values(), alone.average_state_dict().values())
+
+
+def test_an_average_of_another_form_is_refused(make):
+    make(ema := EMA()).fit(max_length=Epochs(1))
+    loaded = EMA()
+    loaded.load_state_dict(ema.state_dict())
+    with pytest.raises(ConfigError, match=r"'0.weight' has the shape \(5, 3\), the parameter \(2, 3\)"):
+        make(loaded, model=nn.Sequential(nn.Linear(3, 2)).double()).fit(max_length=Epochs(1))
+
+
+def test_meaningless_settings_are_refused():
+    with pytest.raises(ConfigError, match=r"decay: expected a number from 0 to 1, got 1\.5"):
+        EMA(decay=1.5)
+    with pytest.raises(ConfigError, match="every: expected at least 1, got 0"):
+        EMA(every=0)
+    with pytest.raises(ConfigError, match="there is no average yet"):
+        EMA().average_state_dict()

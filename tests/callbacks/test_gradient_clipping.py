@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail.callbacks import GradientClipping
+from dovetail.errors import ConfigError
+from dovetail.units import Batches, Epochs
+
+
+def by_hand(trainer, clip, num_epochs=2, accumulate=1):
+    """A hand-written loop over the trainer's own model, optimizer and batches."""
+    model, optimizer, sizes = trainer.model, trainer.optimizer, []
+    x, y = trainer.context.data["train"]
+    for _ in range(num_epochs):
+        for inputs, targets in zip(x.split(8 * accumulate), y.split(8 * accumulate), strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            sizes.append(clip(model.parameters()))
+            optimizer.step()
+    return sizes
+
+
+CLIPS = {
+    "norm": ({"max_norm": 0.2}, lambda p: nn.utils.clip_grad_norm_(p, 0.2)),
+    "largest": ({"max_norm": 0.1, "norm_type": math.inf}, lambda p: nn.utils.clip_grad_norm_(p, 0.1, math.inf)),
+    "value": ({"max_value": 0.05}, lambda p: nn.utils.clip_grad_value_(p, 0.05)),
+}
+
+
+@pytest.mark.parametrize("kind", CLIPS)
+@pytest.mark.parametrize("log", [False, True])
+def test_it_equals_a_hand_written_loop(make, kind, log):
+    settings, clip = CLIPS[kind]
+    trainer, reference, free = make(GradientClipping(**settings, log=log)), make(), make()
+    trainer.fit(max_length=Epochs(2))
+    free.fit(max_length=Epochs(2))
+    by_hand(reference, clip)
+    assert torch.equal(trainer.model[0].weight, reference.model[0].weight)
+    assert not torch.equal(trainer.model[0].weight, free.model[0].weight)
+
+
+def test_it_sees_the_gradients_of_a_whole_window(make):
+    trainer, reference = make(GradientClipping(max_norm=0.2), accumulation_steps=5), make()
+    trainer.fit(max_length=Epochs(2))
+    by_hand(reference, CLIPS["norm"][1], accumulate=5)
+    torch.testing.assert_close(trainer.model[0].weight, reference.model[0].weight, rtol=1e-12, atol=1e-14)
+
+
+def test_every_optimizer_is_clipped_on_its_own(make):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    norms = []
+
+    class Watching(GradientClipping):
+        def on_gradients(self, context, optimizer):
+            super().on_gradients(context, optimizer)
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            norms.append(float(nn.utils.get_total_norm(gradients)))
+
+    trainer = make(Watching(max_norm=1e-3, log=True), model=model, optimizer=optimizers)
+    history = trainer.fit(max_length=Epochs(1))
+    assert norms == pytest.approx([1e-3] * 10, rel=1e-2)
+    (row,) = (row for row in history if row["stage"] == "gradients")
+    assert (row["clipped"], row["clipped_1"]) == (1.0, 1.0)
+    assert row["size"] != row["size_1"]
+
+
+def test_the_log_has_mean_size_and_share_of_clipped_steps(make):
+    history = make(GradientClipping(max_norm=0.45, log=True)).fit(max_length=Epochs(2))
+    sizes = [float(size) for size in by_hand(make(), lambda p: nn.utils.clip_grad_norm_(p, 0.45))]
+    rows = [row for row in history if row["stage"] == "gradients"]
+    assert [row["epoch"] for row in rows] == [1, 2]
+    for row, part in zip(rows, (sizes[:5], sizes[5:]), strict=True):
+        assert row["size"] == pytest.approx(sum(part) / 5)
+        assert row["clipped"] == sum(size > 0.45 for size in part) / 5
+    assert 0 < sum(row["clipped"] for row in rows) < 2
+
+
+def test_without_log_nothing_is_recorded(make):
+    history = make(GradientClipping(max_norm=0.2)).fit(max_length=Epochs(1))
+    assert {row["stage"] for row in history} == {"train"}
+
+
+def test_a_log_resumed_in_an_epoch_is_the_uninterrupted_one(make):
+    straight = make(GradientClipping(max_norm=0.3, log=True)).fit(max_length=Epochs(1))
+    begun = make(GradientClipping(max_norm=0.3, log=True))
+    begun.fit(max_length=Batches(3))
+    resumed = make(GradientClipping(max_norm=0.3, log=True))
+    resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
+    history = resumed.fit(max_length=Epochs(1))
+    assert history.get_latest_metric("gradients_size") == straight.get_latest_metric("gradients_size")
+    assert history.get_latest_metric("gradients_clipped") == straight.get_latest_metric("gradients_clipped")
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0, "max_value": 1.0}, {"max_norm": 0.0}, {"max_value": -1.0}])
+def test_exactly_one_positive_limit_is_accepted(limits):
+    with pytest.raises(ConfigError, match="exactly one positive limit, max_norm or max_value"):
+        GradientClipping(**limits)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dovetail.callbacks import LambdaCallback, ReduceOnPlateau
+from dovetail.errors import ConfigError
+from dovetail.units import Epochs
+
+LOSSES = (3.0, 2.0, 2.0, 2.0, 2.0, 1.9, 1.9, 1.9, 1.9, 1.9, 1.9, 1.9)
+
+
+def rates_of(trainer, num_epochs):
+    rates = []
+    record = LambdaCallback(
+        on_epoch_end=lambda context, _: rates.append(
+            [group["lr"] for optimizer in context.optimizers for group in optimizer.param_groups]
+        )
+    )
+    trainer.context.callbacks.add(record)
+    trainer.fit(max_length=Epochs(num_epochs))
+    return rates
+
+
+SETTINGS = [
+    {"factor": 0.5, "patience": 1},
+    {"factor": 0.1, "patience": 0, "cooldown": 2, "min_lr": 1e-3},
+    {"factor": 0.5, "patience": 0, "threshold": 0.2, "threshold_mode": "abs"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_rates_are_those_of_torch(scripted, settings):
+    reference = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    scheduler = ReduceLROnPlateau(reference, **settings)
+    expected = []
+    for loss in LOSSES:
+        scheduler.step(loss)
+        expected.append([reference.param_groups[0]["lr"]])
+    assert rates_of(scripted(ReduceOnPlateau(**settings)).script(*LOSSES), len(LOSSES)) == expected
+    assert expected[-1] != [0.1]
+
+
+def test_every_group_of_every_optimizer_is_lowered(scripted):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+    optimizers = [
+        torch.optim.SGD([{"params": model[0].weight, "lr": 0.4}, {"params": model[0].bias, "lr": 0.2}]),
+        torch.optim.Adam(model[1].parameters(), lr=0.1),
+    ]
+    trainer = scripted(ReduceOnPlateau(factor=0.5, patience=0), model=model, optimizer=optimizers).script(1.0, 1.0)
+    assert rates_of(trainer, 2) == [[0.4, 0.2, 0.1], [0.2, 0.1, 0.05]]
+
+
+def test_an_accuracy_must_rise(scripted):
+    callback = ReduceOnPlateau("valid_accuracy", factor=0.5, patience=0)
+    rates = rates_of(scripted(callback).script(0.5, 0.6, 0.5, name="accuracy"), 3)
+    assert rates == [[0.1], [0.1], [0.05]]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("cut", [1, 3, 6])
+def test_resumed_is_uninterrupted(scripted, settings, cut):
+    straight = rates_of(scripted(ReduceOnPlateau(**settings)).script(*LOSSES), len(LOSSES))
+    first = scripted(ReduceOnPlateau(**settings)).script(*LOSSES)
+    first.fit(max_length=Epochs(cut))
+    second = scripted(ReduceOnPlateau(**settings)).script(*LOSSES[cut:])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert rates_of(second, len(LOSSES)) == straight[cut:]
+
+
+def test_a_further_fit_goes_on(scripted):
+    trainer = scripted(ReduceOnPlateau(factor=0.5, patience=1)).script(1.0, 1.0)
+    trainer.fit(max_length=Epochs(2))
+    assert rates_of(trainer.script(1.0), 3) == [[0.05]]
+
+
+def test_state_survives_loading_and_saving_without_a_run():
+    state = {"schedulers": [{"best": 1.0, "num_bad_epochs": 1, "cooldown_counter": 0, "last_epoch": 2}]}
+    callback = ReduceOnPlateau()
+    callback.load_state_dict(state)
+    assert callback.state_dict() == state
+
+
+def test_meaningless_settings_are_refused():
+    with pytest.raises(ConfigError, match=r"factor: expected a number between 0 and 1, got 1\.5"):
+        ReduceOnPlateau(factor=1.5)
+    with pytest.raises(ConfigError, match="threshold_mode: expected 'rel' or 'abs', got 'x'"):
+        ReduceOnPlateau(threshold_mode="x")

@@ -1,0 +1,86 @@
+"""The weights of a model in one file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dovetail.checkpoint import export_model, load_model_file
+from dovetail.checkpoint.files import Files
+from dovetail.errors import CheckpointError, UnknownNameError
+
+_FORMATS: list[Literal["safetensors", "ckpt"]] = ["safetensors", "ckpt"]
+
+
+def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_a_model_comes_back_bit_for_bit(tmp_path: Path, format: Literal["safetensors", "ckpt"]) -> None:
+    state = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).state_dict()
+    path = export_model(tmp_path / "deep" / f"model.{format}", state, format)
+    loaded = load_model_file(path)
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_the_safetensors_package_reads_tied_weights_in_full(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    path = export_model(tmp_path / "model.safetensors", {"a": weight, "b": weight, "c": weight.T})
+    assert _equal(dict(sorted(load_file(path).items())), {"a": weight, "b": weight, "c": weight.T})
+
+
+def test_torch_reads_a_ckpt_file_in_its_safe_mode(tmp_path: Path) -> None:
+    path = export_model(tmp_path / "model.pt", {"a": torch.ones(2)}, "ckpt")
+    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(2))
+
+
+def test_safetensors_refuses_what_is_no_tensor(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="extra: safetensors holds tensors only, got dict: use format='ckpt'"):
+        export_model(tmp_path / "model.safetensors", {"extra": {}})
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="unknown model format 'safetensor': did you mean 'safetensors'"):
+        export_model(tmp_path / "model", {}, "safetensor")  # type: ignore[arg-type] # the mistake under test
+
+
+class _Full(Files):
+    """A disk with room for a hundred bytes."""
+
+    room = 100
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        super().write(file, data[: self.room])
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_a_full_disk_leaves_the_file_before(tmp_path: Path, format: Literal["safetensors", "ckpt"]) -> None:
+    path = export_model(tmp_path / f"model.{format}", {"a": torch.ones(2)}, format)
+    with pytest.raises(CheckpointError, match="the model could not be written"):
+        export_model(path, {"a": torch.zeros(1000)}, format, files=_Full())
+    assert torch.equal(load_model_file(path)["a"], torch.ones(2))
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_a_pickle_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps(os.getcwd))
+    with pytest.raises(CheckpointError, match=name):
+        load_model_file(tmp_path / name)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.safetensors: the model could not be read: .*No such file"):
+        load_model_file(tmp_path / "none.safetensors")

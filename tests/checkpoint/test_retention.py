@@ -1,0 +1,139 @@
+"""Which checkpoints are kept."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.checkpoint import (
+    CheckpointInfo,
+    TrialCheckpoint,
+    experiment_retention,
+    list_checkpoints,
+    prune,
+    retain,
+    save,
+)
+from dovetail.errors import ConfigError
+
+_LOSSES = [0.9, 0.3, None, 0.5, 0.3, float("nan"), 0.7]
+
+
+def _infos() -> list[CheckpointInfo]:
+    moment = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    summaries = [{"step": 10 * n, "metrics": {} if x is None else {"loss": x}} for n, x in enumerate(_LOSSES)]
+    return [CheckpointInfo(Path(str(n)), 1, "0", moment, 0, {}, summary) for n, summary in enumerate(summaries)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({"last": 0}, ""),
+        ({"last": 2}, "56"),
+        ({"last": 99}, "0123456"),
+        ({"best": 1, "metric": "loss"}, "1"),
+        ({"best": 2, "metric": "loss"}, "14"),
+        ({"best": 1, "metric": "loss", "mode": "max"}, "0"),
+        ({"best": 99, "metric": "loss"}, "01346"),
+        ({"best": 1, "metric": "accuracy"}, ""),
+        ({"every": 30}, "036"),
+        ({"every": 50, "last": 1, "best": 1, "metric": "loss"}, "0156"),
+    ],
+)
+def test_a_checkpoint_is_kept_if_any_rule_keeps_it(rules: dict[str, Any], kept: str) -> None:
+    assert retain(_infos(), **rules) == {Path(name) for name in kept}
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        ({}, "expected at least one of last, best and every"),
+        ({"best": 1}, "best: expected the metric, too"),
+        ({"last": -1}, "last: expected a number of at least 0, got -1"),
+        ({"every": 0}, "every: expected a number of at least 1, got 0"),
+        ({"last": 1, "mode": "minimum"}, "mode: expected 'min' or 'max', got 'minimum'"),
+    ],
+)
+def test_rules_that_cannot_be_meant_are_refused(rules: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        retain(_infos(), **rules)
+
+
+def _save_five(directory: Path) -> None:
+    for step in range(5):
+        save(directory / f"step-{step}", {}, summary={"step": step, "metrics": {"loss": abs(step - 1)}})
+
+
+def test_pruning_removes_what_no_rule_keeps(tmp_path: Path) -> None:
+    _save_five(tmp_path)
+    removed = prune(tmp_path, last=2, best=1, metric="loss")
+    assert [path.name for path in removed] == ["step-0", "step-2"]
+    assert [info.path.name for info in list_checkpoints(tmp_path)] == ["step-1", "step-3", "step-4"]
+
+
+def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
+    _save_five(tmp_path)
+    assert len(prune(tmp_path, last=1, dry_run=True)) == 4
+    assert len(list_checkpoints(tmp_path)) == 5
+
+
+def test_pruning_always_leaves_the_newest(tmp_path: Path) -> None:
+    _save_five(tmp_path)
+    prune(tmp_path, best=1, metric="misspelled")
+    assert [info.path.name for info in list_checkpoints(tmp_path)] == ["step-4"]
+
+
+def test_pruning_does_not_bring_back_an_older_checkpoint_of_the_same_name(tmp_path: Path) -> None:
+    save(tmp_path / "a", {}, summary={"step": 1})
+    (tmp_path / "a").rename(tmp_path / ".old-a.0123abcd")
+    (tmp_path / "a.new").mkdir()
+    for file in (tmp_path / ".old-a.0123abcd").iterdir():
+        (tmp_path / "a.new" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "a.new").rename(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    for file in (tmp_path / "a").iterdir():
+        (tmp_path / "b" / file.name).write_bytes(file.read_bytes())
+    prune(tmp_path, last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]
+
+
+_EXPERIMENT = [
+    *(TrialCheckpoint(n, 1, x) for n, x in [(1, None), (2, None), (3, 0.6), (4, 0.5), (5, 0.4)]),
+    *(TrialCheckpoint(n, 2, x) for n, x in [(6, None), (7, 0.2), (8, 0.3), (9, None), (10, None)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("experiment_best", "trial_best", "trial_latest", "kept"),
+    [
+        (0, 0, 0, set()),
+        (2, 0, 0, {7, 8}),
+        (5, 0, 0, {3, 4, 5, 7, 8}),
+        (9, 0, 0, {3, 4, 5, 7, 8}),
+        (0, 1, 0, {5, 7}),
+        (0, 3, 0, {3, 4, 5, 7, 8}),
+        (0, 9, 0, {3, 4, 5, 7, 8}),
+        (0, 0, 1, {5, 10}),
+        (0, 0, 3, {3, 4, 5, 8, 9, 10}),
+        (2, 1, 0, {5, 7, 8}),
+        (2, 0, 1, {5, 7, 8, 10}),
+        (0, 1, 1, {5, 7, 10}),
+        (2, 1, 1, {5, 7, 8, 10}),
+    ],
+)
+def test_experiments_keep_the_union_of_three_rules(
+    experiment_best: int, trial_best: int, trial_latest: int, kept: set[int]
+) -> None:
+    assert experiment_retention(_EXPERIMENT, experiment_best, trial_best, trial_latest) == kept
+
+
+def test_larger_may_be_better() -> None:
+    assert experiment_retention(_EXPERIMENT, 2, 1, 0, smaller_is_better=False) == {3, 4, 8}
+
+
+def test_nan_is_never_best() -> None:
+    checkpoints = [TrialCheckpoint(1, 1, float("nan")), TrialCheckpoint(2, 1, 0.5)]
+    assert experiment_retention(checkpoints, 2, 2, 0) == {2}

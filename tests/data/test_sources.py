@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as torch_data
+from torch.utils.data import IterableDataset, SubsetRandomSampler, TensorDataset
+
+from dovetail.data import DataLoader, as_loader, num_batches
+from dovetail.data.slicing import rows_in_memory
+from dovetail.errors import DataError
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class Source:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def get(self) -> Any:
+        return self.sampler
+
+
+DATASET = TensorDataset(torch.arange(10))
+
+
+def flat(loader: Any) -> list[int]:
+    return [number for (batch,) in loader for number in batch.tolist()]
+
+
+@pytest.mark.parametrize("data", [[torch.zeros(2)], torch_data.DataLoader(DATASET), iter([1]), range(3), {1, 2}])
+def test_batches_come_back_as_they_are(data: Any) -> None:
+    assert as_loader(data, batch_size=2, shuffle=True) is data
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint8, np.bool_, ">f4"])
+def test_arrays_become_batches_of_tensors_with_their_values(dtype: Any) -> None:
+    array = np.arange(6).reshape(3, 2).astype(dtype)
+    (batch,) = as_loader((array, torch.arange(3)), batch_size=4)
+    assert torch.equal(batch[0], torch.from_numpy(array.astype(array.dtype.newbyteorder("="))))
+    assert batch[1].tolist() == [0, 1, 2]
+
+
+def test_arrays_that_torch_cannot_share_are_copied() -> None:
+    array = np.arange(4)
+    array.setflags(write=False)
+    (batch,) = as_loader((array, array[::-1]), batch_size=4)
+    assert [part.tolist() for part in batch] == [[0, 1, 2, 3], [3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("data", [torch.arange(3), np.arange(3)])
+def test_a_single_array_has_no_labels(data: Any) -> None:
+    assert flat(as_loader(data, batch_size=2)) == [0, 1, 2]
+
+
+def test_arrays_in_memory_need_no_workers() -> None:
+    loader = as_loader((torch.arange(3),), batch_size=2, num_workers=2)
+    assert isinstance(loader, DataLoader)
+    assert loader.num_workers == 0
+
+
+def test_a_dataset_takes_the_options() -> None:
+    loader = as_loader(DATASET, batch_size=4, shuffle=True, drop_last=True, seed=3)
+    expected = DataLoader(DATASET, batch_size=4, shuffle=True, drop_last=True, seed=3)
+    assert flat(loader) == flat(expected)
+
+
+def test_a_stream_comes_in_its_own_order() -> None:
+    loader = as_loader(Stream(), batch_size=2, shuffle=True)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+INDICES = [7, 1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    "sampler", [INDICES, tuple(INDICES), np.array(INDICES), torch.tensor(INDICES), Source(INDICES)]
+)
+def test_indices_choose_samples_in_their_order(sampler: Any) -> None:
+    assert flat(as_loader(DATASET, batch_size=3, sampler=sampler)) == INDICES
+
+
+def test_indices_are_shuffled_anew_each_epoch_on_request() -> None:
+    loader = as_loader(DATASET, batch_size=3, sampler=range(10), shuffle=True, seed=1)
+    first, second = flat(loader), flat(loader)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(10))
+
+
+def test_indices_keep_data_in_memory_fast() -> None:
+    loader = as_loader(DATASET, batch_size=3, sampler=INDICES, shuffle=True)
+    assert isinstance(loader, DataLoader)
+    assert rows_in_memory(loader) is not None
+
+
+@pytest.mark.parametrize("wrap", [lambda sampler: sampler, Source])
+def test_a_sampler_of_torch_decides_the_order_itself(wrap: Any) -> None:
+    sampler = SubsetRandomSampler(INDICES, generator=torch.Generator().manual_seed(1))
+    expected = list(SubsetRandomSampler(INDICES, generator=torch.Generator().manual_seed(1)))
+    assert flat(as_loader(DATASET, batch_size=3, sampler=wrap(sampler), shuffle=True)) == expected
+
+
+def test_a_source_without_sampler_means_all_samples() -> None:
+    assert flat(as_loader(DATASET, batch_size=3, sampler=Source(None))) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("train.csv", "got 'train.csv'"),
+        (None, "got None"),
+        (3, "got 3"),
+        ({"x": torch.zeros(2)}, "got a dict"),
+        ((), "got none"),
+        ((torch.zeros(2), torch.zeros(3)), "got 2 and 3"),
+        ((torch.zeros(2), [1, 2]), "got a list"),
+        (torch.tensor(1.0), r"got a Tensor of shape \(\)"),
+        (np.array(["a", "b"]), "got a ndarray of shape"),
+    ],
+)
+def test_other_data_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        as_loader(data, batch_size=2)
+
+
+@pytest.mark.parametrize("sampler", ["all", 3, [0.5], [[1]], {"a": 1}, Source("x")])
+def test_other_samplers_are_refused(sampler: Any) -> None:
+    with pytest.raises(DataError, match="sampler: expected indices"):
+        as_loader(DATASET, batch_size=2, sampler=sampler)
+
+
+@pytest.mark.parametrize("data", [Stream(), [torch.zeros(1)]])
+def test_a_sampler_needs_a_dataset_with_indices(data: Any) -> None:
+    with pytest.raises(DataError, match="sampler"):
+        as_loader(data, batch_size=2, sampler=[0])
+
+
+@pytest.mark.parametrize(
+    ("loader", "count"),
+    [
+        ([1, 2], 2),
+        (iter([1]), None),
+        (DataLoader(DATASET, batch_size=3), 4),
+        (DataLoader(DATASET, batch_size=3, num_replicas=3, rank=2), 1),
+        (DataLoader(Stream(), batch_size=3), None),
+        (torch_data.DataLoader(Stream(), batch_size=3), None),
+    ],
+)
+def test_the_number_of_batches_is_told_where_it_is_known(loader: Any, count: int | None) -> None:
+    assert num_batches(loader) == count

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from dovetail.errors import ConfigError, DovetailError, MissingExtraError, UnknownNameError, add_note
+from dovetail.extras import require
+
+
+def test_an_unknown_name_suggests_the_nearest_whatever_its_case() -> None:
+    assert "did you mean 'AdamW'?" in str(UnknownNameError("optimizer", "adamw", ["SGD", "AdamW", "LBFGS"]))
+
+
+def test_a_name_far_from_all_lists_what_is_known() -> None:
+    message = str(UnknownNameError("loss", "zzz", ["MSELoss", "L1Loss"]))
+    assert message == "unknown loss 'zzz' (known: L1Loss, MSELoss)"
+
+
+def test_a_users_mistake_is_a_value_error() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, DovetailError)
+
+
+def test_notes_pile_up_and_keep_the_error() -> None:
+    error = KeyError("x")
+    add_note(error, "one")
+    add_note(error, "two")
+    assert error.__notes__ == ["one", "two"]
+
+
+def test_a_missing_extra_is_named() -> None:
+    with pytest.raises(MissingExtraError, match=r"pip install 'dovetail\[plot\]'"):
+        require("no_such_package_here.part", "plot")
+
+
+def test_a_present_module_is_returned() -> None:
+    import json
+
+    assert require("json", "plot") is json

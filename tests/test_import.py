@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+LIGHT = """
+import sys, threading
+before = set(sys.modules)
+opened = []
+sys.addaudithook(lambda event, args: opened.append((event, args)) if event.startswith(("socket.", "subprocess.")) or
+    (event == "open" and isinstance(args[1], str) and any(mode in args[1] for mode in "wax+")) else None)
+import {module}
+heavy = sorted({{"torch", "numpy", "rich.live", "pandas", "matplotlib", "sklearn"}} & set(sys.modules))
+assert not heavy, heavy
+assert threading.active_count() == 1
+assert not opened, opened
+"""
+
+
+@pytest.mark.parametrize("module", ["dovetail", "dovetail.units", "dovetail.errors"])
+def test_importing_a_light_module_brings_no_torch_thread_socket_or_file(module: str) -> None:
+    script = LIGHT.format(module=module)
+    done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_found_when_touched() -> None:
+    import dovetail
+
+    for name in dovetail.__all__:
+        assert getattr(dovetail, name) is not None
+    assert set(dovetail.__all__) <= set(dir(dovetail))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import dovetail
+
+    with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
+        dovetail.Trianer  # noqa: B018

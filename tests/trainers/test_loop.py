@@ -1,0 +1,598 @@
+"""The loop: equal to the hand-written one, exact in its windows, and traceless where it only looks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problem import Problem, assert_same_weights, train_by_hand, weights
+from torch import Tensor, nn
+
+from dovetail import Batches, Epochs, Records, Trainer, Updates
+from dovetail.callbacks import Callback
+from dovetail.errors import ConfigError, DataError
+from dovetail.trainers.context import TrainingContext
+
+
+def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+
+
+def quiet(model: nn.Module, **options: Any) -> Trainer:
+    options.setdefault("optimizer", sgd(model))
+    return Trainer(model, verbose=False, **options)
+
+
+class Recorder(Callback):
+    """Writes down which hook fired, and when."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        self.events.append("train_start")
+
+    def on_epoch_start(self, context: TrainingContext) -> None:
+        self.events.append("epoch_start")
+
+    def on_step_start(self, context: TrainingContext, batch: Any) -> None:
+        self.events.append(f"step_start {context.progress.batch}")
+
+    def on_gradients(self, context: TrainingContext, optimizer: Any) -> None:
+        self.events.append("gradients")
+
+    def on_update(self, context: TrainingContext) -> None:
+        self.events.append(f"update {context.progress.updates}")
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        self.events.append(f"step_end {context.progress.batch}")
+
+    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        self.events.append(f"validation_end {context.progress.batches}")
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        self.events.append("epoch_end")
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        self.events.append("train_end")
+
+
+# ---------------------------------------------------------------------- the plain case
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop"])
+def test_fit_equals_the_hand_written_loop_bit_for_bit(problem: Problem, optimizer: str) -> None:
+    ours, theirs = problem.model(dropout=0.3), problem.model(dropout=0.3)
+    make = getattr(torch.optim, optimizer)
+    torch.manual_seed(5)
+    expected = train_by_hand(theirs, problem.batches, make(theirs.parameters(), lr=0.01), epochs=3)
+    torch.manual_seed(5)
+    history = quiet(ours, optimizer=make(ours.parameters(), lr=0.01)).fit(problem.batches, max_length=Epochs(3))
+    assert list(history.losses) == expected
+    assert_same_weights(ours, theirs)
+
+
+def test_hooks_fire_in_the_order_of_the_pseudo_code(problem: Problem) -> None:
+    recorder = Recorder()
+    quiet(problem.model(), callbacks=[recorder]).fit(problem.batches[:2], problem.batches[:1], max_length=Epochs(1))
+    step = ["step_start 0", "gradients", "update 1", "step_end 1", "step_start 1", "gradients", "update 2", "step_end 2"]
+    assert recorder.events == ["train_start", "epoch_start", *step, "validation_end 2", "epoch_end", "train_end"]
+
+
+def test_an_lbfgs_step_evaluates_the_loss_several_times(problem: Problem) -> None:
+    ours, theirs = problem.model(), problem.model()
+    whole = [(problem.x, problem.y)]
+    history = quiet(ours, optimizer=torch.optim.LBFGS(ours.parameters(), max_iter=5)).fit(whole, max_length=Epochs(4))
+    optimizer = torch.optim.LBFGS(theirs.parameters(), max_iter=5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(theirs(problem.x), problem.y)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+    assert_same_weights(ours, theirs)
+    assert history.losses[-1] < 0.5 * history.losses[0]
+
+
+# ---------------------------------------------------------------------- accumulation
+
+
+def gradient_of(problem: Problem, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    loss = nn.functional.cross_entropy(model(x), y)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+class Gradients(Callback):
+    """Keeps a copy of the gradients of every update."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[Tensor]] = []
+
+    def on_gradients(self, context: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
+        self.kept.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("sizes", [[8, 8, 8, 8], [8, 3, 5, 1], [1, 16, 4, 9, 2, 7], [5, 5, 5, 5, 5, 2]])
+@pytest.mark.parametrize("has_length", [True, False])
+def test_every_window_has_the_gradient_of_one_large_batch(
+    problem: Problem, dtype: torch.dtype, tolerance: float, sizes: list[int], has_length: bool
+) -> None:
+    x, y = problem.x[: sum(sizes)].to(dtype), problem.y[: sum(sizes)]
+    batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    model, seen = problem.model(dtype=dtype), Gradients()
+    trainer = quiet(model, optimizer=sgd(model, lr=0.0), accumulation_steps=4, callbacks=[seen])
+    trainer.fit(batches if has_length else Stream(batches), max_length=Epochs(1))
+    starts = list(range(0, len(sizes), 4))
+    assert len(seen.kept) == len(starts)
+    for start, gradients in zip(starts, seen.kept, strict=True):
+        window = batches[start : start + 4]
+        expected = gradient_of(problem, model, torch.cat([a for a, _ in window]), torch.cat([b for _, b in window]))
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            assert (gradient - wanted).abs().max() <= tolerance
+
+
+def test_equal_full_windows_need_no_rescaling_at_all(problem: Problem) -> None:
+    ours, theirs = problem.model(), problem.model()
+    quiet(ours, accumulation_steps=4).fit(problem.batches, max_length=Epochs(2))
+    optimizer = sgd(theirs)
+    for _ in range(2):
+        for start in range(0, 12, 4):
+            optimizer.zero_grad()
+            for x, y in problem.batches[start : start + 4]:
+                (nn.functional.cross_entropy(theirs(x), y) * 0.25).backward()
+            optimizer.step()
+    assert_same_weights(ours, theirs)
+
+
+def test_accumulation_4_over_10_batches_makes_3_updates(problem: Problem) -> None:
+    recorder = Recorder()
+    trainer = quiet(problem.model(), accumulation_steps=4, callbacks=[recorder])
+    trainer.fit(problem.batches[:10], max_length=Epochs(1))
+    assert trainer.context.progress.updates == 3
+    assert [event for event in recorder.events if event.startswith("update")] == ["update 1", "update 2", "update 3"]
+    assert recorder.events.count("gradients") == 3
+
+
+def test_a_loss_over_tokens_is_weighted_by_its_items(problem: Problem) -> None:
+    """The number of valid targets differs from the number of samples: the mean of all of them is what counts."""
+    targets = problem.y.clone()
+    targets[[0, 1, 2, 9, 25]] = -100
+    batches = list(zip(problem.x[:32].split(8), targets[:32].split(8), strict=True))
+
+    def train_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        loss = nn.functional.cross_entropy(trainer.model(x), y, ignore_index=-100)
+        return {"loss": loss, "num_items": (y != -100).sum()}
+
+    model, seen = problem.model(dtype=torch.float64), Gradients()
+    batches = [(x.double(), y) for x, y in batches]
+    quiet(model, accumulation_steps=4, callbacks=[seen], optimizer=sgd(model, 0.0), train_step=train_step).fit(
+        batches, max_length=Epochs(1)
+    )
+    whole = nn.functional.cross_entropy(model(problem.x[:32].double()), targets[:32], ignore_index=-100)
+    for gradient, wanted in zip(seen.kept[0], torch.autograd.grad(whole, list(model.parameters())), strict=True):
+        assert (gradient - wanted).abs().max() <= 1e-12
+
+
+def test_a_window_never_spans_two_epochs(problem: Problem) -> None:
+    trainer = quiet(problem.model(), accumulation_steps=5)
+    trainer.fit(problem.batches, max_length=Epochs(2))
+    assert trainer.context.progress.updates == 2 * 3
+
+
+# ---------------------------------------------------------------------- manual optimisation
+
+
+def manual_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    x, y = batch
+    loss = nn.functional.cross_entropy(trainer.model(x), y)
+    trainer.context.backward(loss)
+    trainer.context.step(trainer.optimizer)
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize("accumulation", [1, 5])
+def test_a_manual_step_equals_the_automatic_one(problem: Problem, accumulation: int) -> None:
+    automatic, manual = problem.model(), problem.model()
+    quiet(automatic, accumulation_steps=accumulation).fit(problem.batches, max_length=Epochs(2))
+    trainer = quiet(manual, accumulation_steps=accumulation, train_step=manual_step)
+    trainer.fit(problem.batches, max_length=Epochs(2))
+    assert_same_weights(automatic, manual)
+    assert trainer.context.progress.updates == 2 * math.ceil(12 / accumulation)
+
+
+def test_two_optimizers_step_in_turn_as_written_by_hand(problem: Problem) -> None:
+    """A generator and a discriminator: the second loss also reaches the first one's parameters."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.g, self.d = nn.Linear(2, 6), nn.Linear(6, 1)
+
+    def optimizers(pair: Pair) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(pair.d.parameters(), lr=0.01), torch.optim.Adam(pair.g.parameters(), lr=0.01)]
+
+    def losses(pair: Pair, x: Tensor, noise: Tensor) -> Iterator[Tensor]:
+        yield (pair.d(pair.g(noise).detach()) - pair.d(x)).mean()
+        yield -pair.d(pair.g(noise)).mean()
+
+    noises = [torch.randn(8, 2, generator=torch.Generator().manual_seed(i)) for i in range(12)]
+
+    def train_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        x, noise = batch
+        total = torch.zeros(())
+        for loss, optimizer in zip(losses(trainer.model, x, noise), trainer.context.optimizers, strict=True):
+            trainer.context.backward(loss)
+            trainer.context.step(optimizer)
+            total = total + loss.detach()
+        return {"loss": total}
+
+    ours, theirs = Pair(), Pair()
+    data = [(x, noise) for (x, _), noise in zip(problem.batches, noises, strict=True)]
+    trainer = quiet(ours, optimizer=optimizers(ours), train_step=train_step)
+    trainer.fit(data, max_length=Epochs(2))
+    by_hand = optimizers(theirs)
+    for _ in range(2):
+        for x, noise in data:
+            for loss, optimizer in zip(losses(theirs, x, noise), by_hand, strict=True):
+                for each in by_hand:
+                    each.zero_grad()
+                loss.backward()
+                optimizer.step()
+    assert_same_weights(ours, theirs)
+    assert trainer.context.progress.updates == 24
+
+
+def test_an_optimizer_that_asked_early_steps_when_the_window_closes(problem: Problem) -> None:
+    """With a window of 2, a step asked for in the first batch only still happens in the second."""
+
+    def train_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        loss = nn.functional.cross_entropy(trainer.model(x), y)
+        trainer.context.backward(loss)
+        if trainer.context.window.opens:
+            trainer.context.step()
+        return {"loss": loss}
+
+    ours, theirs = problem.model(), problem.model()
+    quiet(ours, accumulation_steps=2, train_step=train_step).fit(problem.batches, max_length=Epochs(1))
+    quiet(theirs, accumulation_steps=2).fit(problem.batches, max_length=Epochs(1))
+    assert_same_weights(ours, theirs)
+
+
+# ---------------------------------------------------------------------- lengths and periods
+
+
+@pytest.mark.parametrize(
+    ("length", "batches"), [(Epochs(2), 24), (Batches(17), 17), (Records(33), 5), (Updates(7), 7), (Epochs(0), 0)]
+)
+def test_training_ends_where_its_length_says(problem: Problem, length: Any, batches: int) -> None:
+    trainer = quiet(problem.model())
+    if batches:
+        trainer.fit(problem.batches, max_length=length)
+    else:
+        with pytest.warns(UserWarning, match="nothing to train"):
+            trainer.fit(problem.batches, max_length=length)
+    assert trainer.context.progress.batches == batches
+
+
+def test_a_length_counts_from_the_start_of_the_trainer(problem: Problem) -> None:
+    once, twice = problem.model(), problem.model()
+    quiet(once).fit(problem.batches, max_length=Epochs(3))
+    trainer = quiet(twice)
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    trainer.fit(problem.batches, max_length=Epochs(3))
+    assert_same_weights(once, twice)
+
+
+def test_stopping_and_going_on_in_the_middle_of_an_epoch_equals_one_run(problem: Problem) -> None:
+    once, pieces = problem.model(dropout=0.2), problem.model(dropout=0.2)
+    data = (problem.x, problem.y)
+    quiet(once, batch_size=8, seed=3).fit(data, max_length=Epochs(2))
+    trainer = quiet(pieces, batch_size=8, seed=3)
+    for length in (5, 12, 13, 24):
+        trainer.fit(data, max_length=Batches(length))
+    assert_same_weights(once, pieces)
+    assert trainer.history.get_metric_values("train_loss") == trainer.history.get_metric_values("train_loss")
+    assert len(trainer.history.losses) == 24
+
+
+@pytest.mark.parametrize(
+    ("period", "at"),
+    [
+        (Epochs(1), [12, 24]),
+        (Epochs(2), [24]),
+        (Batches(5), [5, 10, 15, 20, 24]),
+        (Batches(12), [12, 24]),
+        (Records(40), [5, 10, 15, 20, 24]),
+        (Batches({3, 24}), [3, 24]),
+        ({"updates": 7}, [7, 14, 21, 24]),
+    ],
+)
+def test_validation_happens_at_its_period_and_at_the_end(problem: Problem, period: Any, at: list[int]) -> None:
+    trainer = quiet(problem.model())
+    trainer.fit(problem.batches, problem.batches[:2], max_length=Epochs(2), validation_period=period)
+    assert [row["batches"] for row in trainer.history.rows if row["stage"] == "valid"] == at
+
+
+def test_a_stop_waits_for_the_running_update(problem: Problem) -> None:
+    class StopAt(Callback):
+        def on_step_end(self, context: TrainingContext, output: Any) -> None:
+            if context.progress.batches == 6:
+                context.stop("six is enough")
+
+    trainer = quiet(problem.model(), accumulation_steps=4, callbacks=[StopAt])
+    trainer.fit(problem.batches, max_length=Epochs(9))
+    assert trainer.context.progress.batches == 8
+    assert trainer.context.stop_reason == "six is enough"
+
+
+def test_a_stop_at_the_last_batch_still_ends_the_epoch(problem: Problem) -> None:
+    class StopAt(Callback):
+        def on_step_end(self, context: TrainingContext, output: Any) -> None:
+            if context.progress.batches == 12:
+                context.stop("done")
+
+    trainer = quiet(problem.model(), callbacks=[StopAt])
+    trainer.fit(problem.batches, max_length=Epochs(9))
+    assert (trainer.context.progress.epoch, trainer.context.progress.batch) == (1, 0)
+    assert len(trainer.history.get_metric_values("train_loss")) == 1
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+def test_a_schedule_per_update_with_frequency_2_steps_at_updates_2_4_6(problem: Problem) -> None:
+    model = problem.model()
+    optimizer = sgd(model, lr=1.0)
+    trainer = quiet(model, optimizer=optimizer, accumulation_steps=4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    rates = []
+
+    class Rates(Callback):
+        def on_update(self, context: TrainingContext) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    trainer.callbacks.add(Rates)
+    trainer.setup()
+    from dovetail.trainers.context import BoundScheduler
+
+    trainer.context.schedulers.append(BoundScheduler(scheduler, "update", frequency=2))
+    trainer.fit(problem.batches, max_length=Epochs(2))
+    assert rates == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
+
+
+def test_a_schedule_per_batch_catches_up_at_updates(problem: Problem) -> None:
+    model = problem.model()
+    trainer = quiet(
+        model,
+        optimizer=sgd(model, lr=1.0),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
+        scheduler_step_on_batch=True,
+        accumulation_steps=4,
+    )
+    trainer.fit(problem.batches[:10], max_length=Epochs(1))
+    assert trainer.learning_rate == 0.5**10
+
+
+def test_a_plateau_schedule_sees_the_validation_loss(problem: Problem) -> None:
+    model = problem.model()
+    seen: list[float] = []
+
+    class Spy(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            seen.append(float(metrics))
+            super().step(metrics)
+
+    trainer = quiet(model, optimizer=sgd(model), scheduler=Spy)
+    trainer.fit(problem.batches, problem.batches[:3], max_length=Epochs(3))
+    assert seen == trainer.history.get_metric_values("valid_loss")
+
+
+# ---------------------------------------------------------------------- looking leaves no trace
+
+
+def test_validation_changes_nothing_about_training(problem: Problem) -> None:
+    """Dropout, a frozen batch norm, all random generators: with and without validation, the same weights."""
+
+    def model() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            made = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Dropout(0.5), nn.Linear(10, 3))
+        made[1].eval()
+        return made
+
+    def noisy_test_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        random.random(), np.random.rand(), torch.rand(3)
+        return {"loss": trainer.criterion(trainer.model(batch[0]), batch[1])}
+
+    results = []
+    for val_data in (None, problem.batches):
+        made = model()
+        torch.manual_seed(1)
+        random.seed(1)
+        trainer = quiet(made, test_step=noisy_test_step, metrics=[])
+        trainer.fit(problem.batches, val_data, max_length=Epochs(2), validation_period=Batches(5))
+        assert [module.training for module in made] == [True, False, True, True]
+        results.append((made, list(trainer.history.losses), random.random(), torch.rand(1).item()))
+    assert results[0][1:] == results[1][1:]
+    assert_same_weights(results[0][0], results[1][0])
+
+
+def test_evaluate_and_predict_leave_counters_modes_logs_and_randomness(problem: Problem) -> None:
+    trainer = quiet(problem.model(dropout=0.5))
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    before = (trainer.context.progress.copy(), list(trainer.history.rows), torch.get_rng_state())
+    trainer.model[2].eval()
+    trainer.evaluate(problem.batches)
+    trainer.predict(problem.x)
+    assert trainer.context.progress == before[0]
+    assert trainer.history.rows == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert [module.training for module in trainer.model] == [True, True, False, True]
+    assert trainer.context.trainer is None
+
+
+def test_evaluation_is_weighted_by_samples(problem: Problem) -> None:
+    model = problem.model(dtype=torch.float64)
+    x = problem.x[:13].double()
+    trainer = quiet(model)
+    uneven = list(zip(x.split([6, 6, 1]), problem.y[:13].split([6, 6, 1]), strict=True))
+    metrics = trainer.evaluate(uneven)
+    with torch.no_grad():
+        outputs = model.eval()(x)
+    assert metrics["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, problem.y[:13]).item(), abs=1e-12)
+    assert metrics["accuracy"] == pytest.approx((outputs.argmax(1) == problem.y[:13]).double().mean().item(), abs=1e-7)
+
+
+def test_predictions_come_in_order_and_joined(problem: Problem) -> None:
+    model = problem.model()
+    predicted = quiet(model, batch_size=7).predict(problem.x)
+    with torch.no_grad():
+        expected = torch.cat([model.eval()(part.clone()) for part in problem.x.split(7)])
+    assert torch.equal(predicted, expected)
+
+
+def test_evaluating_inside_a_callback_does_not_disturb_training(problem: Problem) -> None:
+    class Look(Callback):
+        def on_epoch_end(self, context: TrainingContext, metrics: Any) -> None:
+            assert context.trainer is not None
+            context.trainer.evaluate(problem.batches[:1])
+
+    with_look, without = problem.model(dropout=0.5), problem.model(dropout=0.5)
+    for model, callbacks in ((with_look, [Look]), (without, [])):
+        torch.manual_seed(0)
+        quiet(model, callbacks=callbacks).fit(problem.batches, max_length=Epochs(2))
+    assert_same_weights(with_look, without)
+
+
+# ---------------------------------------------------------------------- odd data, and errors
+
+
+class Stream:
+    """Batches of unknown number."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def test_data_without_length_equals_data_with_it(problem: Problem) -> None:
+    listed, streamed = problem.model(), problem.model()
+    quiet(listed, accumulation_steps=5).fit(problem.batches, max_length=Epochs(2))
+    quiet(streamed, accumulation_steps=5).fit(Stream(problem.batches), max_length=Epochs(2))
+    assert_same_weights(listed, streamed)
+
+
+@pytest.mark.filterwarnings("ignore:the training data is empty")
+def test_empty_training_data_gives_nan_and_one_warning(problem: Problem) -> None:
+    trainer = quiet(problem.model())
+    with pytest.warns(UserWarning, match="the training data is empty") as caught:
+        trainer.fit([], max_length=Epochs(1))
+    assert len(caught) == 1
+    assert math.isnan(trainer.history.get_latest_metric("train_loss"))
+
+
+def test_empty_validation_gives_nan_and_one_warning(problem: Problem) -> None:
+    with pytest.warns(UserWarning, match="the test data is empty") as caught:
+        metrics = quiet(problem.model()).evaluate([])
+    assert len(caught) == 1
+    assert set(metrics) == {"loss", "accuracy"}
+    assert all(math.isnan(value) for value in metrics.values())
+
+
+def test_one_batch_is_enough(problem: Problem) -> None:
+    history = quiet(problem.model()).fit(problem.batches[:1], max_length=Epochs(3))
+    assert len(history.losses) == 3
+
+
+def test_a_dict_batch_calls_the_model_by_name(problem: Problem) -> None:
+    class Named(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, left: Tensor, right: Tensor) -> Any:
+            return self.inner(torch.cat([left, right], dim=1))
+
+    named, plain = Named(problem.model()), problem.model()
+    data = [{"left": x[:, :2], "right": x[:, 2:], "labels": y} for x, y in problem.batches]
+    quiet(named).fit(data, max_length=Epochs(1))
+    quiet(plain).fit(problem.batches, max_length=Epochs(1))
+    assert_same_weights(named.inner, plain)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ({"acc": 1.0}, r"'loss', got \['acc'\]"),
+        (None, "'loss', got NoneType"),
+        ({"loss": 1.0}, "'loss'"),
+        ({"loss": torch.zeros(3, requires_grad=True)}, r"shape \(3,\)"),
+        ({"loss": torch.zeros(())}, "does not depend on any parameter"),
+    ],
+)
+def test_a_bad_loss_is_explained(problem: Problem, output: Any, message: str) -> None:
+    trainer = quiet(problem.model(), train_step=lambda trainer, batch: output)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(problem.batches)
+
+
+def test_batches_without_targets_say_what_to_do(problem: Problem) -> None:
+    with pytest.raises(DataError, match="override train_step"):
+        quiet(problem.model()).fit(problem.x, max_length=Epochs(1))
+
+
+def test_missing_data_is_named(problem: Problem) -> None:
+    with pytest.raises(DataError, match="no train data: pass it to the call, or train_dataset="):
+        quiet(problem.model()).fit()
+
+
+def test_an_error_keeps_its_type_and_says_where(problem: Problem) -> None:
+    class Boom(Exception):
+        pass
+
+    class Fail(Callback):
+        def on_step_end(self, context: TrainingContext, output: Any) -> None:
+            if context.progress.batches == 15:
+                raise Boom("inside")
+
+    seen: list[BaseException] = []
+
+    class Watch(Callback):
+        def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+            seen.append(error)
+
+    trainer = quiet(problem.model(), callbacks=[Fail, Watch])
+    torn_down: list[BaseException | None] = []
+    trainer.teardown = torn_down.append  # type: ignore[method-assign]
+    with pytest.raises(Boom) as caught:
+        trainer.fit(problem.batches, max_length=Epochs(2))
+    assert caught.value.__notes__ == ["while training: epoch 2, batch 3"]
+    assert seen == torn_down == [caught.value]
+    assert any(entry.name == "on_step_end" for entry in caught.traceback)
+    trainer.callbacks.remove(*[callback for callback in trainer.callbacks if isinstance(callback, Fail)])
+    trainer.fit(problem.batches, max_length=Epochs(3))
+    assert trainer.context.progress.epoch == 3
+
+
+def test_gradients_left_by_others_do_not_leak_in(problem: Problem) -> None:
+    clean, dirty = problem.model(), problem.model()
+    for parameter in dirty.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    quiet(clean).fit(problem.batches, max_length=Epochs(1))
+    quiet(dirty).fit(problem.batches, max_length=Epochs(1))
+    assert_same_weights(clean, dirty)
+    assert weights(clean).keys() == weights(dirty).keys()
