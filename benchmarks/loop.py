@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import peers
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +38,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
 import dovetail.data
+import peers
 from dovetail.callbacks import ProgressDisplay
 from dovetail.trainers import Trainer
 from dovetail.units import Epochs
@@ -174,7 +174,7 @@ class Workload:
 
 def _mlp_from_list(loader: str, num_batches: int) -> Job:
     inputs, targets = _vectors(num_batches)
-    return _mlp_job(list(zip(inputs.split(32), targets.split(32), strict=True)))
+    return _mlp_job(list(zip(torch.split(inputs, 32), torch.split(targets, 32), strict=True)))
 
 
 def _mlp_from_memory(loader: str, num_batches: int) -> Job:
@@ -208,7 +208,7 @@ def _cnn(loader: str, num_batches: int) -> Job:
         nn.Flatten(),
         nn.Linear(32 * 7 * 7, 10),
     )
-    batches = list(zip(images.split(64), labels.split(64), strict=True))
+    batches = list(zip(torch.split(images, 64), torch.split(labels, 64), strict=True))
     return Job(model, nn.CrossEntropyLoss(), SGD(model.parameters(), lr=0.05, momentum=0.9), batches, 1)
 
 
@@ -254,16 +254,16 @@ WORKLOADS = (
         "list",
         "(a) two-layer MLP of width 10, batch 32, SGD, batches in a list",
         _mlp_from_list,
-        num_batches=(500, 100),
+        num_batches=(1000, 100),
         epochs=2,
-        repeats=(31, 7),
+        repeats=(21, 7),
         bars={OFF: 1.05, DEFAULT: 1.10},
     ),
     Workload(
         "memory",
         "(b) the same from a dataset in memory, shuffled; the hand-written loop on torch's DataLoader",
         _mlp_from_memory,
-        num_batches=(500, 100),
+        num_batches=(1000, 100),
         epochs=2,
         repeats=(21, 5),
         bars={OFF: 0.65, DEFAULT: 0.65},
@@ -387,7 +387,8 @@ def measure(workload: Workload, contestants: dict[str, Contestant], repeats: int
         except Exception as error:
             if name in (HAND, AGAIN, OFF, DEFAULT):
                 raise
-            print(f"{name} is left out of {workload.name}: {type(error).__name__}: {error}", file=sys.stderr)
+            reason = str(error).partition("\n")[0]
+            print(f"{name} is left out of {workload.name}: {type(error).__name__}: {reason}", file=sys.stderr)
             continue
         results[name].agreement = compare(results[name], results[HAND]) if name != HAND else "reference"
         results[name].num_steps = results[HAND].num_steps

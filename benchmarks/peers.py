@@ -160,7 +160,9 @@ def _run_lightning(job: Job, **settings: Any) -> None:
         default_root_dir=os.getcwd(),
         **settings,
     )
-    trainer.fit(Module(), job.train, job.valid)
+    # A list would be several loaders to it.
+    train, valid = (_Batches(data) if isinstance(data, list) else data for data in (job.train, job.valid))
+    trainer.fit(Module(), train, valid)
 
 
 def _skorch(job: Job) -> None:
@@ -271,6 +273,19 @@ def _fastai(job: Job) -> None:
     )
     with learn.no_bar(), learn.no_logging():
         learn.fit(job.epochs, rate)
+
+
+class _Batches:
+    """A list of batches that is no list."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
 
 
 def _validate(model: Any, job: Job) -> None:

@@ -51,7 +51,7 @@ def main() -> None:
 
     print(f"\ncurves       {RUN / 'curves.png'}")
     print(f"checkpoints  {RUN}; look at them with: dovetail checkpoint list {RUN}")
-    print(f"             train on from the newest one with: trainer.fit(train, valid, resume='auto')")
+    print("             train on from the newest one with: trainer.fit(train, valid, resume='auto')")
     print(f"\ntest accuracy {accuracy:.1%} after {trainer.cur_epoch} epochs")
     assert accuracy >= 0.97, "the network has not learned what it should"
 

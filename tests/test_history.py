@@ -342,10 +342,28 @@ def test_an_attached_file_holds_the_history_after_every_event(tmp_path: Path) ->
     history.record("test", {"loss": 0.4}, epoch=3)
     assert History.load(path) == history
     history.extend_losses([0.1, 0.2])
-    assert History.load(path) == history
     history.sync()
+    assert History.load(path) == history
+    history.extend_losses([0.3])
     history.update_metric("fid", 1.0)
     assert History.load(path) == history
+
+
+def test_a_restored_history_writes_the_same_bytes(tmp_path: Path) -> None:
+    whole, cut = History(), History()
+    whole.attach(tmp_path / "whole.jsonl")
+    for history in (whole, cut):
+        history.extend_losses([0.5, 0.25])
+        history.record("train", {"loss": 0.375}, epoch=1)
+        history.extend_losses([0.125])
+        history.sync()
+    resumed = History()
+    resumed.load_state_dict(cut.state_dict())
+    resumed.attach(tmp_path / "resumed.jsonl")
+    for history in (whole, resumed):
+        history.extend_losses([0.0])
+        history.record("train", {"loss": 0.0625}, epoch=2)
+    assert (tmp_path / "whole.jsonl").read_bytes() == (tmp_path / "resumed.jsonl").read_bytes()
 
 
 def test_a_detached_file_stays_as_it_is(tmp_path: Path) -> None:

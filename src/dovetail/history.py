@@ -163,6 +163,8 @@ class History(RunHistory):
         super().__init__()
         self.rows: list[Row] = []
         self.losses = array("d")
+        # Where losses stand among the rows: (rows before them, losses up to their end).
+        self._cuts: list[tuple[int, int]] = []
         self._path: Path | None = None
         self._size = 0
 
@@ -184,15 +186,13 @@ class History(RunHistory):
         row.update((name, operator.index(count)) for name, count in position.items())
         row.update((name, _number(value)) for name, value in metrics.items())
         # The file first: if the disk is full, neither the file nor the memory has the row.
-        self._append(row)
+        self._append(*self._waiting_losses(), row)
+        self._cuts += self._open_cut()
         self.rows.append(row)
 
-    def extend_losses(self, values: Iterable[Tensor | float]) -> None:
-        """Add the losses of the training batches since the last call."""
-        losses = array("d", map(_number, values))
-        if losses:
-            self._append(*_loss_rows(losses))
-            self.losses.extend(losses)
+    def extend_losses(self, values: Iterable[float]) -> None:
+        """Add the losses of training batches; an attached file gets them with the next row, or with `sync`."""
+        self.losses.extend(values)
 
     def update_metric(self, name: str, value: Tensor | float) -> None:
         """Add a row of stage `custom`, whose metric is known by its bare name."""
@@ -200,7 +200,7 @@ class History(RunHistory):
 
     def reset(self) -> None:
         """Forget everything; an attached file becomes empty too."""
-        self._replace([], array("d"))
+        self._replace([], array("d"), [])
 
     # Reading
 
@@ -267,7 +267,7 @@ class History(RunHistory):
 
     def __eq__(self, other: object) -> bool:
         # By the encoded form, in which NaN equals NaN.
-        return isinstance(other, History) and self.state_dict() == other.state_dict()
+        return isinstance(other, History) and self._encoded() == other._encoded()
 
     def __repr__(self) -> str:
         latest = {name: value for row in self.rows for name, value in _metrics(row)}
@@ -295,6 +295,7 @@ class History(RunHistory):
         for row in _read_rows(Path(path)):
             if row["stage"] == _BATCHES:
                 history.losses.extend(row["losses"])
+                history._cuts += history._open_cut()
             else:
                 history.rows.append(row)
         return history
@@ -315,6 +316,7 @@ class History(RunHistory):
                 _check_header(path, file.readline())
         content = self._content()
         _write_atomically(path, content)
+        self._cuts += self._open_cut()
         self._path, self._size = path, len(content)
 
     def detach(self) -> None:
@@ -322,13 +324,18 @@ class History(RunHistory):
         self._path = None
 
     def sync(self) -> None:
-        """Wait until the attached file is on the disk; without one, do nothing."""
+        """Write what is not written yet and wait until the attached file is on the disk; without one, do nothing."""
+        self._append(*self._waiting_losses())
+        self._cuts += self._open_cut()
         if self._path is not None:
             with self._path.open("rb+") as file:
                 os.fsync(file.fileno())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON can hold, exactly."""
+        return {**self._encoded(), "cuts": [list(cut) for cut in self._cuts]}
+
+    def _encoded(self) -> dict[str, Any]:
         return {
             "rows": [{key: _encode(value) for key, value in row.items()} for row in self.rows],
             "losses": [_encode(loss) for loss in self.losses],
@@ -339,23 +346,42 @@ class History(RunHistory):
         self._replace(
             [{key: _decode(key, value) for key, value in row.items()} for row in state["rows"]],
             array("d", [float(_decode("losses", loss)) for loss in state["losses"]]),
+            [(int(rows), int(losses)) for rows, losses in state["cuts"]],
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # Two writers would double every row: a copy, in this process or another, writes nowhere.
         return {**self.__dict__, "_path": None}
 
-    def _replace(self, rows: list[Row], losses: array[float]) -> None:
-        self.rows, self.losses = rows, losses
+    def _replace(self, rows: list[Row], losses: array[float], cuts: list[tuple[int, int]]) -> None:
+        self.rows, self.losses, self._cuts = rows, losses, cuts
         if self._path is not None:
             self.attach(self._path)
 
     def _content(self) -> bytes:
-        lines: list[Mapping[str, Any]] = [{_HEADER: _VERSION}, *self.rows, *_loss_rows(self.losses)]
+        # Losses stand where they were written first, so that a run which was killed and resumed leaves the same file.
+        lines: list[Mapping[str, Any]] = [{_HEADER: _VERSION}]
+        row, loss = 0, 0
+        for next_row, next_loss in [*self._cuts, *self._open_cut()]:
+            lines += [*self.rows[row:next_row], *_loss_rows(self.losses[loss:next_loss])]
+            row, loss = next_row, next_loss
+        lines += self.rows[row:]
         return b"".join(map(_line, lines))
 
+    def _open_cut(self) -> list[tuple[int, int]]:
+        """Where the losses since the last cut would stand now; nothing if there are none."""
+        cut = (len(self.rows), len(self.losses))
+        return [cut] if cut[1] > self._num_written else []
+
+    def _waiting_losses(self) -> Iterator[dict[str, Any]]:
+        return _loss_rows(self.losses[self._num_written :])
+
+    @property
+    def _num_written(self) -> int:
+        return self._cuts[-1][1] if self._cuts else 0
+
     def _append(self, *rows: Mapping[str, Any]) -> None:
-        if self._path is None:
+        if self._path is None or not rows:
             return
         lines = b"".join(map(_line, rows))
         with self._path.open("rb+") as file:

@@ -81,6 +81,13 @@ def test_an_error_in_validation_leaves_the_training_weights(make, data):
     assert same(weights(plain), weights(broken))
 
 
+def test_a_validation_that_measures_nothing_leaves_the_training_weights(make, scripted):
+    plain, averaged = make(), scripted(EMA(decay=0.5)).script(None, None)
+    for trainer in (plain, averaged):
+        trainer.fit(max_length=Epochs(2))
+    assert same(weights(plain), weights(averaged))
+
+
 def test_resumed_is_uninterrupted(make):
     straight, first, second = EMA(decay=0.9, warmup=True), EMA(decay=0.9, warmup=True), EMA(decay=0.9, warmup=True)
     make(straight).fit(max_length=Epochs(4))

@@ -635,6 +635,35 @@ def test_names_of_classes_and_modules_are_only_strings(tmp_path: Path) -> None:
     assert load(case) == text
 
 
+# --- Several processes --------------------------------------------------------------------------------------
+
+_SHARE = """
+import sys, warnings
+import torch
+from pathlib import Path
+from dovetail.checkpoint import latest, load, save
+
+warnings.simplefilter("error")
+path, number = Path(sys.argv[1]), int(sys.argv[2])
+for _ in range(100):
+    if number:
+        save(path, {"tensor": torch.full((1000,), number), "number": number})
+    else:
+        state = load(path)
+        assert torch.equal(state["tensor"], torch.full((1000,), state["number"]))
+        assert latest(path.parent) == path
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_share_one_name_never_see_half_a_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path / "shared" / "checkpoint", {"tensor": torch.full((1000,), 9), "number": 9})
+    writers_and_readers = [1, 2, 3, 0, 0]
+    processes = [subprocess.Popen([sys.executable, "-c", _SHARE, path, str(n)]) for n in writers_and_readers]
+    assert [process.wait() for process in processes] == [0, 0, 0, 0, 0]
+    assert os.listdir(path.parent) == ["checkpoint"]
+
+
 # --- Old formats --------------------------------------------------------------------------------------------
 
 _GOLDEN = Path(__file__).parent / "golden"

@@ -80,7 +80,16 @@ def test_fit_equals_the_hand_written_loop_bit_for_bit(problem: Problem, optimize
 def test_hooks_fire_in_the_order_of_the_pseudo_code(problem: Problem) -> None:
     recorder = Recorder()
     quiet(problem.model(), callbacks=[recorder]).fit(problem.batches[:2], problem.batches[:1], max_length=Epochs(1))
-    step = ["step_start 0", "gradients", "update 1", "step_end 1", "step_start 1", "gradients", "update 2", "step_end 2"]
+    step = [
+        "step_start 0",
+        "gradients",
+        "update 1",
+        "step_end 1",
+        "step_start 1",
+        "gradients",
+        "update 2",
+        "step_end 2",
+    ]
     assert recorder.events == ["train_start", "epoch_start", *step, "validation_end 2", "epoch_end", "train_end"]
 
 

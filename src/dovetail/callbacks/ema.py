@@ -130,6 +130,10 @@ class EMA(Callback):
         """Give the model its training weights back."""
         self._give_back()
 
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Give the model its training weights back after a validation that measured nothing, and so has no end."""
+        self._give_back()
+
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
         """Give the model its training weights back when validation fails."""
         self._give_back()

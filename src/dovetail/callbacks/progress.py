@@ -62,6 +62,7 @@ class ProgressDisplay(Callback):
 
     def _clear_run(self) -> None:
         self._best = math.inf
+        self._printed_at = -1
         self._began = time.monotonic()
         self._done_before: float | None = None
         self._clear_epoch()
@@ -107,7 +108,7 @@ class ProgressDisplay(Callback):
         self._validation = metrics
         # What ends with the epoch is in the epoch's line.
         if context.progress.batch not in (0, self._total):
-            self._print_line(context, {}, at_batch=True)
+            self._print_partial(context)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         """Leave a line for the epoch."""
@@ -121,10 +122,10 @@ class ProgressDisplay(Callback):
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Leave a line for an epoch that was not finished, and the reason of a stop."""
-        is_partial = context.progress.batch > 0
-        if is_partial or self._validation:
-            metrics = {f"train_{name}": value for name, value in self._metrics.items()} if is_partial else {}
-            self._print_line(context, metrics, at_batch=is_partial)
+        if context.progress.batch > 0 and context.progress.batches != self._printed_at:
+            self._print_partial(context)
+        elif self._validation:
+            self._print_line(context, {})
         if context.stop_reason is not None:
             self._surface.print(Text.assemble(("stopped: ", "bold yellow"), context.stop_reason))
         self._close()
@@ -222,7 +223,12 @@ class ProgressDisplay(Callback):
         parts += [self._stage("valid", "magenta", self._validation)] if self._validation else []
         parts.append(Text(_duration(time.monotonic() - self._epoch_began, exact=True), "dim"))
         self._validation = {}
+        self._printed_at = context.progress.batches
         self._surface.print(Text("  ").join(parts))
+
+    def _print_partial(self, context: TrainingContext) -> None:
+        train = {f"train_{name}": value for name, value in self._metrics.items()}
+        self._print_line(context, train, at_batch=True)
 
     def _count(self, batch: int) -> str:
         return f"{batch:>{len(str(self._total))}}/{self._total}" if self._total else str(batch)
@@ -283,7 +289,8 @@ class _Terminal(_Surface):
         return self._console.width
 
     def print(self, line: Text) -> None:
-        self._live.update(Group())
+        # The bar goes before the line comes, lest it stays below it as the bar of an epoch that is over.
+        self._live.update(Group(), refresh=self._live.is_started)
         self._console.print(line, highlight=False)
 
     def show(self, bar: RenderableType) -> None:

@@ -192,20 +192,22 @@ def resolve(path: Path) -> Path:
     That is `path` itself, except when a save died between setting the old checkpoint aside and giving its
     name to the new one: then the old one counts.
     """
-    if os.path.lexists(path) or not path.parent.is_dir():
+    if not path.parent.is_dir():
         return path
-    asides = [place for place, kind, name in _temporaries(path.parent) if kind == "old" and name == path.name]
-    # The writer may have finished since the first look.
-    if not asides or os.path.lexists(path):
+    # At every moment there is the name or a directory set aside, so both are looked for in one listing.
+    names = os.listdir(path.parent)
+    asides = [place for place, kind, name in _temporaries(path.parent, names) if (kind, name) == ("old", path.name)]
+    if path.name in names or not asides:
         return path
-    return max(asides, key=lambda place: place.stat().st_ctime_ns)
+    return max(asides, key=_set_aside_at)
 
 
 def names_in(directory: Path) -> list[str]:
     """Return the names in `directory` without the temporary ones, each under the name it stands for."""
-    beside = {place.name for place, _, _ in _temporaries(directory)}
-    aside = {name for _, kind, name in _temporaries(directory) if kind == "old"}
-    return sorted((set(os.listdir(directory)) - beside) | aside)
+    names = os.listdir(directory)
+    temporaries = _temporaries(directory, names)
+    aside = {name for _, kind, name in temporaries if kind == "old"}
+    return sorted((set(names) - {place.name for place, _, _ in temporaries}) | aside)
 
 
 def is_temporary(name: str) -> bool:
@@ -217,12 +219,14 @@ def discard(files: Files, path: Path) -> None:
     """Remove a checkpoint in such a way that nobody ever takes a half-removed one for a damaged one."""
     rubbish = _beside("tmp", path)
     files.rename(path, rubbish)
-    files.remove(rubbish)
+    # It is gone already; what is left of it goes with the next sweep.
+    with contextlib.suppress(OSError):
+        files.remove(rubbish)
 
 
 def sweep(files: Files, directory: Path) -> None:
     """Remove what dead writers left in `directory`. Failing to is not an error: the next save tries again."""
-    for place, kind, name in _temporaries(directory):
+    for place, kind, name in _temporaries(directory, os.listdir(directory)):
         with contextlib.suppress(OSError):
             if kind == "tmp":
                 lock = files.lock(place)
@@ -235,12 +239,19 @@ def sweep(files: Files, directory: Path) -> None:
                 discard(files, place)
 
 
+def _set_aside_at(place: Path) -> int:
+    try:
+        return place.stat().st_ctime_ns
+    except FileNotFoundError:
+        return 0  # its writer has just finished
+
+
 def _beside(kind: str, target: Path) -> Path:
     match = _BESIDE.fullmatch(target.name)
     name = match["name"] if match else target.name
     return target.with_name(f".{kind}-{name}.{secrets.token_hex(4)}")
 
 
-def _temporaries(directory: Path) -> list[tuple[Path, str, str]]:
-    matches = [_BESIDE.fullmatch(name) for name in sorted(os.listdir(directory))]
+def _temporaries(directory: Path, names: Iterable[str]) -> list[tuple[Path, str, str]]:
+    matches = [_BESIDE.fullmatch(name) for name in sorted(names)]
     return [(directory / match[0], match["kind"], match["name"]) for match in matches if match]

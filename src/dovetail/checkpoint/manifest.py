@@ -151,8 +151,16 @@ def check_digest(digest: Digest, file: Path, stored: StoredFile) -> None:
 
 
 def is_replaceable(directory: Path) -> bool:
-    """Whether `directory` holds nothing but the files of a checkpoint, intact or not."""
-    return not directory.is_symlink() and directory.is_dir() and {*os.listdir(directory)} <= {MANIFEST, *_CONTENTS}
+    """Whether `directory` holds nothing but the files of a checkpoint, intact or not.
+
+    Raises:
+        FileNotFoundError: There is nothing of that name.
+    """
+    try:
+        names = set(os.listdir(directory))
+    except NotADirectoryError:
+        return False
+    return not directory.is_symlink() and names <= {MANIFEST, *_CONTENTS}
 
 
 def looks_like_checkpoint(directory: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def prune(
     metric: str | None = None,
     mode: Literal["min", "max"] = "min",
     every: int | None = None,
+    pattern: str = "*",
     dry_run: bool = False,
 ) -> list[Path]:
     """Remove the checkpoints in `directory` that no rule keeps, and return their paths.
@@ -82,9 +84,10 @@ def prune(
         metric: See `retain`.
         mode: See `retain`.
         every: See `retain`.
+        pattern: Names of the checkpoints that the rules are about, with `*` and `?`; others stay.
         dry_run: Whether to only say what would be removed.
     """
-    infos = list_checkpoints(directory)
+    infos = [info for info in list_checkpoints(directory) if fnmatch.fnmatchcase(info.path.name, pattern)]
     kept = retain(infos, last=last, best=best, metric=metric, mode=mode, every=every)
     removed = [info.path for info in infos[:-1] if info.path not in kept]
     if not dry_run:

@@ -75,6 +75,7 @@ _OnError = Literal["raise", "warn"]
 
 # Room for the manifest, the directory and the rounding of files to blocks.
 _MARGIN = 1 << 20
+_ATTEMPTS = 10
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """For every format version but the current one, what turns its state into that of the next version."""
@@ -220,12 +221,13 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
         return [], []
     infos, damaged = [], []
     for path in (directory / name for name in names_in(directory)):
-        if path.is_symlink() or not looks_like_checkpoint(resolve(path)):
+        if path.is_symlink():
             continue
         try:
             infos.append(inspect(path))
         except CheckpointError as error:
-            damaged.append(error)
+            if looks_like_checkpoint(resolve(path)):
+                damaged.append(error)
     return sorted(infos, key=lambda info: (-1 if info.step is None else info.step, info.created)), damaged
 
 
@@ -276,8 +278,11 @@ def migrate(
 
 def remove(path: Path, files: Files = DISK) -> None:
     """Remove a checkpoint, and the older one of the same name that a dead save may have left."""
-    while (place := resolve(path)).exists():
-        discard(files, place)
+    try:
+        while (place := resolve(path)).exists():
+            discard(files, place)
+    except OSError as error:
+        raise CheckpointError(f"{path}: the checkpoint could not be removed: {error}") from error
 
 
 def _check_free_space(files: Files, target: Path, needed: int) -> None:
@@ -290,12 +295,11 @@ def _check_free_space(files: Files, target: Path, needed: int) -> None:
 
 def _take_name(files: Files, temporary: Path, target: Path) -> None:
     while True:
-        if os.path.lexists(target):
+        # Missing because it is new, or because another writer of the same name has just set it aside.
+        with contextlib.suppress(FileNotFoundError):
             if not is_replaceable(target):
                 raise CheckpointError(f"{target}: refusing to replace what is not a checkpoint of Dovetail")
-            # Another writer of the same name may have been faster.
-            with contextlib.suppress(FileNotFoundError):
-                files.rename(target, aside_name(target))
+            files.rename(target, aside_name(target))
         try:
             return files.rename(temporary, target)
         except OSError as error:
@@ -329,18 +333,20 @@ def _verify(directory: Path, name: Path) -> None:
 
 def _reading(path: Path, read: Callable[[Path], _T]) -> _T:
     """Read a checkpoint that a writer may be replacing right now."""
-    while True:
+    for attempt in range(_ATTEMPTS):
         directory = resolve(path)
         before = _identity(directory)
         try:
             return read(directory)
         except (OSError, CheckpointError) as error:
-            # Files of the old and of the new checkpoint look like a damaged one; look again.
-            if _identity(resolve(path)) != before:
+            # Files of the old and of the new checkpoint together look like a damaged one: look again.
+            replaced = before is None or _identity(resolve(path)) != before
+            if replaced and attempt < _ATTEMPTS - 1:
                 continue
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{path}: the checkpoint could not be read: {error}") from error
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _identity(directory: Path) -> tuple[Path, int, int] | None:

@@ -199,6 +199,8 @@ class TrainingContext:
         optimizers: In the order in which the loop steps them.
         schedulers: With their intervals.
         metrics: Metrics over whole passes, by name.
+        metrics_are_default: Whether nobody asked for them, so that a `test_step` need not serve them.
+        validation: The metrics of the last validation, by their full names.
         window: The accumulation window.
         num_items: Items that the running batch's loss is a mean of: its samples, unless `train_step` says otherwise.
         data: Where `batches` finds each stage's data.
@@ -221,6 +223,7 @@ class TrainingContext:
         "interrupted",
         "meter",
         "metrics",
+        "metrics_are_default",
         "model",
         "needs_closure",
         "notes",
@@ -235,6 +238,7 @@ class TrainingContext:
         "stop_reason",
         "trainer",
         "validated_at",
+        "validation",
         "window",
     )
 
@@ -253,6 +257,7 @@ class TrainingContext:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[BoundScheduler] = []
         self.metrics: dict[str, Metric] = {}
+        self.metrics_are_default = False
         self.window = Window()
         self.num_items: Any = 0
         self.data: dict[str, Any] = {}
@@ -264,6 +269,7 @@ class TrainingContext:
         self.interrupted = False
         self.checked = Progress()
         self.validated_at = -1
+        self.validation: dict[str, float] = {}
         self.needs_closure = False
         # Runs forward and backward of the running batch again, for optimizers such as LBFGS that ask for it.
         self.closure: Any = None

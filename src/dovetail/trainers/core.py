@@ -87,11 +87,12 @@ class CoreTrainer(base.Trainer):
         self._wanted_criterion = criterion if criterion is not None else self.options.loss_function
         self._wanted_optimizer = optimizer if optimizer is not None else self.options.optim_function
         self._wanted_scheduler = scheduler if scheduler is not None else self.options.lr_scheduler
-        self._default_metrics = metrics is None
+        context.metrics_are_default = metrics is None
         self._train_step = train_step
         self._test_step = test_step
         self._loaders: dict[str, tuple[Any, Any]] = {}
         self._epoch_start: dict[str, Any] | None = None
+        self._restored_order: dict[str, Any] | None = None
         self._order_seed = self.options.seed if self.options.seed is not None else torch.initial_seed() % 2**63
         context.callbacks.add(*(callbacks or ()), *self._default_callbacks())
 
@@ -119,15 +120,21 @@ class CoreTrainer(base.Trainer):
 
     def get_train_loader(self, batch_size: int, trainset: Any, sampler: Any = None) -> Iterable[Any]:
         """Return the training batches of a data set; not called for data that comes in batches already."""
-        return as_loader(
-            trainset,
-            batch_size=batch_size,
-            shuffle=self.options.shuffle,
-            drop_last=self.options.drop_last,
-            num_workers=self.options.num_workers,
-            seed=self._order_seed,
-            sampler=sampler,
-        )
+
+        def loader(drop_last: bool) -> Iterable[Any]:
+            return as_loader(
+                trainset,
+                batch_size=batch_size,
+                shuffle=self.options.shuffle,
+                drop_last=drop_last,
+                num_workers=self.options.num_workers,
+                seed=self._order_seed,
+                sampler=sampler,
+            )
+
+        # Data that does not fill one batch is better than none.
+        made = loader(self.options.drop_last)
+        return made if num_batches(made) != 0 else loader(False)
 
     def get_test_loader(self, batch_size: int, testset: Any, sampler: Any = None) -> Iterable[Any]:
         """Return the batches of validation, test or prediction: every sample once, in order."""
@@ -187,7 +194,7 @@ class CoreTrainer(base.Trainer):
             self.criterion = self.get_loss_criterion()
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(context.device)
-        if self._default_metrics and not context.metrics and classifies(self.criterion):
+        if context.metrics_are_default and not context.metrics and classifies(self.criterion):
             context.metrics = as_metrics({"accuracy": accuracy})
         for metric in context.metrics.values():
             if isinstance(metric, nn.Module):
@@ -213,6 +220,7 @@ class CoreTrainer(base.Trainer):
         context.validated_at = state["validated_at"]
         context.checked = context.progress.copy()
         self._order_seed, self._epoch_start = state["order_seed"], state["epoch_start"]
+        self._restored_order = state["epoch_start"]
         set_rng_state(state["rng"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,7 +238,7 @@ class CoreTrainer(base.Trainer):
             "saver": context.saver.state_dict() if context.saver is not None else {"best": None},
             "validated_at": context.validated_at,
             "order_seed": self._order_seed,
-            "epoch_start": self._epoch_start if context.progress.batch else None,
+            "epoch_start": self._epoch_start if context.progress.batch else _order_state(self._made_loader("train")),
             "rng": rng_state(),
         }
 
@@ -245,10 +253,13 @@ class CoreTrainer(base.Trainer):
         progress = self.context.progress
         if isinstance(loader, DataLoader):
             loader.set_epoch(progress.epoch)
+        restored, self._restored_order = self._restored_order, None
         if progress.batch == 0:
+            if restored is not None:
+                _set_generator(loader, restored)
             self._epoch_start = _order_state(loader)
             return loader
-        # The order of a loader that draws from the global generator is what it drew at the start of the epoch.
+        # The order of a loader that draws from a generator is what it drew at the start of the epoch.
         now = rng_state()
         if self._epoch_start is not None:
             _set_order_state(loader, self._epoch_start)
@@ -408,7 +419,11 @@ class CoreTrainer(base.Trainer):
 
     def save_model(self, path: str | Path) -> Path:
         """Write the weights alone, as safetensors unless the name ends in `.ckpt`, `.pt` or `.pth`."""
-        return store.export_model(Path(path), self.context.model.state_dict())  # type: ignore[union-attr]
+        assert self.context.model is not None
+        format: Literal["safetensors", "ckpt"] = (
+            "ckpt" if Path(path).suffix in (".ckpt", ".pt", ".pth") else "safetensors"
+        )
+        return store.export_model(path, self.context.model.state_dict(), format=format)
 
     def load_model(self, path: str | Path, strict: bool = True) -> None:
         """Load weights that `save_model` wrote."""
@@ -468,6 +483,9 @@ class CoreTrainer(base.Trainer):
             if scheduler is not None
         )
 
+    def _made_loader(self, stage: Stage) -> Any:
+        return self._loaders.get(stage, (None, None))[1]
+
     def _saves_by_options(self) -> bool:
         """Whether the options that were given ask for checkpoints: their defaults alone do not, except in `train()`."""
         return self.saves_by_default or bool(
@@ -517,7 +535,11 @@ def _order_state(loader: Any) -> dict[str, Any]:
 
 def _set_order_state(loader: Any, state: Mapping[str, Any]) -> None:
     set_rng_state(state["rng"])
-    if state["generator"] is not None:
+    _set_generator(loader, state)
+
+
+def _set_generator(loader: Any, state: Mapping[str, Any]) -> None:
+    if state["generator"] is not None and getattr(loader, "generator", None) is not None:
         loader.generator.set_state(state["generator"])
 
 

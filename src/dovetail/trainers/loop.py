@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,9 @@ from dovetail.units import Batches, Epochs, Progress, TrainUnit
 
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
+
+# Seconds after which a report is made even though its period has not ended: a display must not look frozen.
+_SLOWEST_REPORT = 1.0
 
 __all__ = ["evaluate", "fit", "predict", "train_epoch", "val_epoch"]
 
@@ -97,6 +101,7 @@ def fit(
         if plan.validate is not None and context.validated_at != progress.batches:
             _validate(trainer)
         saving.checkpoint(trainer, due=plan.save is not None, final=True)
+        context.history.sync()
         for on_train_end in callbacks.on_train_end:
             on_train_end(context)
     return context.history
@@ -122,7 +127,7 @@ def _epoch(trainer: Trainer, plan: Plan) -> None:
     context.history.record("train", {**means, **rates}, **_position(progress))
     validates, saves = _due(context)
     if context.validated_at == progress.batches:
-        metrics.update(_last_validation(context))
+        metrics.update(context.validation)
     elif validates:
         metrics.update(_validate(trainer))
     trainer.scheduler_step("epoch", metrics)
@@ -160,8 +165,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     else:
         lookahead = None
     acts_inside = any(isinstance(it, TrainUnit) and not isinstance(it, Epochs) for it in vars(plan).values())
-    # Counted from the start of training, so that a resumed run reports at the same batches.
-    until_report = plan.report - progress.batches % plan.report
+    until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
     is_first = True
 
     for batch in batches:
@@ -212,8 +216,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         for end_hook in on_step_end:
             end_hook(context, output)
         until_report -= 1
-        if until_report == 0:
-            until_report = plan.report
+        if until_report == 0 or monotonic() > report_by:
+            until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
             _report(context)
 
         if window.closes:
@@ -274,10 +278,9 @@ def _validate(trainer: Trainer) -> dict[str, float]:
         on_validation_start(context)
     means = trainer.val_epoch()
     context.validated_at = context.progress.batches
-    if means is None:
-        return {}
-    context.history.record("valid", means, **_position(context.progress))
-    metrics = _last_validation(context)
+    if means is not None:
+        context.history.record("valid", means, **_position(context.progress))
+    context.validation = metrics = {f"valid_{name}": float(value) for name, value in (means or {}).items()}
     for on_validation_end in context.callbacks.on_validation_end:
         on_validation_end(context, metrics)
     if context.saver is not None:
@@ -310,13 +313,15 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
     num_batches = 0
     with _evaluating(context, stage):
         to_device, batch_length, test_step = trainer.to_device, trainer.batch_length, trainer.test_step
-        metrics = context.metrics
+        metrics = dict(context.metrics)
         for metric in metrics.values():
             metric.reset()
         for batch in trainer.batches(stage):
             batch = to_device(batch)
             output = test_step(batch)
             meter.add(output, batch_length(batch))
+            if num_batches == 0 and context.metrics_are_default and not output.keys() >= _OUTPUTS:
+                metrics.clear()
             for metric in metrics.values():
                 _update_metric(metric, output)
             for on_test_step_end in context.callbacks.on_test_step_end:
@@ -327,6 +332,9 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
         warn_if_empty(num_batches, stage)
         means = trainer.reduce(meter).compute() if num_batches else {"loss": math.nan}
         return {**means, **compute_metrics(metrics, num_batches)}
+
+
+_OUTPUTS = {"output", "target"}
 
 
 def _update_metric(metric: Any, output: Mapping[str, Any]) -> None:
@@ -348,16 +356,15 @@ def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
         return
     context.trainer, context.stage = trainer, stage
     failure: BaseException | None = None
+    is_ready = False
     try:
         trainer.setup()
+        is_ready = True
         yield
     except BaseException as error:
         failure = error
-        progress = context.progress
-        add_note(
-            error,
-            f"while {_DOING[stage]}: epoch {progress.epoch + 1}, batch {progress.batch + 1} of the epoch",
-        )
+        if is_ready:
+            add_note(error, f"while {_DOING[stage]}{_place(context)}")
         for on_exception in context.callbacks.on_exception:
             on_exception(context, error)
         raise
@@ -453,14 +460,6 @@ def _place(context: TrainingContext) -> str:
 
 def _position(progress: Progress) -> dict[str, int]:
     return {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates}
-
-
-def _last_validation(context: TrainingContext) -> dict[str, float]:
-    row = next((row for row in reversed(context.history.rows) if row["stage"] == "valid"), {})
-    return {f"valid_{name}": float(value) for name, value in row.items() if name not in _PLACES}
-
-
-_PLACES = frozenset({"stage", "epoch", "batches", "updates"})
 
 
 def _offer_data(context: TrainingContext, **data: Any) -> None:

@@ -103,7 +103,7 @@ class LRFinder:
         self.rates, self.losses = sweep.rates, sweep.losses
         if len(self.rates) < 4:
             raise ConfigError(
-                f"LRFinder: only {len(self.rates)} batches before the loss exploded: lower lr_min, or use smaller batches"
+                f"LRFinder: the loss exploded after {len(self.rates)} batches: lower lr_min, or make smaller batches"
             )
         low, high = self._falling()
         if self.lr_select_method == "max_range":

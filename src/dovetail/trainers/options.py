@@ -39,7 +39,8 @@ class TrainerOptions:
         test_dataset: Test data; `evaluate()` uses it.
         shuffle: Whether training data is shuffled, anew in every epoch.
         num_workers: Processes that read data which does not lie in memory.
-        drop_last: Whether a last, shorter training batch is left out. Validation always sees every sample.
+        drop_last: Whether a last, shorter training batch is left out, unless it is the only one. Validation always
+            sees every sample.
         device_id: -1 for the CPU, else the number of a CUDA device. Where neither this nor `device` is given, the
             best device there is.
         device_map: Where checkpoints are loaded to; None for the trainer's own device.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail import checkpoint as store
+from dovetail.callbacks import mode_of
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.history import History
 
@@ -57,7 +58,7 @@ class Saver:
         value = metrics.get(monitor)
         if value is None or value != value:
             return
-        mode = self.mode or ("max" if monitor.endswith(("accuracy", "acc", "f1", "auc")) else "min")
+        mode = self.mode or mode_of(monitor)
         if self.best is None or (value < self.best if mode == "min" else value > self.best):
             self.best, self.improved = value, True
 
@@ -96,7 +97,7 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
         save(trainer, saver.directory / f"{saver.name}_epoch_{progress.epoch}_iter_{progress.batches}")
         saver.saved_at = progress.batches
         if saver.keep_last is not None:
-            store.prune(saver.directory, last=saver.keep_last, prefix=f"{saver.name}_epoch_")
+            store.prune(saver.directory, last=saver.keep_last, pattern=f"{saver.name}_epoch_*")
 
 
 def save(trainer: Trainer, path: Path) -> Path:
@@ -105,7 +106,8 @@ def save(trainer: Trainer, path: Path) -> Path:
     context.history.sync()
     summary = {**context.progress.state_dict(), "metrics": _latest_metrics(trainer)}
     on_error = context.saver.on_error if context.saver is not None else "raise"
-    store.save(path, trainer.state_dict(), summary=summary, on_error=on_error)
+    if store.save(path, trainer.state_dict(), summary=summary, on_error=on_error) is None:
+        return path
     for on_checkpoint in context.callbacks.on_checkpoint:
         on_checkpoint(context, path)
     return path

@@ -1,0 +1,40 @@
+"""A classifier from keywords alone: say what you want when you make the trainer, then call `train()`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dovetail.data import digits
+from dovetail.trainers import Trainer
+from dovetail.trainers.schedules import TriangularScheduler
+
+
+def main() -> None:
+    train, valid, test = digits()
+    trainer = Trainer(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+        num_epochs=25,
+        learning_rate=0.1,
+        momentum=0.9,
+        loss_function="CrossEntropyLoss",
+        optim_function="SGD",
+        lr_scheduler=TriangularScheduler(lr_min=0.01, lr_max=0.2, stepsize=100),
+        batch_size=32,
+        train_dataset=train,
+        val_dataset=valid,
+        test_dataset=test,
+        early_stop={"num_epochs": 5, "improv": 0.001},
+        checkpoint_dir="runs/classifier_basic",
+        save_every=0,
+        save_best=True,
+        seed=0,
+    )
+    trainer.train()
+
+    accuracy = trainer.evaluate()["accuracy"]
+    print(f"result: test accuracy {accuracy:.1%}, best validation accuracy {trainer.best_acc:.1%}")
+    assert accuracy > 0.93
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""Options, pieces, reproducibility and resuming of the trainer that works alone."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as torch_data
+from problem import Problem, assert_same_weights, weights
+from torch import Tensor, nn
+
+from dovetail import Batches, Epochs, Trainer, seed_everything
+from dovetail.callbacks import EMA, Callback, EarlyStopping
+from dovetail.data import DataLoader
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
+from dovetail.trainers.context import TrainingContext
+
+
+def quiet(model: Any, **options: Any) -> Trainer:
+    return Trainer(model, verbose=False, **options)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_an_unknown_keyword_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="unknown keyword 'learning_rte': did you mean 'learning_rate'"):
+        Trainer(learning_rte=0.1)
+    with pytest.raises(UnknownNameError, match="did you mean 'optimizer'"):
+        Trainer(optimiser=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size: expected a number that is at least 1, got 0"),
+        ({"accumulation_steps": "4"}, "accumulation_steps: expected a number that is at least 1, got '4'"),
+        ({"nonfinite": "explode"}, "nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got 'explode'"),
+        ({"loss_function": "CrosEntropyLoss"}, "unknown loss 'CrosEntropyLoss': did you mean 'CrossEntropyLoss'"),
+        ({"optim_function": "Adm"}, "unknown optimizer 'Adm': did you mean 'Adam'"),
+        ({"lr_scheduler": "StepRL"}, "unknown scheduler 'StepRL': did you mean 'StepLR'"),
+        ({"lr_scheduler": 3}, "lr_scheduler: expected a scheduler of torch"),
+        ({"optimizer": 3}, "optimizer: expected an optimizer of torch"),
+        ({"criterion": 3}, "criterion: expected a loss of torch.nn"),
+        ({"checkpoint_dir": "x", "checkpoint_name": "../up"}, "checkpoint_name: expected a plain file name"),
+        ({"metrics": [3]}, "metrics: 'int': expected a torchmetrics object or a function"),
+        ({"callbacks": [3]}, "callbacks: expected"),
+    ],
+)
+def test_a_bad_option_gets_one_clear_sentence(problem: Problem, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quiet(problem.model(), **options).fit(problem.batches, max_length=Epochs(1))
+
+
+def test_a_trainer_without_a_model_says_so(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="has no model"):
+        Trainer(verbose=False).fit(problem.batches)
+
+
+def test_a_frozen_model_has_nothing_to_optimise(problem: Problem) -> None:
+    model = problem.model().requires_grad_(False)
+    with pytest.raises(ConfigError, match="nothing to optimise"):
+        quiet(model).fit(problem.batches)
+
+
+def test_lbfgs_cannot_accumulate(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="LBFGS"):
+        quiet(problem.model(), optimizer=torch.optim.LBFGS, accumulation_steps=2).fit(problem.batches)
+
+
+# ---------------------------------------------------------------------- pieces
+
+
+@pytest.mark.parametrize(
+    "device",
+    [None, "cpu", "auto", torch.device("cpu"), ["cpu", "cuda:1"]],
+    ids=["none", "name", "auto", "object", "list"],
+)
+def test_a_device_may_be_spelled_in_many_ways(problem: Problem, device: Any) -> None:
+    if device in (None, "auto") and (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        pytest.skip("this machine has an accelerator, so 'auto' is not the CPU")
+    assert quiet(problem.model(), device=device).device == torch.device("cpu")
+
+
+def test_device_id_counts_cuda_devices() -> None:
+    assert Trainer(device_id=-1).device == torch.device("cpu")
+    assert Trainer(device_id=1).device == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="got 'gpu'"):
+        Trainer(device="gpu")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["SGD", torch.optim.SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.5), lambda ps: torch.optim.SGD(ps, lr=0.1)],
+    ids=["name", "class", "partial", "function"],
+)
+def test_an_optimizer_may_be_given_in_many_ways(problem: Problem, optimizer: Any) -> None:
+    trainer = quiet(problem.model(), optimizer=optimizer, learning_rate=0.1, weight_decay=0.0)
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    assert trainer.learning_rate == 0.1
+
+
+@pytest.mark.parametrize("criterion", ["MSELoss", nn.MSELoss, nn.MSELoss(), nn.functional.mse_loss])
+def test_a_regression_has_a_loss_and_no_accuracy(criterion: Any) -> None:
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = x.sum(dim=1, keepdim=True)
+    trainer = quiet(nn.Linear(3, 1), criterion=criterion, optimizer=partial(torch.optim.SGD, lr=0.1), seed=0)
+    history = trainer.fit((x, y), (x, y), max_length=Epochs(40))
+    assert history.get_latest_metric("valid_loss") < 1e-3
+    assert history.get_metric_names() == {"train_loss", "train_lr", "valid_loss"}
+
+
+def test_numpy_arrays_are_data(problem: Problem) -> None:
+    ours, theirs = problem.model(), problem.model()
+    quiet(ours, seed=1).fit((problem.x.numpy(), problem.y.numpy()), max_length=Epochs(2))
+    quiet(theirs, seed=1).fit((problem.x, problem.y), max_length=Epochs(2))
+    assert_same_weights(ours, theirs)
+
+
+def test_a_data_set_of_single_samples_equals_tensors(problem: Problem) -> None:
+    class Samples(torch_data.Dataset[tuple[Tensor, Tensor]]):
+        def __len__(self) -> int:
+            return 96
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return problem.x[index], problem.y[index]
+
+    ours, theirs = problem.model(), problem.model()
+    quiet(ours, seed=1, batch_size=8, num_workers=0).fit(Samples(), max_length=Epochs(2))
+    quiet(theirs, seed=1, batch_size=8).fit((problem.x, problem.y), max_length=Epochs(2))
+    assert_same_weights(ours, theirs)
+
+
+def test_add_ons_are_mounted_left_to_right(problem: Problem) -> None:
+    calls: list[str] = []
+
+    class First:
+        def after_step(self, output: Any) -> None:
+            calls.append("first")
+            super().after_step(output)  # type: ignore[misc]
+
+    class Second:
+        def after_step(self, output: Any) -> None:
+            calls.append("second")
+            super().after_step(output)  # type: ignore[misc]
+
+    built = Trainer.add_on(First, Second)
+    built(problem.model(), verbose=False).fit(problem.batches[:1], max_length=Epochs(1))
+    assert calls == ["second", "first"]
+    with pytest.raises(ConfigError, match="expected add-on classes"):
+        Trainer.add_on("StateManager")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- reproducible
+
+
+def test_one_seed_sets_everything(problem: Problem) -> None:
+    drawn = []
+    for _ in range(2):
+        model = quiet(lambda: nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 3)), seed=11)
+        model.fit((problem.x, problem.y), max_length=Epochs(2))
+        drawn.append((list(model.history.losses), random.random(), np.random.rand(), torch.rand(1).item()))
+        torch.manual_seed(random.randrange(2**31))
+    assert drawn[0] == drawn[1]
+
+
+def test_the_order_of_an_epoch_depends_on_seed_and_epoch_alone(problem: Problem) -> None:
+    def orders(seed: int, noise: int) -> list[list[float]]:
+        seen: list[list[float]] = [[], []]
+
+        class Look(Callback):
+            def on_step_start(self, context: TrainingContext, batch: Any) -> None:
+                seen[context.progress.epoch] += batch[0][:, 0].tolist()
+                torch.rand(noise)
+
+        quiet(problem.model(), seed=seed, batch_size=8, callbacks=[Look]).fit(
+            (problem.x, problem.y), max_length=Epochs(2)
+        )
+        return seen
+
+    first = orders(1, 1)
+    assert first == orders(1, 5)
+    assert first[0] != first[1]
+    assert first != orders(2, 1)
+    assert sorted(first[0]) == sorted(first[1]) == sorted(problem.x[:, 0].tolist())
+
+
+def test_seed_everything_seeds_the_three_generators() -> None:
+    drawn = []
+    for _ in range(2):
+        seed_everything(2**40 + 3)
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def full_trainer(problem: Problem, folder: Path, **options: Any) -> Trainer:
+    """Shuffling, dropout, accumulation, a schedule, momentum, an average, early stopping: all that has a state."""
+    options.setdefault("train_dataset", (problem.x, problem.y))
+    return quiet(
+        problem.model(dropout=0.4),
+        optimizer=partial(torch.optim.Adam, lr=0.02),
+        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7),
+        callbacks=[EMA(0.9), EarlyStopping("valid_loss", patience=2)],
+        val_dataset=(problem.x[:30], problem.y[:30]),
+        batch_size=7,
+        drop_last=False,
+        accumulation_steps=3,
+        seed=5,
+        checkpoint_dir=folder,
+        **options,
+    )
+
+
+LOADERS: dict[str, Any] = {
+    "tensors": lambda p: (p.x, p.y),
+    "list": lambda p: p.batches,
+    "torch, global generator": lambda p: torch_data.DataLoader(
+        torch_data.TensorDataset(p.x, p.y), batch_size=8, shuffle=True
+    ),
+    "torch, own generator": lambda p: torch_data.DataLoader(
+        torch_data.TensorDataset(p.x, p.y), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "ours, own generator": lambda p: DataLoader(
+        torch_data.TensorDataset(p.x, p.y), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+}
+
+
+class Fail(Callback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, context: TrainingContext, output: Any) -> None:
+        if context.progress.batches == self.at:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("loader", list(LOADERS))
+@pytest.mark.parametrize("cut", [3, 14, 25, 43])
+def test_a_resumed_run_equals_an_uninterrupted_one(problem: Problem, tmp_path: Path, cut: int, loader: str) -> None:
+    whole = full_trainer(problem, tmp_path / "whole", train_dataset=LOADERS[loader](problem))
+    whole.fit(max_length=Epochs(5), checkpoint_period=Batches(6))
+    before = full_trainer(problem, tmp_path / "cut", train_dataset=LOADERS[loader](problem))
+    before.callbacks.add(Fail(cut))
+    with pytest.raises(ZeroDivisionError):
+        before.fit(max_length=Epochs(5), checkpoint_period=Batches(6))
+    seed_everything(999)
+    after = full_trainer(problem, tmp_path / "cut", train_dataset=LOADERS[loader](problem))
+    after.fit(max_length=Epochs(5), checkpoint_period=Batches(6), resume="auto")
+    assert list(after.history.losses) == list(whole.history.losses)
+    assert_same_weights(after.model, whole.model)
+    assert after.context.progress == whole.context.progress
+    assert after.history == whole.history
+    files = [(tmp_path / folder / "ck_history.jsonl").read_bytes() for folder in ("whole", "cut")]
+    assert files[0] == files[1]
+
+
+def test_resuming_from_the_best_checkpoint_repeats_what_followed(problem: Problem, tmp_path: Path) -> None:
+    whole = full_trainer(problem, tmp_path)
+    whole.fit(max_length=Epochs(4))
+    other = full_trainer(problem, tmp_path / "other")
+    other.fit(max_length=Epochs(4), resume=tmp_path / "best_ck")
+    assert_same_weights(other.model, whole.model)
+    assert other.history == whole.history
+
+
+def test_resume_auto_with_nothing_there_starts_fresh(problem: Problem, tmp_path: Path) -> None:
+    trainer = full_trainer(problem, tmp_path / "new")
+    trainer.fit(max_length=Epochs(1), resume="auto")
+    assert trainer.context.progress.epoch == 1
+
+
+def test_resume_auto_needs_a_folder(problem: Problem) -> None:
+    with pytest.raises(CheckpointError, match="give the trainer a checkpoint_dir"):
+        quiet(problem.model()).fit(problem.batches, resume="auto")
+
+
+def test_a_finished_run_resumed_has_nothing_to_do(problem: Problem, tmp_path: Path) -> None:
+    full_trainer(problem, tmp_path).fit(max_length=Epochs(1))
+    again = full_trainer(problem, tmp_path)
+    again.fit(max_length=Epochs(1), resume="auto")
+    assert again.context.progress.epoch == 1
+
+
+def test_training_can_be_made_longer_on_resume(problem: Problem, tmp_path: Path) -> None:
+    whole = full_trainer(problem, tmp_path / "whole")
+    whole.fit(max_length=Epochs(4))
+    full_trainer(problem, tmp_path / "cut").fit(max_length=Epochs(2))
+    longer = full_trainer(problem, tmp_path / "cut")
+    longer.fit(max_length=Epochs(4), resume="auto")
+    assert_same_weights(longer.model, whole.model)
+
+
+def test_only_the_last_k_periodic_checkpoints_stay(problem: Problem, tmp_path: Path) -> None:
+    full_trainer(problem, tmp_path, keep_last=2).fit(max_length=Epochs(4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best_ck", "ck_epoch_3_iter_42", "ck_epoch_4_iter_56", "ck_history.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_of_another_number_of_optimizers_is_refused(problem: Problem, tmp_path: Path) -> None:
+    model = problem.model()
+    two = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[3].parameters(), lr=0.1)]
+    trainer = quiet(model, optimizer=two)
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    trainer.save_checkpoint(tmp_path / "two")
+    with pytest.raises(CheckpointError, match="holds 2 optimizer states, the trainer has 1"):
+        quiet(problem.model()).load_checkpoint(tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.ckpt"])
+def test_weights_alone_survive_a_file(problem: Problem, tmp_path: Path, name: str) -> None:
+    trainer, other = quiet(problem.model()), quiet(problem.model(seed=8))
+    trainer.save_model(tmp_path / name)
+    before = weights(trainer.model)
+    other.load_model(tmp_path / name)
+    assert all(torch.equal(value, before[key]) for key, value in other.model.state_dict().items())
+
+
+def test_a_reset_trainer_starts_anew(problem: Problem) -> None:
+    trainer = quiet(problem.model(), optimizer=partial(torch.optim.Adam, lr=0.1))
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    trainer.reset()
+    assert trainer.context.progress.batches == 0
+    assert len(trainer.history.rows) == 0
+    assert trainer.optimizer.state == {}

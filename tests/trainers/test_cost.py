@@ -1,0 +1,217 @@
+"""What a step costs beyond the work itself, in numbers that are the same on every machine."""
+
+from __future__ import annotations
+
+import gc
+import io
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import dovetail
+from dovetail.callbacks import Callback, ProgressDisplay
+from dovetail.trainers import Trainer
+from dovetail.units import Batches, Epochs
+
+NUM_STEPS = 100
+HOME = str(Path(dovetail.__file__).parent)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
+
+
+def make_batches(number: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(32, 10, generator=generator), torch.randint(10, (32,), generator=generator)
+    return [(inputs, targets)] * number
+
+
+def make_trainer(**settings: Any) -> Trainer:
+    model = make_model()
+    settings = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "verbose": False, **settings}
+    return Trainer(model, "cpu", criterion=nn.CrossEntropyLoss(), **settings)
+
+
+# ------------------------------------------------------------------ calls
+
+
+def calls_per_step(prepare: Callable[[], Callable[[Any], Any]]) -> tuple[float, float]:
+    """The Python calls that one more batch costs, in all and of Dovetail's own; a run's start and end are not in it."""
+    # Torch imports some of itself when it is first used.
+    prepare()(make_batches(1))
+    few, many = make_batches(NUM_STEPS), make_batches(2 * NUM_STEPS)
+    run = prepare()
+    calls = code_called(lambda: run(few))
+    run = prepare()
+    more = code_called(lambda: run(many))
+    more.subtract(calls)
+    own = sum(number for code, number in more.items() if code.co_filename.startswith(HOME))
+    return sum(more.values()) / NUM_STEPS, own / NUM_STEPS
+
+
+def code_called(run: Callable[[], Any]) -> Counter[CodeType]:
+    """Every Python function that a run calls, by its code, and how often."""
+    calls: Counter[CodeType] = Counter()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            calls[frame.f_code] += 1
+
+    # A finaliser that runs in between would be counted, too.
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
+def by_hand(accumulation_steps: int = 1) -> Callable[[Any], None]:
+    model, criterion = make_model(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def run(batches: Any) -> None:
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            loss = criterion(model(inputs), targets)
+            if accumulation_steps > 1:
+                loss = loss / accumulation_steps
+            loss.backward()
+            if number % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return run
+
+
+def with_trainer(**settings: Any) -> Callable[[Any], Any]:
+    trainer = make_trainer(**settings)
+    return lambda batches: trainer.fit(batches, max_length=Epochs(1))
+
+
+def with_display(**settings: Any) -> Callable[[Any], Any]:
+    """As a new user gets it at a terminal: display, history and the look at every loss."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    # Drawn once, at the start: how often the clock asks for it is not the same on every machine.
+    display = ProgressDisplay(refresh_per_second=1e-9, console=console)
+    return with_trainer(nonfinite="raise", callbacks=[display], **settings)
+
+
+@pytest.mark.parametrize(
+    ("ours", "by_hand"),
+    [
+        pytest.param(lambda: with_trainer(nonfinite="ignore"), by_hand, id="bare"),
+        pytest.param(with_display, by_hand, id="as a new user gets it"),
+        pytest.param(lambda: with_trainer(accumulation_steps=4), lambda: by_hand(4), id="accumulating"),
+    ],
+)
+def test_a_step_makes_at_most_25_python_calls_beyond_the_work_itself(
+    ours: Callable[[], Callable[[Any], Any]], by_hand: Callable[[], Callable[[Any], Any]]
+) -> None:
+    in_all, own = calls_per_step(ours)
+    extra = in_all - calls_per_step(by_hand)[0]
+    found = f"{own} calls of Dovetail's functions per step, {extra:+.1f} in all against the hand-written loop"
+    # The second number is the smaller one: torch's zero_grad, which the loop goes without, makes many calls.
+    assert own <= 25, found
+    assert extra <= 25, found
+
+
+def test_hooks_that_nobody_overrides_are_never_called() -> None:
+    class Count(Callback):
+        def on_step_end(self, context: Any, output: Any) -> None:
+            pass
+
+    trainer = make_trainer(callbacks=[Count(), Callback()])
+    batches = make_batches(NUM_STEPS)
+    called = code_called(lambda: trainer.fit(batches, batches, max_length=Epochs(2)))
+
+    assert called[Count.on_step_end.__code__] == 2 * NUM_STEPS
+    defaults = [hook for name, hook in vars(Callback).items() if name.startswith("on_")]
+    assert len(defaults) > 10
+    assert not [hook.__name__ for hook in defaults if called[hook.__code__]]
+
+
+# ------------------------------------------------------------------ waiting for the device
+
+
+class CountTransfers(TorchFunctionMode):
+    """Count what makes the host wait for a tensor's value."""
+
+    waiting = frozenset(
+        {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu}
+        | {Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.__format__, Tensor.__repr__}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func in self.waiting
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("print_every", [10, 50])
+def test_losses_come_to_the_host_once_per_report(print_every: int) -> None:
+    run = with_display(print_every=print_every)
+    batches = make_batches(NUM_STEPS)
+    with CountTransfers() as transfers:
+        run(batches)
+    # Beyond the reports, a few at the end of an epoch.
+    assert NUM_STEPS // print_every <= transfers.number <= NUM_STEPS // print_every + 3
+
+
+# ------------------------------------------------------------------ memory
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_take_no_more_memory_than_a_thousand() -> None:
+    batch = make_batches(1)[0]
+    process = psutil.Process()
+    sizes: list[dict[str, int]] = []
+
+    def stream() -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(10_001):
+            if number in (1_000, 10_000):
+                gc.collect()
+                objects = gc.get_objects()
+                sizes.append(
+                    {
+                        "tensors": sum(issubclass(type(it), Tensor) for it in objects),
+                        "objects": len(objects),
+                        "python": tracemalloc.get_traced_memory()[0],
+                        "process": process.memory_info().rss,
+                    }
+                )
+                del objects
+            yield batch
+
+    trainer = make_trainer()
+    tracemalloc.start()
+    try:
+        trainer.fit(stream(), max_length=Batches(10_001))
+    finally:
+        tracemalloc.stop()
+    growth = {name: sizes[1][name] - sizes[0][name] for name in sizes[0]}
+
+    assert growth["tensors"] == 0
+    assert growth["objects"] <= 20
+    # Two floats per step: the loss in the history, and in the means of the epoch.
+    assert growth["python"] <= 64 * 9_000
+    # A graph that is kept would take hundreds of megabytes, and Python would see none of them.
+    assert growth["process"] <= 8 << 20

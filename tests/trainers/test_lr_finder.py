@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import copy
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data as torch_data
+from problem import Problem, assert_same_weights
+
+from dovetail import Epochs, Trainer
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers.lr_finder import LogFinder, LRFinder
+
+
+def trainer_of(problem: Problem, **options: Any) -> Trainer:
+    return Trainer(
+        problem.model(dropout=0.2),
+        optimizer=partial(torch.optim.SGD, lr=0.03, momentum=0.9),
+        train_dataset=(problem.x, problem.y),
+        batch_size=4,
+        verbose=False,
+        **options,
+    )
+
+
+def test_everything_is_as_before_afterwards(problem: Problem) -> None:
+    trainer = trainer_of(problem, seed=3)
+    trainer.fit(max_length=Epochs(1))
+    before = copy.deepcopy(trainer.state_dict())
+    mode = trainer.model[2].eval().training
+    LRFinder(trainer, lr_min=1e-4, lr_max=10, num_epochs=2).find()
+    after = trainer.state_dict()
+    assert all(torch.equal(after["model"][name], value) for name, value in before["model"].items())
+    assert after["optimizers"][0]["param_groups"] == before["optimizers"][0]["param_groups"]
+    for key, state in before["optimizers"][0]["state"].items():
+        assert torch.equal(after["optimizers"][0]["state"][key]["momentum_buffer"], state["momentum_buffer"])
+    assert torch.equal(after["rng"]["torch"], before["rng"]["torch"])
+    assert random.getstate() == before["rng"]["python"]
+    for name in ("progress", "history", "callbacks", "schedulers", "meter"):
+        assert after[name] == before[name]
+    assert trainer.model[2].training is mode
+
+
+@pytest.mark.parametrize("own_generator", [True, False])
+def test_training_after_a_sweep_equals_training_without_it(problem: Problem, own_generator: bool) -> None:
+    def loader() -> torch_data.DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1) if own_generator else None
+        dataset = torch_data.TensorDataset(problem.x, problem.y)
+        return torch_data.DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
+
+    swept, plain = trainer_of(problem), trainer_of(problem)
+    for trainer in (swept, plain):
+        trainer.set_train_dataset(loader())
+        torch.manual_seed(8)
+        if trainer is swept:
+            LRFinder(trainer, lr_max=10).find()
+        trainer.fit(max_length=Epochs(2))
+    assert_same_weights(swept.model, plain.model)
+
+
+def test_the_suggestion_trains_better_than_far_smaller_and_far_larger_rates(problem: Problem) -> None:
+    def loss_with(rate: float) -> float:
+        trainer = Trainer(
+            problem.model(), optimizer=partial(torch.optim.SGD, lr=rate), batch_size=8, seed=0, verbose=False,
+            nonfinite="ignore",
+        )  # fmt: skip
+        return trainer.fit((problem.x, problem.y), max_length=Epochs(5)).get_latest_metric("train_loss")
+
+    trainer = Trainer(problem.model(), optim_function="SGD", momentum=0.0, batch_size=4, seed=0, verbose=False)
+    finder = LRFinder(trainer, lr_min=1e-5, lr_max=100.0, num_epochs=4)
+    low, high = finder.find((problem.x, problem.y))
+    assert low < finder.suggestion == high
+    assert loss_with(finder.suggestion) < loss_with(finder.suggestion / 100)
+    assert loss_with(finder.suggestion) < loss_with(finder.suggestion * 1000)
+
+
+def test_the_sweep_is_geometric_and_stops_when_the_loss_explodes(problem: Problem) -> None:
+    finder = LRFinder(trainer_of(problem, seed=0), lr_min=1e-3, lr_max=1e6, num_epochs=2, beta=0.5)
+    finder.find()
+    ratios = [after / before for before, after in zip(finder.rates, finder.rates[1:], strict=False)]
+    assert ratios == pytest.approx([1e9 ** (1 / 47)] * len(ratios))
+    assert len(finder.rates) < 48
+    assert len(finder.rates) == len(finder.losses)
+
+
+@pytest.mark.parametrize("method", ["sobel", "laplace", "min_loss", "max_range"])
+def test_every_method_chooses_from_the_sweep(problem: Problem, method: Any) -> None:
+    finder = LRFinder(trainer_of(problem, seed=0), lr_min=1e-4, lr_max=10, num_epochs=2, lr_select_method=method)
+    low, high = finder.find()
+    assert 1e-4 <= low < high <= 10
+    assert finder.suggestion in finder.rates
+
+
+def test_max_batches_bounds_the_sweep(problem: Problem) -> None:
+    finder = LogFinder(trainer_of(problem, seed=0), max_batches=10, lr_max=0.1)
+    finder.find()
+    assert len(finder.rates) == 10
+    assert finder.rates[-1] == pytest.approx(0.1)
+
+
+def test_no_checkpoint_is_written(problem: Problem, tmp_path: Path) -> None:
+    trainer = trainer_of(problem, seed=0, checkpoint_dir=tmp_path / "ck", save_every=1)
+    LRFinder(trainer).find()
+    assert not (tmp_path / "ck").exists()
+
+
+def test_the_curve_is_drawn(problem: Problem, tmp_path: Path) -> None:
+    finder = LRFinder(trainer_of(problem, seed=0))
+    finder.find()
+    path = finder.plot(tmp_path / "deep" / "curve.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_are_named(problem: Problem) -> None:
+    trainer = trainer_of(problem)
+    with pytest.raises(ConfigError, match="0 < lr_min < lr_max"):
+        LRFinder(trainer, lr_min=1.0, lr_max=0.1)
+    with pytest.raises(UnknownNameError, match="did you mean 'sobel'"):
+        LRFinder(trainer, lr_select_method="sobl")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"call find\(\) first"):
+        _ = LRFinder(trainer).suggestion
