@@ -213,5 +213,5 @@ def test_ten_thousand_steps_take_no_more_memory_than_a_thousand() -> None:
     assert growth["objects"] <= 20
     # Two floats per step: the loss in the history, and in the means of the epoch.
     assert growth["python"] <= 64 * 9_000
-    # A graph that is kept would take hundreds of megabytes, and Python would see none of them.
+    # A graph that is kept would take some fifty megabytes, and Python would see none of them.
     assert growth["process"] <= 8 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,21 @@ if TYPE_CHECKING:
 
 _NOT_RUNNING = "the context routes only while fit, evaluate or predict runs"
 
-__all__ = ["BoundScheduler", "Interval", "Plan", "Stage", "TrainingContext", "Window"]
+__all__ = ["BoundScheduler", "Interval", "Plan", "Stage", "Stateful", "TrainingContext", "Window"]
 
 Stage = Literal["train", "valid", "test", "predict"]
 Interval = Literal["update", "batch", "epoch"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state a checkpoint can keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, nested as you like."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take back what `state_dict` gave."""
 
 
 class Window:
@@ -208,6 +219,8 @@ class TrainingContext:
         saver: Where and how checkpoints are kept, or None.
         meter: The training metrics of the running epoch.
         stop_reason: Why training was asked to end, or None.
+        signal: The signal that asked for it, or None.
+        participants: Further objects whose state is kept in checkpoints, by name.
     """
 
     __slots__ = (
@@ -229,10 +242,12 @@ class TrainingContext:
         "notes",
         "num_items",
         "optimizers",
+        "participants",
         "plan",
         "progress",
         "saver",
         "schedulers",
+        "signal",
         "stage",
         "state",
         "stop_reason",
@@ -266,6 +281,8 @@ class TrainingContext:
         self.meter = Meter()
         self.notes = _Notes()
         self.stop_reason: str | None = None
+        self.signal: int | None = None
+        self.participants: dict[str, Stateful] = {}
         self.interrupted = False
         self.checked = Progress()
         self.validated_at = -1

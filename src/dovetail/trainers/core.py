@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,10 @@ from torch.utils.data import Dataset
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, ImprovementWindow, NonFiniteLoss, ProgressDisplay, StopWhen
 from dovetail.data import DataLoader, as_loader, iterate_from, num_batches, split_batch, to_device
-from dovetail.errors import CheckpointError, ConfigError, DataError
+from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.trainers import base, loop
-from dovetail.trainers.context import Plan, Stage, TrainingContext, Window
+from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
+from dovetail.trainers.fitting import check_fits, kinds_of
 from dovetail.trainers.metrics import Meter, accuracy, as_metrics
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.pieces import (
@@ -170,9 +172,20 @@ class CoreTrainer(base.Trainer):
                 options.checkpoint_name,
                 # The seed's rule: whoever saves at all keeps the best, too.
                 keep_best=options.save_best or options.save_every != 0,
-                keep_last=options.keep_last,
+                monitor=options.best_metric,
+                mode=options.best_mode,
+                retention={
+                    rule: number
+                    for rule, number in (
+                        ("last", options.keep_last),
+                        ("best", options.keep_best),
+                        ("every", options.keep_every),
+                    )
+                    if number is not None
+                },
                 keep_history=options.save_hist,
                 on_error=options.on_save_error,
+                in_background=options.save_in_background,
             )
         return Plan(
             max_length=Epochs(self.num_epochs) if length is None else parse_unit(length, "max_length"),
@@ -203,21 +216,37 @@ class CoreTrainer(base.Trainer):
             self._build_optimizers()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken."""
+        """Go on exactly where `state_dict` was taken; a state of another model or optimizer is refused as a whole."""
         context = self.context
-        assert context.model is not None
+        if context.model is None:
+            raise ConfigError("the trainer has no model to load the state into: give it one, Trainer(model, …)")
+        if self.options.device_map is not None:
+            context.device = as_device(self.options.device_map)
         context.model.to(context.device)
-        context.model.load_state_dict(state["model"])
         self._build_optimizers()
-        _load_each("optimizer", context.optimizers, state["optimizers"])
-        _load_each("scheduler", context.schedulers, state["schedulers"])
+        check_fits(context, state)
+        context.model.load_state_dict(state["model"])
+        for optimizer, optimizer_state in zip(context.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
+        for scheduler, scheduler_state in zip(context.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(scheduler_state)
         context.progress.load_state_dict(state["progress"])
         context.history.load_state_dict(state["history"])
         context.meter.load_state_dict(state["meter"])
-        context.callbacks.load_state_dict(state["callbacks"])
+        unclaimed = context.callbacks.load_state_dict(state["callbacks"])
+        for name, participant in context.participants.items():
+            if name in state["participants"]:
+                participant.load_state_dict(state["participants"][name])
+        unclaimed += sorted(set(state["participants"]) - set(context.participants))
+        if unclaimed:
+            warnings.warn(
+                f"the checkpoint holds the state of {', '.join(unclaimed)}, which this trainer does not have",
+                UserWarning,
+                stacklevel=2,
+            )
         if context.saver is not None:
             context.saver.load_state_dict(state["saver"])
-        context.validated_at = state["validated_at"]
+        context.validated_at, context.validation = state["validated_at"], dict(state["validation"])
         context.checked = context.progress.copy()
         self._order_seed, self._epoch_start = state["order_seed"], state["epoch_start"]
         self._restored_order = state["epoch_start"]
@@ -231,19 +260,32 @@ class CoreTrainer(base.Trainer):
             "model": context.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in context.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in context.schedulers],
+            "kinds": kinds_of(context),
             "progress": context.progress.state_dict(),
             "history": context.history.state_dict(),
             "meter": context.meter.state_dict(),
             "callbacks": context.callbacks.state_dict(),
-            "saver": context.saver.state_dict() if context.saver is not None else {"best": None},
+            "participants": {name: participant.state_dict() for name, participant in context.participants.items()},
+            "saver": context.saver.state_dict() if context.saver is not None else {"best": None, "owes": False},
             "validated_at": context.validated_at,
+            "validation": dict(context.validation),
             "order_seed": self._order_seed,
             "epoch_start": self._epoch_start if context.progress.batch else _order_state(self._made_loader("train")),
             "rng": rng_state(),
         }
 
     def teardown(self, error: BaseException | None) -> None:
-        """Nothing is held between runs."""
+        """Wait for a checkpoint that is being written in the background."""
+        saver = self.context.saver
+        if saver is None or saver.writer is None:
+            return
+        writer, saver.writer = saver.writer, None
+        try:
+            writer.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            add_note(error, f"besides, {failure}")
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage; for training, from the running batch of the running epoch on."""
@@ -450,6 +492,14 @@ class CoreTrainer(base.Trainer):
         """Form every stage's batches anew when they are next asked for."""
         self._loaders.clear()
 
+    def register(self, name: str, participant: Stateful) -> None:
+        """Keep the state of any object with `state_dict` and `load_state_dict` in this trainer's checkpoints."""
+        if not isinstance(participant, Stateful):
+            raise ConfigError(f"register: {name!r} needs state_dict and load_state_dict, got {participant!r}")
+        if name in self.context.participants:
+            raise ConfigError(f"register: {name!r} is registered already")
+        self.context.participants[name] = participant
+
     def reset(self) -> None:
         """Forget progress, history and optimizer state, and keep the model: the next `fit` is a new run."""
         context = self.context
@@ -489,12 +539,14 @@ class CoreTrainer(base.Trainer):
     def _saves_by_options(self) -> bool:
         """Whether the options that were given ask for checkpoints: their defaults alone do not, except in `train()`."""
         return self.saves_by_default or bool(
-            self.given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", "keep_last"}
+            self.given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", *_KEEP}
         )
 
     def _default_callbacks(self) -> list[Callback]:
         options = self.options
         made: list[Callback] = []
+        if options.save_in_background:
+            made.append(_BackgroundErrors())
         if options.nonfinite != "ignore":
             made.append(NonFiniteLoss(options.nonfinite))
         if options.stop_when_acc > 0:
@@ -504,6 +556,14 @@ class CoreTrainer(base.Trainer):
         if options.verbose and options.log_bar:
             made.append(ProgressDisplay())
         return made
+
+
+class _BackgroundErrors(Callback):
+    """Raises the error of a checkpoint that could not be written, at the next step."""
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        if context.saver is not None and context.saver.writer is not None:
+            context.saver.writer.check()
 
 
 _CONSTRUCTOR_NAMES = tuple(inspect.signature(CoreTrainer.__init__).parameters)[1:-1]
@@ -517,6 +577,8 @@ _DATASET_OPTION = {
 
 _NO_TARGETS = "the batch has no targets: override train_step and test_step, or pass train_step=… and test_step=…"
 
+
+_KEEP = ("keep_last", "keep_best", "keep_every")
 
 _WISHES = ("max_length", "validation_period", "checkpoint_period")
 
@@ -541,12 +603,3 @@ def _set_order_state(loader: Any, state: Mapping[str, Any]) -> None:
 def _set_generator(loader: Any, state: Mapping[str, Any]) -> None:
     if state["generator"] is not None and getattr(loader, "generator", None) is not None:
         loader.generator.set_state(state["generator"])
-
-
-def _load_each(kind: str, pieces: Sequence[Any], states: Sequence[Any]) -> None:
-    if len(pieces) != len(states):
-        raise CheckpointError(
-            f"the checkpoint holds {len(states)} {kind} states, the trainer has {len(pieces)} of them"
-        )
-    for piece, state in zip(pieces, states, strict=True):
-        piece.load_state_dict(state)

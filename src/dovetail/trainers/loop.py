@@ -20,6 +20,7 @@ from dovetail.errors import ConfigError, add_note
 from dovetail.history import History
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
+from dovetail.trainers.interruption import heeding_signals, leave_if_signalled
 from dovetail.trainers.metrics import Meter, compute_metrics, warn_if_empty
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.units import Batches, Epochs, Progress, TrainUnit
@@ -79,8 +80,8 @@ def fit(
     context = trainer.context
     _offer_data(context, train=train_data, valid=val_data)
     context.plan = plan = trainer.plan(**wishes)
-    context.stop_reason = None
-    with _running(trainer, "train"):
+    context.stop_reason, context.signal = None, None
+    with _running(trainer, "train"), heeding_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if resume is not None:
             saving.resume(trainer, resume)
@@ -98,10 +99,12 @@ def fit(
             on_train_start(context)
         while context.stop_reason is None and not plan.max_length.reached(progress):
             _epoch(trainer, plan)
-        if plan.validate is not None and context.validated_at != progress.batches:
+        if context.signal is None and plan.validate is not None and context.validated_at != progress.batches:
             _validate(trainer)
         saving.checkpoint(trainer, due=plan.save is not None, final=True)
+        saving.finish(trainer)
         context.history.sync()
+        leave_if_signalled(context)
         for on_train_end in callbacks.on_train_end:
             on_train_end(context)
     return context.history

@@ -55,7 +55,12 @@ class TrainerOptions:
         save_every: Batches between two checkpoints; -1 for one per epoch, 0 for none.
         save_best: Whether the best validation so far has a checkpoint of its own.
         save_hist: Whether the history is written beside the checkpoints.
-        keep_last: How many periodic checkpoints stay; None for all.
+        keep_last: How many of the newest periodic checkpoints stay.
+        keep_best: How many of the best ones stay, by `best_metric`.
+        keep_every: Those stay whose batch number is a multiple of this. Where none of the three is given, all stay.
+        best_metric: What "best" means, such as `valid_loss`; None for the accuracy where there is one, else the loss.
+        best_mode: Whether small (`min`) or large (`max`) values of it are good; None follows its name.
+        save_in_background: Whether checkpoints are written by a thread while training goes on.
         on_save_error: Whether a checkpoint that cannot be written ends training (`raise`) or is told (`warn`).
     """
 
@@ -94,6 +99,11 @@ class TrainerOptions:
     save_best: bool = False
     save_hist: bool = True
     keep_last: int | None = None
+    keep_best: int | None = None
+    keep_every: int | None = None
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] | None = None
+    save_in_background: bool = False
     on_save_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from dovetail.history import History
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
 
-__all__ = ["Saver", "checkpoint", "load", "resume", "save"]
+__all__ = ["Saver", "checkpoint", "finish", "load", "resume", "save"]
 
 
 @dataclass
@@ -28,12 +28,15 @@ class Saver:
         keep_best: Whether the best validation so far has a checkpoint of its own, `best_<name>`.
         monitor: What "best" means; None for `valid_accuracy` where there is one, else `valid_loss`.
         mode: Whether smaller (`min`) or larger (`max`) is better; None follows the monitor's name.
-        keep_last: How many of the periodic checkpoints stay; None for all.
+        retention: Which periodic checkpoints stay: `last`, `best` (by the monitor) and `every`, as
+            `dovetail.checkpoint.retain` takes them; empty for all.
         keep_history: Whether the history is written to `<name>_history.jsonl`, row by row.
         on_error: Whether a failed write ends training or is only told.
+        in_background: Whether checkpoints are written beside training, in a thread.
         saved_at: The batch of the newest checkpoint.
         best: The best value so far.
         improved: Whether the last validation set it and is not written yet.
+        owes: Whether a periodic checkpoint is due that is not written yet.
     """
 
     directory: Path
@@ -41,12 +44,17 @@ class Saver:
     keep_best: bool = False
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
-    keep_last: int | None = None
+    retention: dict[str, int] = field(default_factory=dict)
     keep_history: bool = False
     on_error: Literal["raise", "warn"] = "raise"
+    in_background: bool = False
     saved_at: int = -1
     best: float | None = None
     improved: bool = False
+    owes: bool = False
+    writer: store.AsyncWriter | None = None
+    # What the background is writing: callbacks hear of it when it is on the disk.
+    writing: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.name or Path(self.name).name != self.name or self.name.startswith("."):
@@ -54,7 +62,7 @@ class Saver:
 
     def consider(self, metrics: Mapping[str, float]) -> None:
         """Note whether a validation is strictly better than all before; the next checkpoint writes it down."""
-        monitor = self.monitor or ("valid_accuracy" if "valid_accuracy" in metrics else "valid_loss")
+        monitor = self._monitor(metrics)
         value = metrics.get(monitor)
         if value is None or value != value:
             return
@@ -67,19 +75,32 @@ class Saver:
         if self.keep_history:
             history.attach(self.directory / f"{self.name}_history.jsonl")
 
+    def prune(self, metrics: Mapping[str, float]) -> None:
+        """Remove the periodic checkpoints that no rule keeps."""
+        if self.retention:
+            rules: dict[str, Any] = dict(self.retention)
+            if "best" in rules:
+                monitor = self._monitor(metrics)
+                rules |= {"metric": monitor, "mode": self.mode or mode_of(monitor)}
+            store.prune(self.directory, pattern=f"{self.name}_epoch_*", **rules)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far."""
-        return {"best": self.best}
+        """Return the best value so far, and whether a periodic checkpoint is owed."""
+        return {"best": self.best, "owes": self.owes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the best value back."""
-        self.best = state["best"]
+        """Take back what `state_dict` gave."""
+        self.best, self.owes = state["best"], state["owes"]
+
+    def _monitor(self, metrics: Mapping[str, float]) -> str:
+        return self.monitor or ("valid_accuracy" if "valid_accuracy" in metrics else "valid_loss")
 
 
 def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
     """Write `best_<name>` after a validation better than all before, and the checkpoint of this moment if it is due.
 
-    Both are written at the end of all that happens at a batch or an epoch, so that going on from either is exact.
+    Both are written at the end of all that happens at a batch or an epoch, so that going on from either is exact. The
+    best one comes first and remembers that the other is owed: killed between the two, a resumed run writes it.
 
     Args:
         trainer: The outermost layer.
@@ -90,27 +111,50 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
     saver, progress = context.saver, context.progress
     if saver is None:
         return
+    saver.owes = due and not (final and saver.saved_at == progress.batches)
     if saver.keep_best and saver.improved:
         saver.improved = False
         save(trainer, saver.directory / f"best_{saver.name}")
-    if due and not (final and saver.saved_at == progress.batches):
+    if saver.owes:
+        saver.owes, saver.saved_at = False, progress.batches
         save(trainer, saver.directory / f"{saver.name}_epoch_{progress.epoch}_iter_{progress.batches}")
-        saver.saved_at = progress.batches
-        if saver.keep_last is not None:
-            store.prune(saver.directory, last=saver.keep_last, pattern=f"{saver.name}_epoch_*")
 
 
 def save(trainer: Trainer, path: Path) -> Path:
     """Write the whole state of a trainer, seen from its outermost layer, and tell the callbacks."""
-    context = trainer.context
+    context, saver = trainer.context, trainer.context.saver
     context.history.sync()
-    summary = {**context.progress.state_dict(), "metrics": _latest_metrics(trainer)}
-    on_error = context.saver.on_error if context.saver is not None else "raise"
-    if store.save(path, trainer.state_dict(), summary=summary, on_error=on_error) is None:
+    summary = {**context.progress.state_dict(), "metrics": _latest_metrics(context.history)}
+    if saver is not None and saver.in_background:
+        finish(trainer)
+        saver.writer = saver.writer or store.AsyncWriter(on_error=saver.on_error)
+        saver.writer.submit(path, trainer.state_dict(), summary=summary)
+        saver.writing = path
         return path
+    on_error = saver.on_error if saver is not None else "raise"
+    if store.save(path, trainer.state_dict(), summary=summary, on_error=on_error) is not None:
+        _tell(trainer, path)
+    return path
+
+
+def finish(trainer: Trainer) -> None:
+    """Wait for a checkpoint that is being written in the background, and raise its error, if any."""
+    saver = trainer.context.saver
+    if saver is None or saver.writer is None:
+        return
+    saver.writer.wait()
+    path, saver.writing = saver.writing, None
+    # A write that only warned about its failure has left nothing to tell of.
+    if path is not None and path.exists():
+        _tell(trainer, path)
+
+
+def _tell(trainer: Trainer, path: Path) -> None:
+    context = trainer.context
     for on_checkpoint in context.callbacks.on_checkpoint:
         on_checkpoint(context, path)
-    return path
+    if context.saver is not None:
+        context.saver.prune(context.validation)
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -120,19 +164,22 @@ def load(trainer: Trainer, path: Path) -> None:
 
 def resume(trainer: Trainer, source: str | Path) -> None:
     """Go on from a checkpoint: a path, or with `"auto"` the newest intact one of the trainer's directory, if any."""
-    if source != "auto":
-        load(trainer, Path(source))
-        return
     saver = trainer.context.saver
-    if saver is None:
-        raise CheckpointError("resume='auto' needs a folder to look in: give the trainer a checkpoint_dir")
-    newest = store.latest(saver.directory)
-    if newest is not None:
-        load(trainer, newest)
+    if source == "auto":
+        if saver is None:
+            raise CheckpointError("resume='auto' needs a folder to look in: give the trainer a checkpoint_dir")
+        newest = store.load_latest(saver.directory)
+        if newest is None:
+            return
+        trainer.load_state_dict(newest[1])
+    else:
+        load(trainer, Path(source))
+    if saver is not None and source == "auto":
         saver.saved_at = trainer.context.progress.batches
+        if saver.owes:
+            saver.attach(trainer.context.history)
+            checkpoint(trainer, due=True)
 
 
-def _latest_metrics(trainer: Trainer) -> dict[str, float]:
-    history = trainer.context.history
-    names = sorted(history.get_metric_names())
-    return {name: history.get_latest_metric(name) for name in names}
+def _latest_metrics(history: History) -> dict[str, float]:
+    return {name: history.get_latest_metric(name) for name in sorted(history.get_metric_names())}

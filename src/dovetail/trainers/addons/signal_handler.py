@@ -1,0 +1,52 @@
+"""An add-on that saves to a place of its own when a signal ends training."""
+
+from __future__ import annotations
+
+import signal
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from dovetail.trainers.addons.core import AddOnBase
+from dovetail.trainers.interruption import Interrupted
+
+__all__ = ["SignalHandlerAddon"]
+
+
+class SignalHandlerAddon(AddOnBase):
+    """On SIGINT or SIGTERM, saves a checkpoint and a line in a log before the program leaves.
+
+    Every trainer heeds these signals, and saves if it has a `checkpoint_dir`; this add-on names the places.
+
+    Args:
+        signal_save_path: The checkpoint that is written.
+        signal_log_path: A text file that gets one line per interruption; None for no log.
+
+    Example:
+        >>> from dovetail.trainers import Trainer
+        >>> trainer = Trainer.add_on(SignalHandlerAddon)(signal_save_path="interrupted")
+        >>> trainer.signal_save_path
+        PosixPath('interrupted')
+    """
+
+    def __init__(
+        self, *args: Any, signal_save_path: str | Path, signal_log_path: str | Path | None = None, **kwargs: Any
+    ) -> None:
+        self.signal_save_path = Path(signal_save_path)
+        self.signal_log_path = None if signal_log_path is None else Path(signal_log_path)
+        super().__init__(*args, **kwargs)
+
+    def teardown(self, error: BaseException | None) -> None:
+        """Save what a signal has ended."""
+        if isinstance(error, Interrupted) and not error.at_once:
+            self.save_checkpoint(self.signal_save_path)
+            if self.signal_log_path is not None:
+                self.signal_log_path.parent.mkdir(parents=True, exist_ok=True)
+                now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+                progress = self.context.progress
+                with self.signal_log_path.open("a", encoding="utf-8") as log:
+                    log.write(
+                        f"{now} {signal.Signals(error.number).name} after {progress.epoch} epochs and "
+                        f"{progress.batches} batches: saved to {self.signal_save_path}\n"
+                    )
+        super().teardown(error)

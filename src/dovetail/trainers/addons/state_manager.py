@@ -1,0 +1,69 @@
+"""An add-on that keeps the newest state and the best weights in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail import checkpoint as store
+from dovetail.errors import CheckpointError, UnknownNameError
+from dovetail.trainers.addons.core import AddOnBase
+
+__all__ = ["StateManagerAddon"]
+
+_SUFFIXES = {"ckpt": ".ckpt", "safetensors": ".safetensors", "safetensor": ".safetensors"}
+
+
+class StateManagerAddon(AddOnBase):
+    """Writes a whole checkpoint after every epoch, and the weights alone whenever they are the best so far.
+
+    Args:
+        save_path: The folder.
+        save_format: How the best weights, `model.<format>`, are written: `"ckpt"` or `"safetensors"`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from dovetail.trainers import Trainer
+        >>> x, y = torch.randn(8, 2), torch.tensor([0, 1] * 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = Trainer.add_on(StateManagerAddon)(
+        ...         torch.nn.Linear(2, 2), "cpu", save_path=folder, save_format="safetensors", log_bar=False
+        ...     )
+        ...     _ = trainer.run(1, (x, y))
+        ...     sorted(path.name for path in Path(folder).iterdir())
+        ['ck_epoch_1_iter_1', 'ck_history.jsonl', 'model.safetensors']
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        save_path: str | Path,
+        save_format: Literal["ckpt", "safetensors", "safetensor"] = "ckpt",
+        **kwargs: Any,
+    ) -> None:
+        if save_format not in _SUFFIXES:
+            raise UnknownNameError("save_format", save_format, _SUFFIXES)
+        self.save_path = Path(save_path)
+        self.save_format = save_format
+        kwargs.setdefault("checkpoint_dir", self.save_path)
+        kwargs.setdefault("keep_last", 1)
+        super().__init__(*args, **kwargs)
+
+    def check_better(self, epoch: int, loss: float) -> bool:
+        """Write the weights, too, when they are the best so far."""
+        is_better = super().check_better(epoch, loss)
+        if is_better:
+            self.save_model(self.save_path / f"model{_SUFFIXES[self.save_format]}")
+        return is_better
+
+    def save_state(self) -> Path:
+        """Write a whole checkpoint now, and return where."""
+        return self.save_checkpoint(self.save_path / "state")
+
+    def load_state(self) -> Path:
+        """Go on from the newest intact checkpoint of the folder, and return which."""
+        newest = store.latest(self.save_path)
+        if newest is None:
+            raise CheckpointError(f"load_state: {self.save_path} holds no checkpoint")
+        self.load_checkpoint(newest)
+        return newest

@@ -1,0 +1,76 @@
+"""Ctrl-C and SIGTERM: training finishes what it is doing, saves, and leaves."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from dovetail.trainers.context import TrainingContext
+
+__all__ = ["Interrupted", "heeding_signals"]
+
+
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """Training was ended by a signal, after the running update and with a checkpoint where there is a place for one.
+
+    Left alone it ends the program with the exit code 128 + signal (130 for Ctrl-C, 143 for SIGTERM) and no traceback.
+
+    Args:
+        number: The signal.
+        at_once: Whether it was the second one, so that training broke off where it was and nothing was saved.
+    """
+
+    def __init__(self, number: int, *, at_once: bool = False) -> None:
+        super().__init__(128 + number)
+        self.code = 128 + number
+        self.number = number
+        self.at_once = at_once
+
+
+@contextmanager
+def heeding_signals(context: TrainingContext) -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into a stop of the run, and the second into its immediate end.
+
+    Handlers of the user's own are left in place, and so are all outside of the main thread, where there are none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    replaced = {number: handler for number, handler in defaults.items() if signal.getsignal(number) == handler}
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if context.signal is not None:
+            print(f"\n{name} again: leaving at once", file=sys.stderr)
+            raise Interrupted(number, at_once=True)
+        context.signal = number
+        context.stop(f"interrupted by {name}")
+        print(f"\n{name}: finishing the running update, then leaving (again to leave at once)", file=sys.stderr)
+
+    for number in replaced:
+        signal.signal(number, heed)
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+
+
+def leave_if_signalled(context: TrainingContext) -> None:
+    """End the run that a signal has stopped, saying what was saved."""
+    number, context.signal = context.signal, None
+    if number is None:
+        return
+    progress, saver = context.progress, context.saver
+    saved = "nothing is saved (no checkpoint_dir)"
+    if saver is not None and saver.saved_at == progress.batches:
+        saved = f"the checkpoint is in {saver.directory}, and fit(resume='auto') goes on from it"
+    place = f"{progress.epoch} epochs and {progress.batches} batches"
+    print(f"interrupted by {signal.Signals(number).name} after {place}: {saved}", file=sys.stderr)
+    raise Interrupted(number)

@@ -1,0 +1,232 @@
+"""The documentation is true: its code runs, its links lead somewhere, its tables are those of the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dovetail
+from dovetail import callbacks
+from dovetail.cli import checkpoint as checkpoint_commands
+from dovetail.trainers import TrainerOptions, base, schedules
+from dovetail.trainers.core import CoreTrainer
+
+ROOT = Path(__file__).parent.parent
+GUIDE = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *GUIDE]
+EVERYTHING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+# What torch seeds its generator with in a fresh process, where a reader runs a block.
+FRESH_SEED = 67280421310721
+
+# ------------------------------------------------------------------ code blocks
+
+
+@dataclass
+class Block:
+    """A fenced block of Python. `marker` is the HTML comment right before it, if there is one."""
+
+    page: Path
+    line: int
+    code: str
+    marker: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    fence = re.compile(r"(?:<!-- (?P<marker>[^\n]*) -->\n+)?^```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+    text = page.read_text(encoding="utf-8")
+    for match in fence.finditer(text):
+        line = text.count("\n", 0, match.start("code"))
+        yield Block(page, line, match["code"], match["marker"] or "")
+
+
+def chains() -> list[list[Block]]:
+    """Blocks that share a namespace: each one, and the following that are marked as its continuation."""
+    found: list[list[Block]] = []
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.marker == "continues":
+                found[-1].append(block)
+            else:
+                found.append([block])
+    return found
+
+
+CHAINS = chains()
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=[chain[0].place for chain in CHAINS])
+def test_code_runs_as_it_stands(chain: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(FRESH_SEED)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in chain:
+        if block.marker.startswith("no-run:"):
+            pytest.skip(f"{block.place}: {block.marker}")
+        # Empty lines in front, so that a traceback has the line of the page.
+        source = "\n" * block.line + block.code
+        exec(compile(source, str(block.page), "exec", dont_inherit=True), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_marker_is_one_that_is_known(page: Path) -> None:
+    markers = [block.marker for block in blocks_of(page) if block.marker]
+    assert all(marker == "continues" or re.fullmatch(r"no-run: .+", marker) for marker in markers), markers
+
+
+# ------------------------------------------------------------------ links and commands
+
+
+@pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = (page.parent / path).resolve() if path else page
+        assert goal.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors_of(goal), f"{page.name}: {target}"
+
+
+def test_the_index_links_every_page_of_the_guide() -> None:
+    linked = set(re.findall(r"\]\(([a-z_]+\.md)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
+    assert linked == {page.name for page in GUIDE} - {"index.md"}
+
+
+@pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= set(targets)
+    commands = [command.name or command.callback.__name__ for command in checkpoint_commands.app.registered_commands]
+    assert set(re.findall(r"dovetail checkpoint ([a-z]+)", text)) <= set(commands)
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# ------------------------------------------------------------------ names
+
+MODULES = [
+    "dovetail",
+    "dovetail.callbacks",
+    "dovetail.checkpoint",
+    "dovetail.data",
+    "dovetail.errors",
+    "dovetail.history",
+    "dovetail.trainers",
+    "dovetail.trainers.lr_finder",
+    "dovetail.trainers.schedules",
+    "dovetail.units",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_documented(module: str) -> None:
+    words = set(re.findall(r"\w+", "\n".join(page.read_text(encoding="utf-8") for page in PAGES)))
+    assert set(importlib.import_module(module).__all__) - words == set()
+
+
+def test_the_architecture_names_every_verb() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert {verb for verb in base.Trainer.__abstractmethods__ if f"`{verb}" not in text} == set()
+
+
+def test_the_code_map_has_a_line_for_every_file() -> None:
+    source = Path(dovetail.__file__).parent
+    files = {str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "__init__.py"}
+    mapped = [row[0].strip("`") for row in table_rows("architecture.md") if row[0].endswith(".py`")]
+    assert sorted(mapped) == sorted(files)
+
+
+# ------------------------------------------------------------------ tables
+
+
+def test_the_options_are_those_of_the_trainer() -> None:
+    documented = {row[0]: row[1] for row in table_rows("options.md") if len(row) == 3}
+    pieces = {
+        f"`{parameter.name}`": f"`{shown(parameter.default)}`"
+        for parameter in list(inspect.signature(CoreTrainer.__init__).parameters.values())[1:]
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    options = {f"`{option.name}`": f"`{shown(option.default)}`" for option in dataclasses.fields(TrainerOptions)}
+    assert documented == {**pieces, **options}
+
+
+def test_the_callbacks_have_the_arguments_of_the_table() -> None:
+    documented = {row[0].strip("`") for row in table_rows("callbacks.md") if "(" in row[0]}
+    known = {
+        f"{name}({arguments(kind)})"
+        for name in callbacks.__all__
+        if isinstance(kind := getattr(callbacks, name), type) and issubclass(kind, callbacks.Callback)
+    }
+    abstract = {"Callback()", "Monitor(monitor, mode=None)", "PlatoAdapter(callback)", "LambdaCallback(**hooks)"}
+    assert documented == known - abstract | {"LambdaCallback(**hooks)"}
+
+
+def test_the_hooks_are_those_of_a_callback() -> None:
+    documented = [row[0].strip("`").partition("(")[0] for row in table_rows("callbacks.md") if row[0].startswith("`on_")]
+    assert documented == [name for name in vars(callbacks.Callback) if name.startswith("on_")]
+
+
+def test_the_schedules_have_the_arguments_of_the_table() -> None:
+    documented = {row[0].strip("`") for row in table_rows("schedules.md") if "(" in row[0]}
+    shared = {field.name for field in dataclasses.fields(schedules.LRSchedule)}
+    for entry in documented:
+        name, _, rest = entry.partition("(")
+        kind = getattr(schedules, name)
+        if not dataclasses.is_dataclass(kind):
+            assert rest == f"{arguments(kind)})"
+            continue
+        own = [field for field in dataclasses.fields(kind) if field.init and field.name not in shared]
+        spelled = [f"{each.name}={shown(each.default)}" if has_default(each) else each.name for each in own]
+        assert rest == f"{', '.join(spelled)})", name
+
+
+def table_rows(page: str) -> list[list[str]]:
+    """The cells of every row of every table of a page, headings included."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
+
+
+def arguments(kind: type[Any]) -> str:
+    """The parameters of a constructor as a reader writes them."""
+    spelled = []
+    for parameter in inspect.signature(kind).parameters.values():
+        stars = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else f"={shown(parameter.default)}"
+        spelled.append(f"{stars}{parameter.name}{default}")
+    return ", ".join(spelled)
+
+
+def shown(default: Any) -> str:
+    if default is inspect.Parameter.empty:
+        return ""
+    if isinstance(default, str):
+        return f'"{default}"'
+    return default.__name__ if callable(default) else repr(default)
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING
