@@ -70,7 +70,7 @@ def _ignite_with_everything(job: Job, engines: Any) -> None:
     trainer.run(job.train, max_epochs=job.epochs)
 
 
-def _ignite_as_installed(job: Job) -> None:
+def _ignite_with_display(job: Job) -> None:
     if job.clip or job.scheduler or job.valid:
         raise NotImplementedError("measured with displays off only")
     engines, handlers = import_module("ignite.engine"), import_module("ignite.handlers")
@@ -134,7 +134,8 @@ def _run_lightning(job: Job, **settings: Any) -> None:
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             loss: Tensor = job.criterion(self.model(batch[0]), batch[1])
-            self.log("loss", loss, prog_bar=True, on_step=bool(not settings), on_epoch=True, batch_size=len(batch[1]))
+            if not settings:
+                self.log("loss", loss, prog_bar=True, batch_size=len(batch[1]))
             return loss
 
         def validation_step(self, batch: Any, index: int) -> None:
@@ -333,7 +334,7 @@ def _nowhere() -> Iterator[None]:
 
 _ADAPTERS: dict[str, tuple[tuple[str, ...], Adapter]] = {
     "ignite, displays off": (("ignite",), _ignite),
-    "ignite, as installed": (("ignite", "tqdm"), _ignite_as_installed),
+    "ignite, display and NaN check": (("ignite", "tqdm"), _ignite_with_display),
     "accelerate": (("accelerate",), _accelerate),
     "fabric": (("lightning",), _fabric),
     "lightning, displays off": (("lightning",), _lightning),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from dovetail.data import digits
@@ -10,6 +11,7 @@ from dovetail.trainers.schedules import TriangularScheduler
 
 
 def main() -> None:
+    torch.manual_seed(0)
     train, valid, test = digits()
     trainer = Trainer(
         nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
@@ -27,7 +29,6 @@ def main() -> None:
         checkpoint_dir="runs/classifier_basic",
         save_every=0,
         save_best=True,
-        seed=0,
     )
     trainer.train()
     trainer.load_model_checkpoint("runs/classifier_basic/best_ck")

@@ -57,7 +57,7 @@ def main() -> None:
     print(f"""
 learning curves: {RUN / "curves.png"}
 checkpoints:     dovetail checkpoint list {RUN}
-after a crash:   trainer.fit(train, valid, resume="auto") goes on from the newest one
+to resume:       trainer.fit(train, valid, resume="auto")
 
 result: test accuracy {accuracy:.1%} after {trainer.cur_epoch} epochs""")
     assert accuracy >= 0.97

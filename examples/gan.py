@@ -67,7 +67,7 @@ class GANTrainer(Trainer):
 
 
 def main() -> None:
-    (train, _), (test, _) = (part.tensors for part in digits(split=(0.8, 0.2)))
+    train, test = (part.tensors[0] for part in digits(split=(0.8, 0.2)))  # the images, without their labels
     trainer = GANTrainer(GAN, batch_size=48, num_epochs=20, seed=0)
     trainer.fit(train)
 

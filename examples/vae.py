@@ -50,8 +50,8 @@ def draw(images: Tensor) -> str:
 
 
 def main() -> None:
-    (train, _), (test, _) = (part.tensors for part in digits(split=(0.8, 0.2)))
-    trainer = VAETrainer(VAE, learning_rate=2e-3, num_epochs=60, seed=0)
+    train, test = (part.tensors[0] for part in digits(split=(0.8, 0.2)))  # the images, without their labels
+    trainer = VAETrainer(VAE, learning_rate=2e-3, num_epochs=40, seed=0)
     trainer.fit(train, test)
 
     # What a model pays whose latent variables tell nothing: it can do no better than the average image.

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -270,7 +270,7 @@ class CoreTrainer(base.Trainer):
             "validated_at": context.validated_at,
             "validation": dict(context.validation),
             "order_seed": self._order_seed,
-            "epoch_start": self._epoch_start if context.progress.batch else _order_state(self._made_loader("train")),
+            "epoch_start": self._place_in_data(),
             "rng": rng_state(),
         }
 
@@ -289,22 +289,26 @@ class CoreTrainer(base.Trainer):
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage; for training, from the running batch of the running epoch on."""
-        loader: Iterable[Any] = self.loader(stage)
+        loader: Any = self.loader(stage)
         if stage != "train":
-            return loader
+            return cast(Iterable[Any], loader)
         progress = self.context.progress
         if isinstance(loader, DataLoader):
             loader.set_epoch(progress.epoch)
         restored, self._restored_order = self._restored_order, None
+        if _keeps_place(loader) and (progress.batch or restored is not None):
+            loader.load_state_dict(loader.state_dict() if restored is None else restored["loader"])
+            return cast(Iterable[Any], loader)
         if progress.batch == 0:
             if restored is not None:
-                _set_generator(loader, restored)
+                _set_sources(loader, restored)
             self._epoch_start = _order_state(loader)
-            return loader
+            return cast(Iterable[Any], loader)
         # The order of a loader that draws from a generator is what it drew at the start of the epoch.
         now = rng_state()
         if self._epoch_start is not None:
-            _set_order_state(loader, self._epoch_start)
+            set_rng_state(self._epoch_start["rng"])
+            _set_sources(loader, self._epoch_start)
         rest = iterate_from(loader, progress.batch)
         set_rng_state(now)
         return rest
@@ -533,8 +537,14 @@ class CoreTrainer(base.Trainer):
             if scheduler is not None
         )
 
-    def _made_loader(self, stage: Stage) -> Any:
-        return self._loaders.get(stage, (None, None))[1]
+    def _place_in_data(self) -> dict[str, Any]:
+        """What the rest of the running epoch, or the whole next one, is read from."""
+        loader = self._loaders.get("train", (None, None))[1]
+        at_start = self._epoch_start if self.context.progress.batch else None
+        return {
+            **(at_start or _order_state(loader)),
+            "loader": loader.state_dict() if _keeps_place(loader) else None,
+        }
 
     def _saves_by_options(self) -> bool:
         """Whether the options that were given ask for checkpoints: their defaults alone do not, except in `train()`."""
@@ -590,16 +600,22 @@ def _period(value: TrainUnit | Mapping[str, int] | None, name: str) -> TrainUnit
 
 
 def _order_state(loader: Any) -> dict[str, Any]:
-    """What the order of an epoch depends on when it is drawn: the global generators, and the loader's own."""
-    generator = getattr(loader, "generator", None)
-    return {"rng": rng_state(), "generator": None if generator is None else generator.get_state()}
+    """What the order of an epoch depends on when it is drawn: the generators, the loader's own, and its sampler."""
+    generator, sampler = getattr(loader, "generator", None), getattr(loader, "sampler", None)
+    return {
+        "rng": rng_state(),
+        "generator": None if generator is None else generator.get_state(),
+        "sampler": sampler.state_dict() if isinstance(sampler, Stateful) else None,
+    }
 
 
-def _set_order_state(loader: Any, state: Mapping[str, Any]) -> None:
-    set_rng_state(state["rng"])
-    _set_generator(loader, state)
-
-
-def _set_generator(loader: Any, state: Mapping[str, Any]) -> None:
+def _set_sources(loader: Any, state: Mapping[str, Any]) -> None:
     if state["generator"] is not None and getattr(loader, "generator", None) is not None:
         loader.generator.set_state(state["generator"])
+    if state["sampler"] is not None and isinstance(getattr(loader, "sampler", None), Stateful):
+        loader.sampler.load_state_dict(state["sampler"])
+
+
+def _keeps_place(loader: Any) -> bool:
+    """Whether a loader of the user's knows itself where it is."""
+    return isinstance(loader, Stateful) and not isinstance(loader, DataLoader)

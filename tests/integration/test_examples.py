@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dovetail import checkpoint
+from dovetail.history import History
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEMO = EXAMPLES / "digits_classifier.py"
+
+pytestmark = pytest.mark.slow
+
+
+def run(example: Path, folder: Path) -> str:
+    """Run an example as a user does, with warnings as errors, and return its last line."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(example)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("example", sorted(set(EXAMPLES.glob("*.py")) - {DEMO}), ids=lambda path: path.stem)
+def test_example_learns_and_writes_nothing_outside_of_runs(example: Path, tmp_path: Path) -> None:
+    assert run(example, tmp_path).startswith("result: ")
+    assert {path.name for path in tmp_path.iterdir()} <= {"runs"}
+
+
+def test_the_demo_gives_the_same_result_again_in_the_same_folder(tmp_path: Path) -> None:
+    first, second = run(DEMO, tmp_path), run(DEMO, tmp_path)
+    assert first == second
+    assert float(first.removeprefix("result: test accuracy ").split("%")[0]) >= 97
+
+    folder = tmp_path / "runs" / "digits"
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    names = [info.path.name for info in checkpoint.list_checkpoints(folder)]
+    epochs = len(History.load(folder / "ck_history.jsonl").get_metric_values("valid_loss"))
+    assert names == ["best_ck", f"ck_epoch_{epochs}_iter_{epochs * 19}"]
+    for name in names:
+        checkpoint.verify(folder / name)
