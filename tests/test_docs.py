@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.main import get_group
 
 import dovetail
 from dovetail import callbacks
@@ -82,8 +83,10 @@ def test_code_runs_as_it_stands(chain: list[Block], tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_marker_is_one_that_is_known(page: Path) -> None:
-    markers = [block.marker for block in blocks_of(page) if block.marker]
+def test_every_block_is_found_and_its_marker_known(page: Path) -> None:
+    blocks = list(blocks_of(page))
+    assert len(blocks) == page.read_text(encoding="utf-8").count("```python")
+    markers = [block.marker for block in blocks if block.marker]
     assert all(marker == "continues" or re.fullmatch(r"no-run: .+", marker) for marker in markers), markers
 
 
@@ -112,8 +115,7 @@ def test_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= set(targets)
-    commands = [command.name or command.callback.__name__ for command in checkpoint_commands.app.registered_commands]
-    assert set(re.findall(r"dovetail checkpoint ([a-z]+)", text)) <= set(commands)
+    assert set(re.findall(r"dovetail checkpoint ([a-z]+)", text)) <= set(get_group(checkpoint_commands.app).commands)
 
 
 def without_code(page: Path) -> str:
@@ -146,7 +148,8 @@ MODULES = [
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_is_documented(module: str) -> None:
     words = set(re.findall(r"\w+", "\n".join(page.read_text(encoding="utf-8") for page in PAGES)))
-    assert set(importlib.import_module(module).__all__) - words == set()
+    names = {name for name in importlib.import_module(module).__all__ if not name.startswith("__")}
+    assert names - words == set()
 
 
 def test_the_architecture_names_every_verb() -> None:
@@ -165,14 +168,10 @@ def test_the_code_map_has_a_line_for_every_file() -> None:
 
 
 def test_the_options_are_those_of_the_trainer() -> None:
-    documented = {row[0]: row[1] for row in table_rows("options.md") if len(row) == 3}
-    pieces = {
-        f"`{parameter.name}`": f"`{shown(parameter.default)}`"
-        for parameter in list(inspect.signature(CoreTrainer.__init__).parameters.values())[1:]
-        if parameter.kind is not parameter.VAR_KEYWORD
-    }
-    options = {f"`{option.name}`": f"`{shown(option.default)}`" for option in dataclasses.fields(TrainerOptions)}
-    assert documented == {**pieces, **options}
+    documented = [(row[0], row[1]) for row in table_rows("options.md") if row[0].startswith("`")]
+    parameters = list(inspect.signature(CoreTrainer.__init__).parameters.values())[1:-1]
+    known: list[Any] = [*parameters, *dataclasses.fields(TrainerOptions)]
+    assert documented == [(f"`{each.name}`", f"`{shown(each.default)}`") for each in known]
 
 
 def test_the_callbacks_have_the_arguments_of_the_table() -> None:
@@ -187,24 +186,32 @@ def test_the_callbacks_have_the_arguments_of_the_table() -> None:
 
 
 def test_the_hooks_are_those_of_a_callback() -> None:
-    documented = [
-        row[0].strip("`").partition("(")[0] for row in table_rows("callbacks.md") if row[0].startswith("`on_")
+    documented = [row[0].strip("`") for row in table_rows("callbacks.md") if row[0].startswith("`on_")]
+    hooks = {name: hook for name, hook in vars(callbacks.Callback).items() if name.startswith("on_")}
+    assert documented == [
+        f"{name}({', '.join(list(inspect.signature(hook).parameters)[1:])})" for name, hook in hooks.items()
     ]
-    assert documented == [name for name in vars(callbacks.Callback) if name.startswith("on_")]
 
 
 def test_the_schedules_have_the_arguments_of_the_table() -> None:
     documented = {row[0].strip("`") for row in table_rows("schedules.md") if "(" in row[0]}
+    kinds = [getattr(schedules, name) for name in schedules.__all__]
+    concrete = {
+        kind
+        for kind in kinds
+        if issubclass(kind, (schedules.Schedule, schedules.SchedulerBase)) and not inspect.isabstract(kind)
+    }
+    assert documented == {f"{kind.__name__}({own_arguments(kind)})" for kind in concrete}
+
+
+def own_arguments(kind: type[Any]) -> str:
+    """The arguments of a constructor, without those that the page names once for all schedules."""
+    if not dataclasses.is_dataclass(kind):
+        return arguments(kind)
     shared = {field.name for field in dataclasses.fields(schedules.LRSchedule)}
-    for entry in documented:
-        name, _, rest = entry.partition("(")
-        kind = getattr(schedules, name)
-        if not dataclasses.is_dataclass(kind):
-            assert rest == f"{arguments(kind)})"
-            continue
-        own = [field for field in dataclasses.fields(kind) if field.init and field.name not in shared]
-        spelled = [f"{each.name}={shown(each.default)}" if has_default(each) else each.name for each in own]
-        assert rest == f"{', '.join(spelled)})", name
+    own = [field for field in dataclasses.fields(kind) if field.init and field.name not in shared]
+    required = [field.name for field in own if field.default is dataclasses.MISSING]
+    return ", ".join(required + [f"{field.name}={shown(field.default)}" for field in own if field.name not in required])
 
 
 def table_rows(page: str) -> list[list[str]]:
@@ -217,19 +224,14 @@ def arguments(kind: type[Any]) -> str:
     """The parameters of a constructor as a reader writes them."""
     spelled = []
     for parameter in inspect.signature(kind).parameters.values():
-        stars = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "")
         default = "" if parameter.default is parameter.empty else f"={shown(parameter.default)}"
-        spelled.append(f"{stars}{parameter.name}{default}")
+        # Without its annotation a parameter prints as its name, with the stars that belong to it.
+        name = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
+        spelled.append(f"{name}{default}")
     return ", ".join(spelled)
 
 
 def shown(default: Any) -> str:
-    if default is inspect.Parameter.empty:
-        return ""
     if isinstance(default, str):
         return f'"{default}"'
     return default.__name__ if callable(default) else repr(default)
-
-
-def has_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is not dataclasses.MISSING

@@ -578,9 +578,12 @@ def _draw_panel(
         axes.plot(x, y, color=colour, linewidth=1.7, label=label, **marks)
         if best is not None:
             axes.plot(x[best], y[best], "o", markersize=12, markerfacecolor="none", markeredgecolor=_INK)
-    values = [value for points in curves.values() for _, value in points]
-    if metric == "lr" and min(values) > 0 and max(values) > 20 * min(values):
+    values = [value for points in curves.values() for _, value in points if math.isfinite(value)]
+    if values and min(values) > 0 and max(values) > 30 * min(values):
         axes.set_yscale("log")
+    elif values and min(values) == max(values):
+        # A constant shows as one, rather than as the middle of an axis that is all decimals.
+        axes.set_ylim(min(0.0, 2 * values[0]), max(0.0, 2 * values[0]) or 1.0)
     axes.margins(x=0.05, y=0.12)
     axes.set_title(metric, loc="left", fontsize=11, fontweight="bold", color=_INK)
     axes.set_xlabel(counter, color=_INK)

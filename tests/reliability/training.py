@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# The first optimizer would import it, for seconds, in every process anew.
+import torch._dynamo
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset

@@ -38,7 +38,7 @@ def test_values_of_any_type_come_to_the_host(dtypes: list[torch.dtype]) -> None:
 
 def test_what_is_no_scalar_is_passed_over() -> None:
     meter = Meter()
-    meter.add({"loss": torch.tensor(1.0), "output": torch.ones(3), "name": "x"}, 1)
+    meter.add({"loss": torch.tensor(1.0), "output": torch.ones(3), "name": "x", "num_items": 3}, 1)
     assert set(meter.compute()) == {"loss"}
 
 

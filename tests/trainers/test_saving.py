@@ -252,6 +252,20 @@ def test_a_run_killed_between_best_and_periodic_writes_the_owed_one(
     assert periodic(tmp_path) == [12, 24]
 
 
+def test_a_new_run_in_an_old_folder_is_the_newest(problem: Problem, tmp_path: Path) -> None:
+    """The old run had come further; the new one, not resumed, must neither lose its checkpoints nor go on from it."""
+
+    def trainer() -> Trainer:
+        return quiet(problem.model(), checkpoint_dir=tmp_path, keep_last=1)
+
+    trainer().fit(problem.batches, max_length=Epochs(5))
+    trainer().fit(problem.batches, max_length=Epochs(2))
+    assert periodic(tmp_path) == [24]
+    resumed = trainer()
+    resumed.fit(problem.batches, max_length=Epochs(3), resume="auto")
+    assert resumed.context.progress.batches == 36
+
+
 def test_a_name_that_is_a_path_is_refused(tmp_path: Path) -> None:
     for name in ("../up", "a/b", "", ".hidden"):
         with pytest.raises(ConfigError, match="checkpoint_name"):
@@ -262,7 +276,7 @@ def test_a_name_that_is_a_path_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write fails from now on, as on a full disk."""
     from dovetail.checkpoint.files import Files
 
@@ -270,7 +284,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Files, "make_directory", refuse)
-    yield
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -308,7 +321,9 @@ def test_writing_in_the_background_gives_the_same_checkpoints(problem: Problem, 
     for in_background in (False, True):
 
         class Hear(Callback):
-            def on_checkpoint(self, context: TrainingContext, path: Path, heard: list[str] = paths[in_background]) -> None:
+            def on_checkpoint(
+                self, context: TrainingContext, path: Path, heard: list[str] = paths[in_background]
+            ) -> None:
                 assert path.exists()
                 heard.append(path.name)
 

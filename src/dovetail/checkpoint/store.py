@@ -19,6 +19,7 @@ import errno
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -122,8 +123,8 @@ def save(
             bytes and None. Tensors that share their elements are stored once and share them again when
             loaded. Instances of subclasses come back as the plain type (an OrderedDict as a dict, a Parameter
             as a tensor); only Counter keeps its own.
-        summary: What to know about the checkpoint without loading it: counters such as `"batches"`, by which
-            checkpoints are ordered, and numbers by name under `"metrics"`.
+        summary: What to know about the checkpoint without loading it: counters such as `"batches"`, by which the
+            checkpoints of one `"run"` are ordered, and numbers by name under `"metrics"`.
         on_error: Whether a disk that refuses raises an error or is warned about. State that has no stored
             form raises in either case.
         files: The file operations; tests put failing ones here.
@@ -191,7 +192,9 @@ def inspect(path: _Path) -> CheckpointInfo:
 
 
 def list_checkpoints(directory: _Path) -> list[CheckpointInfo]:
-    """Return the checkpoints in `directory` in the order of their steps, then of their time.
+    """Return the checkpoints in `directory`, oldest first: run by run, then by their steps, then by their time.
+
+    A run is what has the same `"run"` in its summary.
 
     One whose manifest cannot be read is warned about and left out, as are symbolic links and whatever is not
     a checkpoint. A directory that does not exist holds none.
@@ -228,7 +231,24 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
         except CheckpointError as error:
             if looks_like_checkpoint(resolve(path)):
                 damaged.append(error)
-    return sorted(infos, key=lambda info: (-1 if info.step is None else info.step, info.created)), damaged
+    return _oldest_first(infos), damaged
+
+
+def _oldest_first(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    # Within a run progress decides, whatever the clocks of its machines say. A later run that began anew in the same
+    # folder comes after all of an earlier one, however far that had come.
+    last_of_run: dict[object, datetime] = {}
+    for info in infos:
+        run = info.summary.get("run")
+        last_of_run[run] = max(info.created, last_of_run.get(run, info.created))
+    return sorted(
+        infos,
+        key=lambda info: (
+            last_of_run[info.summary.get("run")],
+            -1 if info.step is None else info.step,
+            info.created,
+        ),
+    )
 
 
 def write(target: Path, encoded: Encoded, summary: Any, files: Files) -> None:

@@ -216,6 +216,7 @@ class TrainingContext:
         num_items: Items that the running batch's loss is a mean of: its samples, unless `train_step` says otherwise.
         data: Where `batches` finds each stage's data.
         plan: What `fit` was asked to do.
+        run_id: Tells the checkpoints of this run from others in the same folder; kept when the run is resumed.
         saver: Where and how checkpoints are kept, or None.
         meter: The training metrics of the running epoch.
         stop_reason: Why training was asked to end, or None.
@@ -245,6 +246,7 @@ class TrainingContext:
         "participants",
         "plan",
         "progress",
+        "run_id",
         "saver",
         "schedulers",
         "signal",
@@ -277,6 +279,7 @@ class TrainingContext:
         self.num_items: Any = 0
         self.data: dict[str, Any] = {}
         self.plan: Plan | None = None
+        self.run_id = ""
         self.saver: Saver | None = None
         self.meter = Meter()
         self.notes = _Notes()

@@ -248,6 +248,7 @@ class CoreTrainer(base.Trainer):
             context.saver.load_state_dict(state["saver"])
         context.validated_at, context.validation = state["validated_at"], dict(state["validation"])
         context.checked = context.progress.copy()
+        context.run_id = state["run_id"]
         self._order_seed, self._epoch_start = state["order_seed"], state["epoch_start"]
         self._restored_order = state["epoch_start"]
         set_rng_state(state["rng"])
@@ -269,6 +270,7 @@ class CoreTrainer(base.Trainer):
             "saver": context.saver.state_dict() if context.saver is not None else {"best": None, "owes": False},
             "validated_at": context.validated_at,
             "validation": dict(context.validation),
+            "run_id": context.run_id,
             "order_seed": self._order_seed,
             "epoch_start": self._place_in_data(),
             "rng": rng_state(),

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,8 @@ def fit(
                 UserWarning,
                 stacklevel=3,
             )
+        if progress.batches == 0 or not context.run_id:
+            context.run_id = uuid4().hex
         if context.saver is not None:
             context.saver.attach(context.history)
         context.checked = progress.copy()

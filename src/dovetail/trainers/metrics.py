@@ -69,8 +69,10 @@ class Meter:
         return len(self._pending)
 
     def add(self, output: Mapping[str, Any], num_samples: int) -> None:
-        """Take in the scalars of one batch; values that are not scalars are passed over."""
+        """Take in the scalars of one batch; `num_items` is a weight, no metric, and what is no scalar is passed over."""
         for name, value in output.items():
+            if name == "num_items":
+                continue
             if isinstance(value, Tensor):
                 if value.ndim == 0:
                     self._pending.append((name, value.detach(), num_samples))

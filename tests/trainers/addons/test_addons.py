@@ -63,9 +63,7 @@ def test_add_ons_stack_in_any_order(problem: Problem, tmp_path: Path) -> None:
     for order in ((StateManagerAddon, SignalHandlerAddon), (SignalHandlerAddon, StateManagerAddon)):
         extended = Trainer.add_on(*order)
         assert extended.__mro__[1] is order[-1]
-        trainer = make(
-            problem, extended, save_path=tmp_path / order[0].__name__, signal_save_path=tmp_path / "signal"
-        )
+        trainer = make(problem, extended, save_path=tmp_path / order[0].__name__, signal_save_path=tmp_path / "signal")
         trainer.run(2, problem.batches)
         models.append(trainer.model)
     assert_same_weights(*models)

@@ -1,0 +1,191 @@
+"""Training that is killed, again and again, and goes on as if nothing had been.
+
+Real processes and real `SIGKILL`s, sent at random moments and while checkpoints are being written. `DOVETAIL_TORTURE=1`
+runs the same code at full size: 200 kills instead of 20, and a kill at every single file operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
+_KILLS = 200 if _TORTURE else 20
+_FEWER_KILLS = 50 if _TORTURE else 6
+# Every n-th file operation of a run is one to die at.
+_STRIDE = 1 if _TORTURE else 4
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class Nursery:
+    """A process that has imported torch and forks one training after another; see `training.serve`."""
+
+    def __init__(self) -> None:
+        program = Path(__file__).with_name("training.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._told = self._process.stdin, self._process.stdout.fileno()
+
+    def start(self, folder: Path, *, tell: bool = False, die_at: int | None = None, **options: Any) -> int:
+        """Start a training and return its id."""
+        request = {"folder": str(folder), "tell": tell, "die_at": die_at, "options": options}
+        self._requests.write(json.dumps(request).encode() + b"\n")
+        self._requests.flush()
+        return int(self._line())
+
+    def hear(self, seconds: float) -> bytes:
+        """Return the next thing that the training tells, or nothing if it is silent for so long."""
+        ready, _, _ = select.select([self._told], [], [], max(0.0, seconds))
+        return os.read(self._told, 1) if ready else b""
+
+    def end(self) -> int:
+        """Wait for the end of the training and return its exit code."""
+        self._requests.write(b"\n")
+        self._requests.flush()
+        self._line()
+        return int(self._line())
+
+    def run(self, folder: Path, **options: Any) -> int:
+        self.start(folder, **options)
+        return self.end()
+
+    def close(self) -> None:
+        with self._process:
+            self._requests.close()
+
+    def _line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n"):
+            read = os.read(self._told, 1)
+            assert read, "the nursery is dead"
+            line += read
+        return line
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+def _unfinished(folder: Path) -> set[str]:
+    """Return the names of the writes that a kill cut short."""
+    checkpoints = folder / "checkpoints"
+    return {name for name in os.listdir(checkpoints) if name.startswith(".")} if checkpoints.exists() else set()
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """Return all files with their contents, but for the manifests, which hold the time."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): b"" if path.name == "manifest.json" else path.read_bytes() for path in paths}
+
+
+def _differing(files: dict[str, bytes], reference: dict[str, bytes]) -> list[str]:
+    """Return the names of files that are in one of the two only, or differ."""
+    return sorted(name for name in files.keys() | reference.keys() if files.get(name) != reference.get(name))
+
+
+def _kill_at_a_moment(nursery: Nursery, folder: Path, moments: random.Random, **options: Any) -> None:
+    """Start the training, and kill it at a random moment: half of the times anywhere, half of the times in a write."""
+    aims_at_write = moments.random() < 0.5
+    pid = nursery.start(folder, tell=aims_at_write, **options)
+    if aims_at_write:
+        # A write tells of some six operations, so this is any stage of one of the next few writes.
+        for _ in range(moments.randrange(1, 30)):
+            if nursery.hear(60) != b".":
+                break
+        nursery.hear(moments.uniform(0, 0.003)) if moments.random() < 0.5 else None
+    else:
+        deadline = time.monotonic() + moments.uniform(0, 0.5)
+        while nursery.hear(deadline - time.monotonic()) == b".":
+            pass
+    os.kill(pid, signal.SIGKILL)
+
+
+def _torture(nursery: Nursery, folder: Path, kills: int, **options: Any) -> tuple[int, int]:
+    """Kill trainings until `kills` have hit; every one must end as if it had not been. Returns hits on writes, runs."""
+    assert nursery.run(folder / "reference", **options) == 0
+    reference = _files(folder / "reference")
+    moments = random.Random(0)
+    hits = in_writes = 0
+    for run in itertools.count(1):
+        place = folder / f"run-{run}"
+        while True:
+            before = _unfinished(place)
+            if hits < kills:
+                _kill_at_a_moment(nursery, place, moments, **options)
+                code = nursery.end()
+            else:
+                code = nursery.run(place, **options)
+            if code == 0:
+                break
+            assert code == -signal.SIGKILL
+            hits += 1
+            in_writes += bool(_unfinished(place) - before)
+        assert _differing(_files(place), reference) == []
+        if hits >= kills:
+            return in_writes, run
+    raise AssertionError("unreachable")
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+    nursery: Nursery, tmp_path: Path, record_property: Any
+) -> None:
+    in_writes, runs = _torture(nursery, tmp_path, _KILLS)
+    record_property("kills", f"{_KILLS}, {in_writes} of them in a write, over {runs} runs")
+    assert in_writes > 0
+
+
+def test_so_does_one_that_writes_its_checkpoints_in_the_background(nursery: Nursery, tmp_path: Path) -> None:
+    in_writes, _ = _torture(nursery, tmp_path, _FEWER_KILLS, save_in_background=True)
+    assert in_writes > 0
+
+
+def test_so_does_one_whose_loader_draws_from_the_global_generator(nursery: Nursery, tmp_path: Path) -> None:
+    _torture(nursery, tmp_path, _FEWER_KILLS, loader="torch")
+
+
+_SHORT_RUNS = {
+    # The last validation is the best and the last checkpoint is not due: both are written at the very end.
+    "the best comes last": {"save_every": 7, "validate_every": 10, "keep_last": 1},
+    # The checkpoint of the epoch comes before the validation that the end of training adds.
+    "validation comes last": {"save_every": -1, "validate_every": 14, "keep_last": 1},
+}
+
+
+@pytest.mark.parametrize("name", _SHORT_RUNS)
+def test_a_run_survives_a_kill_at_any_file_operation(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    options = {"num_epochs": 1, **_SHORT_RUNS[name]}
+    assert nursery.run(tmp_path / "reference", **options) == 0
+    reference = _files(tmp_path / "reference")
+    wrong = {}
+    for operation in itertools.count(1, _STRIDE):
+        place = tmp_path / f"killed-at-{operation}"
+        code = nursery.run(place, die_at=operation, **options)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        code = nursery.run(place, **options)
+        if code != 0 or (differing := _differing(_files(place), reference)):
+            wrong[operation] = code or differing
+    assert wrong == {}
