@@ -118,6 +118,12 @@ def test_commands_exist(page: Path) -> None:
     assert set(re.findall(r"dovetail checkpoint ([a-z]+)", text)) <= set(get_group(checkpoint_commands.app).commands)
 
 
+def test_the_readme_has_every_target_that_make_lists() -> None:
+    listed = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(r"^\| `make ([a-z]+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*named, "help"} == set(listed)
+
+
 def without_code(page: Path) -> str:
     return re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 

@@ -505,7 +505,8 @@ def _parse_row(line: bytes) -> dict[str, Any]:
 
 def _write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # One name for all: what a killed process has left is overwritten by the next.
+    unfinished = path.with_name(f".{path.name}.tmp")
     try:
         with unfinished.open("wb") as file:
             file.write(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -503,6 +504,50 @@ def test_data_without_length_equals_data_with_it(problem: Problem) -> None:
     quiet(listed, accumulation_steps=5).fit(problem.batches, max_length=Epochs(2))
     quiet(streamed, accumulation_steps=5).fit(Stream(problem.batches), max_length=Epochs(2))
     assert_same_weights(listed, streamed)
+
+
+def test_data_that_ends_before_its_length_inside_a_window_is_an_error(problem: Problem) -> None:
+    class Liar(Stream):
+        def __len__(self) -> int:
+            return 12
+
+    trainer = quiet(problem.model(), accumulation_steps=4)
+    with pytest.raises(DataError, match="ended after 6 batches, though its length is 12"):
+        trainer.fit(Liar(problem.batches[:6]), max_length=Epochs(1))
+
+
+def test_a_window_that_an_error_cut_short_is_not_continued(problem: Problem) -> None:
+    class Fail(Callback):
+        def on_step_end(self, context: TrainingContext, output: Any) -> None:
+            if context.progress.batches == 2:
+                raise ZeroDivisionError
+
+    trainer, fail = quiet(problem.model(), accumulation_steps=4), Fail()
+    trainer.callbacks.add(fail)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(problem.batches, max_length=Epochs(1))
+    trainer.callbacks.remove(fail)
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    assert trainer.context.progress.updates == 3
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_train_epoch_of_ones_own_is_validated_and_saved_every_epoch(
+    problem: Problem, tmp_path: Path, counts: bool
+) -> None:
+    class OwnEpochs(Trainer):
+        def train_epoch(self) -> dict[str, float] | None:
+            for x, y in self.train_loader:
+                self.optimizer.zero_grad()
+                self.criterion(self.model(x), y).backward()
+                self.optimizer.step()
+            return {"loss": 1.0} if counts else None
+
+    trainer = OwnEpochs(problem.model(), verbose=False, checkpoint_dir=tmp_path)
+    trainer.fit(problem.batches, problem.batches, max_length=Epochs(3), checkpoint_period=Epochs(2))
+    assert len(trainer.history.get_metric_values("valid_loss")) == 3
+    assert len(trainer.history.get_metric_values("train_loss")) == (3 if counts else 0)
+    assert sorted(path.name for path in tmp_path.glob("ck_epoch*")) == ["ck_epoch_2_iter_0", "ck_epoch_3_iter_0"]
 
 
 @pytest.mark.filterwarnings("ignore:the training data is empty")

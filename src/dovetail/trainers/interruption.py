@@ -69,7 +69,7 @@ def leave_if_signalled(context: TrainingContext) -> None:
         return
     progress, saver = context.progress, context.saver
     saved = "nothing is saved (no checkpoint_dir)"
-    if saver is not None and saver.saved_at == progress.batches:
+    if saver is not None and saver.saved_at == (progress.epoch, progress.batches):
         saved = f"the checkpoint is in {saver.directory}, and fit(resume='auto') goes on from it"
     place = f"{progress.epoch} epochs and {progress.batches} batches"
     print(f"interrupted by {signal.Signals(number).name} after {place}: {saved}", file=sys.stderr)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dovetail.callbacks.base import Report
 from dovetail.data import concat
-from dovetail.errors import ConfigError, add_note
+from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.history import History
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
@@ -119,6 +119,7 @@ def _epoch(trainer: Trainer, plan: Plan) -> None:
     progress, callbacks = context.progress, context.callbacks
     if progress.batch == 0:
         context.meter.reset()
+        context.validated_at = -1
         for on_epoch_start in callbacks.on_epoch_start:
             on_epoch_start(context)
     _train_mode(context.model)
@@ -166,6 +167,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     total = trainer.num_batches("train")
     batches: Iterable[Any] = trainer.batches("train")
     accumulates = window.size > 1
+    # A window never spans two epochs, nor one that an error has cut short.
+    window.closes = True
     if accumulates and total is None:
         batches = lookahead = _Lookahead(batches)
     else:
@@ -234,6 +237,11 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
                 break
 
     _report(context)
+    if not window.closes:
+        raise DataError(
+            f"the training data ended after {progress.batch} batches, though its length is {total}: the last updates "
+            "would miss batches; give the loader its true length, or none"
+        )
     if progress.batch == 0:
         warn_if_empty(0, "training")
         return {"loss": math.nan}

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail import checkpoint as store
 from dovetail.callbacks import mode_of
+from dovetail.checkpoint.files import DISK, sweep
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.history import History
+from dovetail.units import Progress
 
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
@@ -33,7 +35,7 @@ class Saver:
         keep_history: Whether the history is written to `<name>_history.jsonl`, row by row.
         on_error: Whether a failed write ends training or is only told.
         in_background: Whether checkpoints are written beside training, in a thread.
-        saved_at: The batch of the newest checkpoint.
+        saved_at: The epoch and batch of the newest checkpoint.
         best: The best value so far.
         improved: Whether the last validation set it and is not written yet.
         owes: Whether a periodic checkpoint is due that is not written yet.
@@ -48,7 +50,7 @@ class Saver:
     keep_history: bool = False
     on_error: Literal["raise", "warn"] = "raise"
     in_background: bool = False
-    saved_at: int = -1
+    saved_at: tuple[int, int] | None = None
     best: float | None = None
     improved: bool = False
     owes: bool = False
@@ -59,6 +61,10 @@ class Saver:
     def __post_init__(self) -> None:
         if not self.name or Path(self.name).name != self.name or self.name.startswith("."):
             raise ConfigError(f"checkpoint_name: expected a plain file name, got {self.name!r}")
+
+    def path(self, progress: Progress) -> Path:
+        """Return where the periodic checkpoint of a moment lies."""
+        return self.directory / f"{self.name}_epoch_{progress.epoch}_iter_{progress.batches}"
 
     def consider(self, metrics: Mapping[str, float]) -> None:
         """Note whether a validation is strictly better than all before; the next checkpoint writes it down."""
@@ -111,13 +117,13 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
     saver, progress = context.saver, context.progress
     if saver is None:
         return
-    saver.owes = due and not (final and saver.saved_at == progress.batches)
+    saver.owes = due and not (final and saver.saved_at == _place(progress))
     if saver.keep_best and saver.improved:
         saver.improved = False
         save(trainer, saver.directory / f"best_{saver.name}")
     if saver.owes:
-        saver.owes, saver.saved_at = False, progress.batches
-        save(trainer, saver.directory / f"{saver.name}_epoch_{progress.epoch}_iter_{progress.batches}")
+        saver.owes, saver.saved_at = False, _place(progress)
+        save(trainer, saver.path(progress))
 
 
 def save(trainer: Trainer, path: Path) -> Path:
@@ -164,21 +170,30 @@ def load(trainer: Trainer, path: Path) -> None:
 
 def resume(trainer: Trainer, source: str | Path) -> None:
     """Go on from a checkpoint: a path, or with `"auto"` the newest intact one of the trainer's directory, if any."""
-    saver = trainer.context.saver
-    if source == "auto":
-        if saver is None:
-            raise CheckpointError("resume='auto' needs a folder to look in: give the trainer a checkpoint_dir")
-        newest = store.load_latest(saver.directory)
-        if newest is None:
-            return
-        trainer.load_state_dict(newest[1])
-    else:
+    if source != "auto":
         load(trainer, Path(source))
-    if saver is not None and source == "auto":
-        saver.saved_at = trainer.context.progress.batches
-        if saver.owes:
-            saver.attach(trainer.context.history)
-            checkpoint(trainer, due=True)
+        return
+    context, saver = trainer.context, trainer.context.saver
+    if saver is None:
+        raise CheckpointError("resume='auto' needs a folder to look in: give the trainer a checkpoint_dir")
+    newest = store.load_latest(saver.directory)
+    if newest is None:
+        return
+    path, state = newest
+    trainer.load_state_dict(state)
+    # The best one is no substitute: where training ends, the checkpoint of that moment is written beside it.
+    if path == saver.path(context.progress):
+        saver.saved_at = _place(context.progress)
+    if saver.owes:
+        saver.attach(context.history)
+        checkpoint(trainer, due=True)
+    # Killed after its last write, a run has nothing more to save that would clear away what is left over.
+    saver.prune(context.validation)
+    sweep(DISK, saver.directory)
+
+
+def _place(progress: Progress) -> tuple[int, int]:
+    return progress.epoch, progress.batches
 
 
 def _latest_metrics(history: History) -> dict[str, float]:
