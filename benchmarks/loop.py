@@ -414,7 +414,6 @@ def summarise(workload: Workload, results: dict[str, Result]) -> dict[str, Any]:
     for name, result in results.items():
         ratios = result.ratios(reference)
         ratio, bar = statistics.median(ratios), workload.bars.get(name)
-        allowed = None if bar is None else bar + (noise if workload.within_noise else 0.0)
         rows.append(
             {
                 "contestant": name,
@@ -422,7 +421,7 @@ def summarise(workload: Workload, results: dict[str, Result]) -> dict[str, Any]:
                 "ratio": ratio,
                 "spread": _spread(ratios),
                 "bar": bar,
-                "verdict": None if allowed is None else "ok" if ratio <= allowed else "over",
+                "verdict": None if bar is None else _verdict(ratio, bar, noise, within_noise=workload.within_noise),
                 "agreement": result.agreement,
                 "seconds": result.seconds,
             }
@@ -435,6 +434,13 @@ def summarise(workload: Workload, results: dict[str, Result]) -> dict[str, Any]:
         "noise": noise,
         "rows": rows,
     }
+
+
+def _verdict(ratio: float, bar: float, noise: float, *, within_noise: bool) -> str:
+    if noise > 0.05:
+        # A busy machine: neither a pass nor a failure would mean anything.
+        return "unclear"
+    return "ok" if ratio <= bar + (noise if within_noise else 0.0) else "over"
 
 
 def _spread(ratios: list[float]) -> float:

@@ -80,6 +80,14 @@ def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
     assert len(list_checkpoints(tmp_path)) == 5
 
 
+def test_pruning_is_about_the_names_that_match(tmp_path: Path) -> None:
+    for number, name in enumerate(["ck_1", "best", "ck_2", "ck_3"]):
+        save(tmp_path / name, {}, summary={"batches": number})
+    removed = prune(tmp_path, last=1, pattern="ck_*")
+    assert sorted(path.name for path in removed) == ["ck_1", "ck_2"]
+    assert (tmp_path / "best").exists()
+
+
 def test_pruning_always_leaves_the_newest(tmp_path: Path) -> None:
     _save_five(tmp_path)
     prune(tmp_path, best=1, metric="misspelled")

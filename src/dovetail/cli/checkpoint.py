@@ -85,6 +85,7 @@ def prune(
     keep_every: Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")] = None,
     metric: Annotated[str | None, typer.Option(help="The metric that --keep-best compares.")] = None,
     mode: Annotated[_Mode, typer.Option(help="Whether the smallest or the largest metric is best.")] = _Mode.min,
+    pattern: Annotated[str, typer.Option(help="Names that the rules are about, with * and ?; others stay.")] = "*",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
     """Remove the checkpoints in a directory that no --keep option keeps. The newest always stays."""
@@ -102,6 +103,7 @@ def prune(
             metric=metric,
             mode=mode.value,
             every=keep_every,
+            pattern=pattern,
             dry_run=dry_run,
         )
     for each in removed:

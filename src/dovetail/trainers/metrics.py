@@ -69,7 +69,7 @@ class Meter:
         return len(self._pending)
 
     def add(self, output: Mapping[str, Any], num_samples: int) -> None:
-        """Take in the scalars of one batch; `num_items` is a weight and no metric, and what is no scalar is left out."""
+        """Take in the scalars of one batch; `num_items` is a weight, no metric; what is no scalar is left out."""
         for name, value in output.items():
             if name == "num_items":
                 continue
