@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from dovetail.history import History
+
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
 _KILLS = 200 if _TORTURE else 20
 _FEWER_KILLS = 50 if _TORTURE else 6
@@ -114,7 +116,7 @@ def _differing(files: dict[str, bytes], reference: dict[str, bytes]) -> list[str
     return sorted(name for name in files.keys() | reference.keys() if files.get(name) != reference.get(name))
 
 
-def _kill_at_a_moment(nursery: Nursery, folder: Path, moments: random.Random, **options: Any) -> None:
+def _kill_at_a_moment(nursery: Nursery, folder: Path, moments: random.Random, within: float, **options: Any) -> None:
     """Start the training, and kill it at a random moment: half of the times anywhere, half of the times in a write."""
     aims_at_write = moments.random() < 0.5
     pid = nursery.start(folder, tell=aims_at_write, **options)
@@ -123,9 +125,9 @@ def _kill_at_a_moment(nursery: Nursery, folder: Path, moments: random.Random, **
         for _ in range(moments.randrange(1, 30)):
             if nursery.hear(60) != b".":
                 break
-        nursery.hear(moments.uniform(0, 0.003)) if moments.random() < 0.5 else None
+        nursery.hear(moments.uniform(0, 0.003))
     else:
-        deadline = time.monotonic() + moments.uniform(0, 0.5)
+        deadline = time.monotonic() + moments.uniform(0, within)
         while nursery.hear(deadline - time.monotonic()) == b".":
             pass
     os.kill(pid, signal.SIGKILL)
@@ -133,7 +135,9 @@ def _kill_at_a_moment(nursery: Nursery, folder: Path, moments: random.Random, **
 
 def _torture(nursery: Nursery, folder: Path, kills: int, **options: Any) -> tuple[int, int]:
     """Kill trainings until `kills` have hit; every one must end as if it had not been. Returns hits on writes, runs."""
+    start = time.monotonic()
     assert nursery.run(folder / "reference", **options) == 0
+    half_a_run = (time.monotonic() - start) / 2
     reference = _files(folder / "reference")
     moments = random.Random(0)
     hits = in_writes = 0
@@ -142,7 +146,7 @@ def _torture(nursery: Nursery, folder: Path, kills: int, **options: Any) -> tupl
         while True:
             before = _unfinished(place)
             if hits < kills:
-                _kill_at_a_moment(nursery, place, moments, **options)
+                _kill_at_a_moment(nursery, place, moments, half_a_run, **options)
                 code = nursery.end()
             else:
                 code = nursery.run(place, **options)
@@ -153,20 +157,27 @@ def _torture(nursery: Nursery, folder: Path, kills: int, **options: Any) -> tupl
             in_writes += bool(_unfinished(place) - before)
         assert _differing(_files(place), reference) == []
         if hits >= kills:
-            return in_writes, run
-    raise AssertionError("unreachable")
+            break
+    return in_writes, run
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
-    nursery: Nursery, tmp_path: Path, record_property: Any
-) -> None:
+def test_the_run_stops_early_and_in_the_middle_of_an_epoch(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery.run(tmp_path) == 0
+    history = History.load(tmp_path / "history.jsonl")
+    assert len(history.losses) == 98
+    assert len({row["lr"] for row in history if row["stage"] == "train"}) == 4
+    assert len(history.get_metric_values("valid_loss")) > 4
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path) -> None:
     in_writes, runs = _torture(nursery, tmp_path, _KILLS)
-    record_property("kills", f"{_KILLS}, {in_writes} of them in a write, over {runs} runs")
+    print(f"{_KILLS} kills, {in_writes} of them in a write, over {runs} runs")
     assert in_writes > 0
 
 
 def test_so_does_one_that_writes_its_checkpoints_in_the_background(nursery: Nursery, tmp_path: Path) -> None:
-    in_writes, _ = _torture(nursery, tmp_path, _FEWER_KILLS, save_in_background=True)
+    in_writes, runs = _torture(nursery, tmp_path, _FEWER_KILLS, save_in_background=True)
+    print(f"{_FEWER_KILLS} kills, {in_writes} of them in a write, over {runs} runs")
     assert in_writes > 0
 
 
@@ -179,6 +190,7 @@ _SHORT_RUNS = {
     "the best comes last": {"save_every": 7, "validate_every": 10, "keep_last": 1},
     # The checkpoint of the epoch comes before the validation that the end of training adds.
     "validation comes last": {"save_every": -1, "validate_every": 14, "keep_last": 1},
+    "in the background": {"save_every": 7, "validate_every": 10, "keep_last": 1, "save_in_background": True},
 }
 
 

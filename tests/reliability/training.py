@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from dovetail.callbacks import EMA, CSVLogger, EarlyStopping
+from dovetail.callbacks import EMA, Callback, CSVLogger, EarlyStopping
 from dovetail.trainers import Trainer
 from dovetail.units import Batches
 
@@ -34,13 +34,23 @@ BATCHES_PER_EPOCH = 20
 NUM_EPOCHS = 6
 
 
-def make_trainer(folder: Path, *, loader: str = "own", patience: int = 4, **options: Any) -> Trainer:
+def make_trainer(
+    folder: Path,
+    kind: type[Trainer] = Trainer,
+    *,
+    loader: str = "own",
+    patience: int = 4,
+    further_callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> Trainer:
     """Return a trainer whose every bit of state matters.
 
     Args:
         folder: Where everything is written.
+        kind: The class.
         loader: `own` for ours, with a seed of its own; `torch` for a plain one that draws from the global generator.
         patience: Validations without improvement after which training stops early.
+        further_callbacks: Called after the ones that every run has.
         options: Those of the trainer that a test wants otherwise.
     """
     generator = torch.Generator().manual_seed(42)
@@ -55,7 +65,12 @@ def make_trainer(folder: Path, *, loader: str = "own", patience: int = 4, **opti
         "accumulation_steps": 3,
         "optimizer": partial(torch.optim.AdamW, lr=0.05),
         "scheduler": partial(OneCycleLR, max_lr=0.1, total_steps=7 * NUM_EPOCHS),
-        "callbacks": [EarlyStopping(patience=patience), EMA(decay=0.8), CSVLogger(folder / "log.csv")],
+        "callbacks": [
+            EarlyStopping(patience=patience),
+            EMA(decay=0.8),
+            CSVLogger(folder / "log.csv"),
+            *further_callbacks,
+        ],
         "train_dataset": data if loader == "own" else DataLoader(data, batch_size=8, shuffle=True),
         "val_dataset": (inputs[-64:], targets[-64:]),
         "checkpoint_dir": folder / "checkpoints",
@@ -67,7 +82,7 @@ def make_trainer(folder: Path, *, loader: str = "own", patience: int = 4, **opti
         **options,
     }
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
-    return Trainer(model, "cpu", **settings)
+    return kind(model, "cpu", **settings)
 
 
 def train(folder: Path, *, validate_every: int = 7, **options: Any) -> Trainer:

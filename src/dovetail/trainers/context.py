@@ -6,7 +6,7 @@ outermost layer of the trainer answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dovetail.callbacks.base import Callbacks
 from dovetail.history import History
 from dovetail.trainers.metrics import Meter, Metric
+from dovetail.trainers.precision import Precision
 from dovetail.units import Progress, TrainUnit
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class BoundScheduler:
         interval: `update` counts the real steps of its own optimizer, `batch` the batches (caught up at the next
             update, never between two), `epoch` the epochs.
         frequency: Step at every n-th of these.
+        stepper: Called in place of the scheduler's own `step`, if given.
         monitor: The metric that `ReduceLROnPlateau` and its like are given.
     """
 
@@ -124,6 +126,7 @@ class BoundScheduler:
     interval: Interval = "epoch"
     frequency: int = 1
     monitor: str = "valid_loss"
+    stepper: Callable[[], None] | None = None
     count: int = 0
     batches: int = 0
     takes_metric: bool = False
@@ -147,8 +150,8 @@ class BoundScheduler:
                 self._step(metrics)
 
     def _step(self, metrics: Mapping[str, float] | None) -> None:
-        if not self.takes_metric:
-            self.scheduler.step()
+        if self.stepper is not None or not self.takes_metric:
+            (self.stepper or self.scheduler.step)()
             return
         value = (metrics or {}).get(self.monitor)
         if value is None:
@@ -216,6 +219,7 @@ class TrainingContext:
         num_items: Items that the running batch's loss is a mean of: its samples, unless `train_step` says otherwise.
         data: Where `batches` finds each stage's data.
         plan: What `fit` was asked to do.
+        precision: Mixed precision for the trainer's own verbs, or None for that of the model.
         run_id: Tells the checkpoints of this run from others in the same folder; kept when the run is resumed.
         saver: Where and how checkpoints are kept, or None.
         meter: The training metrics of the running epoch.
@@ -245,6 +249,7 @@ class TrainingContext:
         "optimizers",
         "participants",
         "plan",
+        "precision",
         "progress",
         "run_id",
         "saver",
@@ -279,6 +284,7 @@ class TrainingContext:
         self.num_items: Any = 0
         self.data: dict[str, Any] = {}
         self.plan: Plan | None = None
+        self.precision: Precision | None = None
         self.run_id = ""
         self.saver: Saver | None = None
         self.meter = Meter()

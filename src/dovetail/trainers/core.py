@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,9 +40,22 @@ from dovetail.trainers.pieces import (
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 from dovetail.trainers.saving import Saver
 from dovetail.trainers.schedules import ScheduleLR
+from dovetail.trainers.strategies.base import TrainingStepStrategy
+from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.strategies.coerce import (
+    as_loader_strategy,
+    as_loss_strategy,
+    as_optimizer_strategy,
+    as_scheduler_strategy,
+    as_step_strategy,
+    as_testing_strategy,
+    as_update_strategy,
+)
 from dovetail.units import Batches, Epochs, TrainUnit, parse_unit
 
 __all__ = ["CoreTrainer"]
+
+_S = TypeVar("_S")
 
 StepFunction = Callable[[Any, Any], Mapping[str, Any]]
 
@@ -64,6 +79,13 @@ class CoreTrainer(base.Trainer):
         metrics: Any = None,
         train_step: StepFunction | None = None,
         test_step: StepFunction | None = None,
+        loss_strategy: Any = None,
+        optimizer_strategy: Any = None,
+        training_step_strategy: Any = None,
+        lr_scheduler_strategy: Any = None,
+        model_update_strategy: Any = None,
+        data_loader_strategy: Any = None,
+        testing_strategy: Any = None,
         **options: Any,
     ) -> None:
         self.saves_by_default = False
@@ -95,17 +117,37 @@ class CoreTrainer(base.Trainer):
         self._loaders: dict[str, tuple[Any, Any]] = {}
         self._epoch_start: dict[str, Any] | None = None
         self._restored_order: dict[str, Any] | None = None
+        self._step_strategy: TrainingStepStrategy | None = None
         self._order_seed = self.options.seed if self.options.seed is not None else torch.initial_seed() % 2**63
-        context.callbacks.add(*(callbacks or ()), *self._default_callbacks())
+        self.strategies = Strategies(
+            loss=_if_given(as_loss_strategy, loss_strategy),
+            optimizer=_if_given(as_optimizer_strategy, optimizer_strategy),
+            training_step=_if_given(as_step_strategy, training_step_strategy),
+            lr_scheduler=_if_given(as_scheduler_strategy, lr_scheduler_strategy),
+            model_update=_if_given(as_update_strategy, model_update_strategy),
+            data_loader=_if_given(as_loader_strategy, data_loader_strategy),
+            testing=_if_given(as_testing_strategy, testing_strategy),
+        )
+        context.state["order_seed"] = self._order_seed
+        self.strategies.setup(context)
+        # Strategies change what is computed, so they come before those who watch.
+        hooks = self.strategies.as_callback()
+        context.callbacks.add(*([] if hooks is None else [hooks]), *(callbacks or ()), *self._default_callbacks())
 
     # ------------------------------------------------------------------ seams
 
     def get_loss_criterion(self) -> Callable[[Any, Any], Tensor]:
         """Return the loss: a callable of outputs and targets."""
-        return as_criterion(self._wanted_criterion)
+        strategy, context = self.strategies.loss, self.context
+        if strategy is None:
+            return as_criterion(self._wanted_criterion)
+        compute_loss = strategy.compute_loss
+        return lambda outputs, labels: compute_loss(outputs, labels, context)
 
     def get_optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
         """Return the optimizer of a model, or several in the order in which the loop steps them."""
+        if self.strategies.optimizer is not None:
+            return self.strategies.optimizer.create_optimizer(model, self.context)
         return as_optimizers(
             self._wanted_optimizer,
             model,
@@ -118,10 +160,14 @@ class CoreTrainer(base.Trainer):
 
     def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> Any:
         """Return the scheduler of the first optimizer, or None."""
+        if self.strategies.lr_scheduler is not None:
+            return self.strategies.lr_scheduler.create_scheduler(optimizer, self.context)
         return as_scheduler(self._wanted_scheduler, optimizer)
 
     def get_train_loader(self, batch_size: int, trainset: Any, sampler: Any = None) -> Iterable[Any]:
         """Return the training batches of a data set; not called for data that comes in batches already."""
+        if self.strategies.data_loader is not None:
+            return self.strategies.data_loader.create_train_loader(trainset, sampler, batch_size, self.context)
 
         def loader(drop_last: bool) -> Iterable[Any]:
             return as_loader(
@@ -207,11 +253,12 @@ class CoreTrainer(base.Trainer):
             self.criterion = self.get_loss_criterion()
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(context.device)
-        if context.metrics_are_default and not context.metrics and classifies(self.criterion):
+        if context.metrics_are_default and not context.metrics and self._classifies():
             context.metrics = as_metrics({"accuracy": accuracy})
         for metric in context.metrics.values():
             if isinstance(metric, nn.Module):
                 metric.to(context.device)
+        self._step_strategy = self.strategies.training_step
         if context.stage == "train":
             self._build_optimizers()
 
@@ -233,6 +280,7 @@ class CoreTrainer(base.Trainer):
         context.progress.load_state_dict(state["progress"])
         context.history.load_state_dict(state["history"])
         context.meter.load_state_dict(state["meter"])
+        self.strategies.load_state_dict(state["strategies"])
         unclaimed = context.callbacks.load_state_dict(state["callbacks"])
         for name, participant in context.participants.items():
             if name in state["participants"]:
@@ -266,6 +314,7 @@ class CoreTrainer(base.Trainer):
             "history": context.history.state_dict(),
             "meter": context.meter.state_dict(),
             "callbacks": context.callbacks.state_dict(),
+            "strategies": self.strategies.state_dict(),
             "participants": {name: participant.state_dict() for name, participant in context.participants.items()},
             "saver": context.saver.state_dict() if context.saver is not None else {"best": None, "owes": False},
             "validated_at": context.validated_at,
@@ -340,6 +389,8 @@ class CoreTrainer(base.Trainer):
         if self._train_step is not None:
             return self._train_step(self, batch)
         inputs, targets = split_batch(batch)
+        if self._step_strategy is not None:
+            return {"loss": self._step_by_strategy(inputs, targets)}
         if targets is None:
             raise DataError(_NO_TARGETS)
         return {"loss": self.criterion(forward(self.context.model, inputs), targets)}
@@ -351,26 +402,35 @@ class CoreTrainer(base.Trainer):
         inputs, targets = split_batch(batch)
         if targets is None:
             raise DataError(_NO_TARGETS)
-        outputs = self.process_outputs(forward(self.context.model, inputs))
-        return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
+        with self._autocast():
+            outputs = self.process_outputs(forward(self.context.model, inputs))
+            return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
 
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs for the inputs of a batch."""
-        return self.process_outputs(forward(self.context.model, split_batch(batch)[0]))
+        with self._autocast():
+            return self.process_outputs(forward(self.context.model, split_batch(batch)[0]))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate the loss."""
+        precision = self.context.precision
+        if precision is not None:
+            loss = precision.scale(loss)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Clip the norm of an optimizer's gradients to the option `gradient_clip`."""
+        if self.context.precision is not None:
+            self.context.precision.unscale(optimizer)
         limit = self.options.gradient_clip
         if limit:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, limit)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer; without a scaler it always really steps."""
+        """Step the optimizer, and return whether it really stepped; only a scaler ever skips."""
+        if self.context.precision is not None:
+            return self.context.precision.step(optimizer)
         if self.context.needs_closure:
             optimizer.step(self.context.closure)
         else:
@@ -394,7 +454,9 @@ class CoreTrainer(base.Trainer):
                 bound.advance(1, metrics)
 
     def after_step(self, output: Mapping[str, Any]) -> None:
-        """Nothing is left to do after a plain step."""
+        """Adapt the scale of mixed precision; nothing else is left to do after a step."""
+        if self.context.precision is not None:
+            self.context.precision.update()
 
     # ------------------------------------------------------------------ attributes by their usual names
 
@@ -492,6 +554,8 @@ class CoreTrainer(base.Trainer):
             else:
                 loader = self.get_test_loader(self.val_batch_size if stage == "valid" else self.test_batch_size, source)
             self._loaders[stage] = (source, loader)
+            if stage == "train":
+                self.context.state["train_loader"] = loader
         return loader
 
     def forget_loaders(self) -> None:
@@ -513,8 +577,8 @@ class CoreTrainer(base.Trainer):
         context.progress, context.history, context.meter = fresh.progress, fresh.history, fresh.meter
         context.optimizers.clear()
         context.schedulers.clear()
-        context.validated_at = -1
-        self._epoch_start = None
+        context.validated_at, context.validation = -1, {}
+        self._epoch_start, self._restored_order = None, None
 
     # ------------------------------------------------------------------ private
 
@@ -529,18 +593,39 @@ class CoreTrainer(base.Trainer):
         if context.needs_closure and context.window.size > 1:
             raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
         first = context.optimizers[0]
-        schedulers = [
-            self.get_lr_scheduler(context.config, first),
-            as_scheduler(self.options.mtm_scheduler, first),
-        ]
-        context.schedulers.extend(
-            bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
-            for scheduler in schedulers
-            if scheduler is not None
-        )
+        scheduler, strategy = self.get_lr_scheduler(context.config, first), self.strategies.lr_scheduler
+        if scheduler is not None:
+            bound = bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
+            if strategy is not None and type(self).get_lr_scheduler is CoreTrainer.get_lr_scheduler:
+                bound.interval, bound.frequency = strategy.interval, strategy.frequency
+                bound.stepper = partial(strategy.step, scheduler, context)
+            context.schedulers.append(bound)
+        momentum = as_scheduler(self.options.mtm_scheduler, first)
+        if momentum is not None:
+            context.schedulers.append(bind_scheduler(momentum))
+
+    def _step_by_strategy(self, examples: Any, labels: Any) -> Tensor:
+        context, strategy = self.context, self._step_strategy
+        assert strategy is not None
+        assert context.model is not None
+        state = context.state
+        state["current_batch"] = context.progress.batch
+        loss = strategy.training_step(context.model, context.optimizers[0], examples, labels, self.criterion, context)
+        state["last_loss"] = loss.detach()
+        return loss
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.context.precision is None else self.context.precision.autocast()
+
+    def _classifies(self) -> bool:
+        strategy = self.strategies.loss
+        return classifies(self.criterion) if strategy is None else strategy.is_classification
 
     def _place_in_data(self) -> dict[str, Any]:
         """What the rest of the running epoch, or the whole next one, is read from."""
+        if self._restored_order is not None:
+            # Nothing was read since the state was restored: the loader, if there is one yet, knows nothing of it.
+            return self._restored_order
         loader = self._loaders.get("train", (None, None))[1]
         at_start = self._epoch_start if self.context.progress.batch else None
         return {
@@ -593,6 +678,10 @@ _NO_TARGETS = "the batch has no targets: override train_step and test_step, or p
 _KEEP = ("keep_last", "keep_best", "keep_every")
 
 _WISHES = ("max_length", "validation_period", "checkpoint_period")
+
+
+def _if_given(coerce: Callable[[Any], _S], piece: Any) -> _S | None:
+    return None if piece is None else coerce(piece)
 
 
 def _period(value: TrainUnit | Mapping[str, int] | None, name: str) -> TrainUnit | None:

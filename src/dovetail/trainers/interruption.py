@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -47,11 +48,11 @@ def heeding_signals(context: TrainingContext) -> Iterator[None]:
     def heed(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if context.signal is not None:
-            print(f"\n{name} again: leaving at once", file=sys.stderr)
+            _say(f"\n{name} again: leaving at once")
             raise Interrupted(number, at_once=True)
         context.signal = number
         context.stop(f"interrupted by {name}")
-        print(f"\n{name}: finishing the running update, then leaving (again to leave at once)", file=sys.stderr)
+        _say(f"\n{name}: finishing the running update, then leaving (again to leave at once)")
 
     for number in replaced:
         signal.signal(number, heed)
@@ -62,14 +63,23 @@ def heeding_signals(context: TrainingContext) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _say(sentence: str) -> None:
+    # Not print: the signal may have come while the program was writing to the same stream.
+    with suppress(OSError):
+        os.write(2, f"{sentence}\n".encode())
+
+
 def leave_if_signalled(context: TrainingContext) -> None:
     """End the run that a signal has stopped, saying what was saved."""
     number, context.signal = context.signal, None
     if number is None:
         return
     progress, saver = context.progress, context.saver
-    saved = "nothing is saved (no checkpoint_dir)"
-    if saver is not None and saver.saved_at == (progress.epoch, progress.batches):
+    if saver is None:
+        saved = "nothing is saved (no checkpoint_dir)"
+    elif saver.saved_at != (progress.epoch, progress.batches):
+        saved = "nothing is saved (the checkpoint could not be written)"
+    else:
         saved = f"the checkpoint is in {saver.directory}, and fit(resume='auto') goes on from it"
     place = f"{progress.epoch} epochs and {progress.batches} batches"
     print(f"interrupted by {signal.Signals(number).name} after {place}: {saved}", file=sys.stderr)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Seconds after which a report is made even though its period has not ended: a display must not look frozen.
 _SLOWEST_REPORT = 1.0
 
-__all__ = ["evaluate", "fit", "predict", "train_epoch", "val_epoch"]
+__all__ = ["evaluate", "fit", "looking", "predict", "train_epoch", "val_epoch"]
 
 
 def fit(
@@ -104,7 +104,7 @@ def fit(
             _epoch(trainer, plan)
         if context.signal is None and plan.validate is not None and context.validated_at != progress.batches:
             _validate(trainer)
-        saving.checkpoint(trainer, due=plan.save is not None, final=True)
+        saving.checkpoint(trainer, due=plan.save is not None or context.signal is not None, final=True)
         saving.finish(trainer)
         context.history.sync()
         leave_if_signalled(context)
@@ -319,6 +319,13 @@ def predict(trainer: Trainer, data: Any = None) -> Any:
     with _lent_data(context, "predict", data), _running(trainer, "predict"), _evaluating(context, "predict"):
         to_device, predict_step = trainer.to_device, trainer.predict_step
         return concat([predict_step(to_device(batch)) for batch in trainer.batches("predict")])
+
+
+@contextmanager
+def looking(trainer: Trainer, stage: Stage = "test") -> Iterator[None]:
+    """Set a trainer up to look at data in a way of one's own; nothing of the training changes."""
+    with _running(trainer, stage), _evaluating(trainer.context, stage):
+        yield
 
 
 def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:

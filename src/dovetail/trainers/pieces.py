@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError
+from dovetail.registry import Registry
 from dovetail.trainers.context import BoundScheduler, Interval
 from dovetail.trainers.schedules import Schedule, ScheduleLR
 
@@ -26,8 +27,18 @@ __all__ = [
     "bind_scheduler",
     "classifies",
     "forward",
+    "losses",
+    "optimizers",
     "requires_closure",
+    "schedulers",
 ]
+
+
+losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss))
+optimizers: Registry[Any] = Registry("optimizer", lambda: _classes(torch.optim, Optimizer))
+schedulers: Registry[Any] = Registry(
+    "scheduler", lambda: {**_classes(torch_schedulers, LRScheduler), "ReduceLROnPlateau": ReduceLROnPlateau}
+)
 
 
 def as_module(model: Any) -> nn.Module | None:
@@ -77,7 +88,7 @@ def as_mode(mode: str) -> Literal["train", "test"]:
 def as_criterion(loss: Any) -> Callable[[Any, Any], Tensor]:
     """Return a loss from a name in `torch.nn`, a class, or any callable of outputs and targets."""
     if isinstance(loss, str):
-        loss = _named("loss", loss, _classes(nn, nn.modules.loss._Loss))
+        loss = losses.get(loss)
     made = loss() if isinstance(loss, type) else loss
     if not callable(made):
         raise ConfigError(f"criterion: expected a loss of torch.nn, its name, or a callable, got {loss!r}")
@@ -99,7 +110,7 @@ def as_optimizers(optimizer: Any, model: nn.Module, settings: Mapping[str, Any])
         return [made for item in optimizer for made in as_optimizers(item, model, settings)]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(optimizer, str):
-        optimizer = _named("optimizer", optimizer, _classes(torch.optim, Optimizer))
+        optimizer = optimizers.get(optimizer)
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to optimise")
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
@@ -123,8 +134,7 @@ def as_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | ReduceLR
     if isinstance(scheduler, Schedule):
         return scheduler.bind(optimizer)
     if isinstance(scheduler, str):
-        known = {**_classes(torch_schedulers, LRScheduler), "ReduceLROnPlateau": ReduceLROnPlateau}
-        scheduler = _named("scheduler", scheduler, known)
+        scheduler = schedulers.get(scheduler)
     made = scheduler(optimizer) if callable(scheduler) else scheduler
     if not isinstance(made, (LRScheduler, ReduceLROnPlateau)):
         raise ConfigError(
@@ -174,9 +184,3 @@ def _classes(module: Any, kind: type[Any]) -> dict[str, type[Any]]:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, kind) and value is not kind and not name.startswith("_")
     }
-
-
-def _named(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        raise UnknownNameError(kind, name, known)
-    return known[name]

@@ -68,6 +68,8 @@ class Saver:
 
     def consider(self, metrics: Mapping[str, float]) -> None:
         """Note whether a validation is strictly better than all before; the next checkpoint writes it down."""
+        # One that was written at this very batch, before the validation, does not hold it.
+        self.saved_at = None
         monitor = self._monitor(metrics)
         value = metrics.get(monitor)
         if value is None or value != value:
@@ -140,6 +142,8 @@ def save(trainer: Trainer, path: Path) -> Path:
     on_error = saver.on_error if saver is not None else "raise"
     if store.save(path, trainer.state_dict(), summary=summary, on_error=on_error) is not None:
         _tell(trainer, path)
+    elif saver is not None:
+        saver.saved_at = None
     return path
 
 
@@ -150,9 +154,13 @@ def finish(trainer: Trainer) -> None:
         return
     saver.writer.wait()
     path, saver.writing = saver.writing, None
+    if path is None:
+        return
     # A write that only warned about its failure has left nothing to tell of.
-    if path is not None and path.exists():
+    if path.exists():
         _tell(trainer, path)
+    else:
+        saver.saved_at = None
 
 
 def _tell(trainer: Trainer, path: Path) -> None:

@@ -22,6 +22,7 @@ from dovetail.callbacks import Callback
 from dovetail.data import split_batch
 from dovetail.errors import ConfigError
 from dovetail.history import History
+from dovetail.trainers import loop
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.pieces import as_mode
@@ -377,7 +378,11 @@ class PlatoSpelling(CoreTrainer):
         self.fit(trainset)
 
     def test_model(self, config: Mapping[str, Any], testset: Any, sampler: Any = None) -> float:
-        """Return the accuracy on `testset`, or its loss where accuracy has no meaning."""
+        """Return the accuracy on `testset`, or its loss where accuracy has no meaning, or what the strategy says."""
+        testing = self.strategies.testing
+        if testing is not None:
+            with loop.looking(self, "test"):
+                return float(testing.test_model(self.model, config, testset, sampler, self.context))
         size = int(config.get("batch_size", self.test_batch_size))
         metrics = self.evaluate(self.get_test_loader(size, testset, sampler))
         return metrics.get("accuracy", metrics["loss"])

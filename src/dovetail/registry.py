@@ -1,0 +1,69 @@
+"""Names for pieces: what a configuration may call them, and how to add your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar, overload
+
+from dovetail.errors import ConfigError, UnknownNameError
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+P = TypeVar("P")
+
+
+class Registry(Generic[T]):
+    """A table of pieces of one kind, by name.
+
+    Args:
+        kind: What the pieces are, for messages.
+        built_in: Returns the pieces that are there from the start; called when a name is first asked for.
+
+    Example:
+        >>> colours = Registry("colour", lambda: {"red": 1})
+        >>> colours.register("blue", 2)
+        2
+        >>> colours.get("blue"), colours.names()
+        (2, ['blue', 'red'])
+    """
+
+    def __init__(self, kind: str, built_in: Callable[[], Mapping[str, T]] = dict) -> None:
+        self.kind = kind
+        self._built_in = built_in
+        self._own: dict[str, T] = {}
+
+    @overload
+    def register(self, name: str, piece: P) -> P: ...
+    @overload
+    def register(self, name: str) -> Callable[[P], P]: ...
+    def register(self, name: str, piece: Any = None) -> Any:
+        """Give a piece a name; without the piece, do so as a decorator.
+
+        Raises:
+            ConfigError: The name is taken.
+        """
+        if piece is None:
+            return lambda decorated: self.register(name, decorated)
+        if name in self._table():
+            raise ConfigError(f"{self.kind} {name!r} is registered already")
+        self._own[name] = piece
+        return piece
+
+    def get(self, name: str) -> T:
+        """Return the piece of a name.
+
+        Raises:
+            UnknownNameError: There is none; the message names the nearest.
+        """
+        table = self._table()
+        if name not in table:
+            raise UnknownNameError(self.kind, name, table)
+        return table[name]
+
+    def names(self) -> list[str]:
+        """Return all names, sorted."""
+        return sorted(self._table())
+
+    def _table(self) -> dict[str, T]:
+        return {**self._built_in(), **self._own}

@@ -1,0 +1,98 @@
+"""Lower precision where it is safe, and the loss scaling that float16 needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dovetail.errors import ConfigError
+
+__all__ = ["Precision", "PrecisionName"]
+
+PrecisionName = Literal["auto", "fp32", "fp16", "bf16"]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Precision:
+    """Autocast for the forward pass and, in float16, a gradient scaler around backward and step.
+
+    The order is always: scale the loss, differentiate, unscale, clip, step. The scaler is updated once per batch, even
+    when several optimizers stepped: a new scale between them would unscale the second one's gradients by the wrong
+    factor.
+
+    Args:
+        name: `fp32` changes nothing; `bf16` needs no scaling; `fp16` scales; `auto` is `bf16` where the device computes
+            in it, `fp16` on older CUDA devices, and `fp32` on the CPU.
+        device_type: `cpu` or `cuda`.
+        init_scale: Where the scaler starts.
+
+    Example:
+        >>> Precision("bf16", "cpu").dtype
+        torch.bfloat16
+    """
+
+    def __init__(self, name: PrecisionName = "auto", device_type: str = "cpu", init_scale: float = 65536.0) -> None:
+        if name != "auto" and name not in _DTYPES:
+            raise ConfigError(f"precision: expected 'auto', 'fp32', 'fp16' or 'bf16', got {name!r}")
+        self.dtype = _best_dtype(device_type) if name == "auto" else _DTYPES[name]
+        self.device_type = device_type
+        self.scaler = torch.amp.GradScaler(device_type, init_scale=init_scale) if self.dtype is torch.float16 else None
+        self._stepped = False
+        self._is_used = False
+        self._watched: set[int] = set()
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which the forward pass and the loss are computed."""
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not torch.float32)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to differentiate."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Make an optimizer's gradients those of the loss; call it once per update, before clipping."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+            self._is_used = True
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step the optimizer unless its gradients overflowed, and return whether it stepped."""
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        if id(optimizer) not in self._watched:
+            # The scaler does not say whether it skipped; the optimizer says when it stepped.
+            optimizer.register_step_post_hook(self._note)
+            self._watched.add(id(optimizer))
+        self._stepped = False
+        self.scaler.step(optimizer)
+        return self._stepped
+
+    def update(self) -> None:
+        """Adapt the scale, if any optimizer was to step since the last time; call it once per batch."""
+        if self.scaler is not None and self._is_used:
+            self._is_used = False
+            self.scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(dict(state))
+
+    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped = True
+
+
+def _best_dtype(device_type: str) -> torch.dtype:
+    if device_type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16

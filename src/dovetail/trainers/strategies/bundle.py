@@ -1,0 +1,141 @@
+"""The strategies of one trainer: set up once, heard at their hooks, kept in its checkpoints, torn down once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from dovetail.callbacks import Callback
+from dovetail.trainers.strategies.base import (
+    DataLoaderStrategy,
+    LossCriterionStrategy,
+    LRSchedulerStrategy,
+    ModelUpdateStrategy,
+    OptimizerStrategy,
+    Strategy,
+    TestingStrategy,
+    TrainingStepStrategy,
+)
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["Strategies"]
+
+
+@dataclass
+class Strategies:
+    """One strategy of each kind, or None where the trainer's own seam answers.
+
+    The order of the fields is the order in which they are set up and heard.
+    """
+
+    loss: LossCriterionStrategy | None = None
+    optimizer: OptimizerStrategy | None = None
+    training_step: TrainingStepStrategy | None = None
+    lr_scheduler: LRSchedulerStrategy | None = None
+    model_update: ModelUpdateStrategy | None = None
+    data_loader: DataLoaderStrategy | None = None
+    testing: TestingStrategy | None = None
+    is_set_up: bool = field(default=False, init=False)
+
+    def __iter__(self) -> Iterator[Strategy]:
+        for each in fields(self):
+            strategy = getattr(self, each.name)
+            if isinstance(strategy, Strategy):
+                yield strategy
+
+    def setup(self, context: TrainingContext) -> None:
+        """Set every strategy up."""
+        for strategy in self:
+            strategy.setup(context)
+        self.is_set_up = True
+
+    def teardown(self, context: TrainingContext) -> None:
+        """Tear every strategy down, once however often this is called, and all even if one of them fails."""
+        if not self.is_set_up:
+            return
+        self.is_set_up = False
+        failure: BaseException | None = None
+        for strategy in self:
+            try:
+                strategy.teardown(context)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by role, of the strategies that have one."""
+        return {strategy.role: state for strategy in self if (state := strategy.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give every strategy its state back."""
+        for strategy in self:
+            if strategy.role in state:
+                strategy.load_state_dict(state[strategy.role])
+
+    def as_callback(self) -> Callback | None:
+        """Return a callback that calls the hooks which these strategies override, or None if there are none."""
+        events: dict[str, Any] = {}
+        for hook in ("on_train_start", "on_train_end", "on_epoch_start"):
+            if listeners := self._overriding(hook):
+                events[hook] = _calling(listeners)
+        if listeners := self._overriding("on_epoch_end"):
+            heard = listeners
+
+            def on_epoch_end(self: Callback, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+                for listener in heard:
+                    listener(context)
+
+            events["on_epoch_end"] = on_epoch_end
+        if touching := self._overriding("on_gradients"):
+
+            def on_gradients(self: Callback, context: TrainingContext, optimizer: Any) -> None:
+                for touch in touching:
+                    touch(optimizer, context)
+
+            events["on_gradients"] = on_gradients
+        self._add_update_events(events)
+        return type("StrategyHooks", (Callback,), events)() if events else None
+
+    def _add_update_events(self, events: dict[str, Any]) -> None:
+        update, optimizer_strategy = self.model_update, self.optimizer
+        if update is not None and _overrides(update, "before_step", ModelUpdateStrategy):
+
+            def on_step_start(self: Callback, context: TrainingContext, batch: Any) -> None:
+                # The window that the last batch closed is the one that this batch opens anew.
+                if context.window.closes:
+                    update.before_step(context)
+
+            events["on_step_start"] = on_step_start
+        hears_steps = optimizer_strategy is not None and _overrides(
+            optimizer_strategy, "on_optimizer_step", OptimizerStrategy
+        )
+        hears_updates = update is not None and _overrides(update, "after_step", ModelUpdateStrategy)
+        if hears_steps or hears_updates:
+
+            def on_update(self: Callback, context: TrainingContext) -> None:
+                if hears_steps:
+                    for optimizer in context.notes.stepped:
+                        optimizer_strategy.on_optimizer_step(optimizer, context)  # type: ignore[union-attr]
+                if hears_updates:
+                    update.after_step(context)  # type: ignore[union-attr]
+
+            events["on_update"] = on_update
+
+    def _overriding(self, hook: str) -> list[Callable[..., None]]:
+        return [getattr(strategy, hook) for strategy in self if _overrides(strategy, hook, Strategy)]
+
+
+def _overrides(strategy: Strategy, name: str, base: type[Strategy]) -> bool:
+    return getattr(type(strategy), name) is not getattr(base, name)
+
+
+def _calling(listeners: list[Callable[..., None]]) -> Callable[[Callback, TrainingContext], None]:
+    def call(self: Callback, context: TrainingContext) -> None:
+        for listener in listeners:
+            listener(context)
+
+    return call

@@ -1,0 +1,336 @@
+"""How a training set becomes batches.
+
+Whatever the strategy, indices for a sampler are drawn in a new order every epoch, as torch's `SubsetRandomSampler`
+does; a sampler of torch keeps its own order. Orders follow from `context.state["order_seed"]` and the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+from dovetail.data import DataLoader, SamplerSource, as_loader
+from dovetail.errors import ConfigError, DataError
+from dovetail.trainers.strategies.base import DataLoaderStrategy
+from dovetail.trainers.strategies.nesting import Described
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = [
+    "CustomCollateFnDataLoaderStrategy",
+    "DefaultDataLoaderStrategy",
+    "DynamicBatchSizeDataLoaderStrategy",
+    "PrefetchDataLoaderStrategy",
+    "ShuffleDataLoaderStrategy",
+]
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DefaultDataLoaderStrategy(Described, DataLoaderStrategy):
+    """Batches in the order of the data, or of the sampler.
+
+    Args:
+        num_workers: Processes that read samples.
+        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+        drop_last: Leave out a last batch that is not full.
+        shuffle: Draw a new order every epoch.
+        persistent_workers: Keep the processes from epoch to epoch.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> loader = DefaultDataLoaderStrategy().create_train_loader(torch.arange(5), None, 2, TrainingContext())
+        >>> [batch.tolist() for (batch,) in loader]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    drop_last: bool = False
+    shuffle: bool = False
+    persistent_workers: bool = False
+
+    def create_train_loader(
+        self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
+    ) -> Iterable[Any]:
+        """Return the training batches."""
+        return _loader(
+            trainset,
+            sampler,
+            batch_size,
+            context,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            drop_last=self.drop_last,
+            shuffle=self.shuffle,
+            persistent_workers=self.persistent_workers,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CustomCollateFnDataLoaderStrategy(Described, DataLoaderStrategy):
+    """Batches that a function of your own makes of samples.
+
+    Args:
+        collate_fn: Makes a batch of a list of samples.
+        num_workers: Processes that read samples.
+        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+        drop_last: Leave out a last batch that is not full.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> strategy = CustomCollateFnDataLoaderStrategy(lambda samples: sum(int(x) for (x,) in samples))
+        >>> list(strategy.create_train_loader(torch.arange(5), None, 2, TrainingContext()))
+        [1, 5, 4]
+    """
+
+    collate_fn: Collate
+    num_workers: int = 0
+    pin_memory: bool = False
+    drop_last: bool = False
+
+    def create_train_loader(
+        self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
+    ) -> Iterable[Any]:
+        """Return the training batches."""
+        return _loader(
+            trainset,
+            sampler,
+            batch_size,
+            context,
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            drop_last=self.drop_last,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefetchDataLoaderStrategy(Described, DataLoaderStrategy):
+    """Batches that processes read ahead, and go on reading from epoch to epoch.
+
+    Data that lies in memory as tensors needs no process, and gets none.
+
+    Args:
+        prefetch_factor: Batches that each process reads ahead.
+        num_workers: Processes that read samples.
+        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+        drop_last: Leave out a last batch that is not full.
+
+    Example:
+        >>> PrefetchDataLoaderStrategy(prefetch_factor=4)
+        PrefetchDataLoaderStrategy(prefetch_factor=4)
+    """
+
+    prefetch_factor: int = 2
+    num_workers: int = 2
+    pin_memory: bool = False
+    drop_last: bool = False
+
+    def create_train_loader(
+        self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
+    ) -> Iterable[Any]:
+        """Return the training batches."""
+        return _loader(
+            trainset,
+            sampler,
+            batch_size,
+            context,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            drop_last=self.drop_last,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=True,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ShuffleDataLoaderStrategy(Described, DataLoaderStrategy):
+    """Batches in an order that is drawn anew every epoch; a sampler of torch keeps its own.
+
+    Args:
+        num_workers: Processes that read samples.
+        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+        drop_last: Leave out a last batch that is not full.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> (batch,), = ShuffleDataLoaderStrategy().create_train_loader(torch.arange(9), None, 9, TrainingContext())
+        >>> sorted(batch.tolist())
+        [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    """
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    drop_last: bool = False
+
+    def create_train_loader(
+        self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
+    ) -> Iterable[Any]:
+        """Return the training batches."""
+        return _loader(
+            trainset,
+            sampler,
+            batch_size,
+            context,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            drop_last=self.drop_last,
+            shuffle=True,
+        )
+
+
+@dataclass(eq=False, repr=False)
+class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
+    """Batches whose size a function decides, once per epoch.
+
+    Args:
+        initial_batch_size: The size without a function, and what `context.state["batch_size"]` says before it is
+            first asked. The trainer's own batch size is not used.
+        max_batch_size: No batch is larger.
+        adjust_fn: Returns the size for the epoch that begins; `context.state["batch_size"]` is that of the last one.
+        num_workers: Processes that read samples.
+        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> strategy = DynamicBatchSizeDataLoaderStrategy(adjust_fn=lambda context: 2 * context.current_epoch)
+        >>> context = TrainingContext()
+        >>> loader = strategy.create_train_loader(torch.arange(8), None, 1, context)
+        >>> context.progress.epoch = 2
+        >>> before = len(loader); strategy.on_epoch_start(context); before, len(loader)
+        (4, 2)
+    """
+
+    initial_batch_size: int = 32
+    max_batch_size: int = 128
+    adjust_fn: Callable[[TrainingContext], int] | None = None
+    num_workers: int = 0
+    pin_memory: bool = False
+    _batches: _SizedBatches | None = field(default=None, init=False)
+    _sized_epoch: int = field(default=-1, init=False)
+
+    def create_train_loader(
+        self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
+    ) -> Iterable[Any]:
+        """Return the training batches.
+
+        Raises:
+            DataError: The data is a stream or in batches already.
+        """
+        context.state["batch_size"] = self.initial_batch_size
+        whole = as_loader(trainset, batch_size=1, sampler=sampler)
+        if not isinstance(whole, DataLoader) or isinstance(whole.dataset, IterableDataset):
+            raise DataError(f"{self!r} forms batches itself: expected a dataset with indices, got {trainset!r}")
+        shuffles = sampler is not None and not isinstance(_resolved(sampler), Sampler)
+        self._batches = _SizedBatches(whole.sampler, shuffles, context.state.get("order_seed"))
+        self._set_size(context)
+        return DataLoader(
+            whole.dataset, batch_sampler=self._batches, num_workers=self.num_workers, pin_memory=self.pin_memory
+        )
+
+    def on_epoch_start(self, context: TrainingContext) -> None:
+        """Ask for the size of the epoch, unless the loader was made for it."""
+        if self._batches is not None and context.progress.epoch != self._sized_epoch:
+            self._set_size(context)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size of the running epoch's batches."""
+        return {} if self._batches is None else {"batch_size": self._batches.batch_size, "epoch": self._sized_epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if self._batches is not None and state:
+            self._batches.batch_size, self._sized_epoch = state["batch_size"], state["epoch"]
+
+    def _set_size(self, context: TrainingContext) -> None:
+        assert self._batches is not None
+        size = self.initial_batch_size if self.adjust_fn is None else self.adjust_fn(context)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"adjust_fn: expected a batch size that is at least 1, got {size!r}")
+        self._batches.batch_size = context.state["batch_size"] = min(size, self.max_batch_size)
+        self._sized_epoch = context.progress.epoch
+
+
+class _SizedBatches(Sampler[list[int]]):
+    """Lists of indices whose length may change between epochs."""
+
+    def __init__(self, order: Iterable[int], shuffles: bool, seed: int | None) -> None:
+        self.batch_size = 1
+        self._order = order
+        self._shuffles = shuffles
+        self._seed = torch.initial_seed() if seed is None else seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-len(cast(Sized, self._order)) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self._order)
+        if self._shuffles:
+            generator = torch.Generator().manual_seed((self._seed + 0x9E3779B9 * self._epoch) % 2**63)
+            indices = [indices[place] for place in torch.randperm(len(indices), generator=generator).tolist()]
+        for start in range(0, len(indices), self.batch_size):
+            yield indices[start : start + self.batch_size]
+
+
+def _resolved(sampler: Any) -> Any:
+    return sampler.get() if not isinstance(sampler, Mapping) and isinstance(sampler, SamplerSource) else sampler
+
+
+def _loader(
+    trainset: Any,
+    sampler: Any,
+    batch_size: int,
+    context: TrainingContext,
+    *,
+    num_workers: int,
+    pin_memory: bool,
+    drop_last: bool,
+    shuffle: bool = False,
+    collate_fn: Collate | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+) -> Iterable[Any]:
+    sampler = _resolved(sampler)
+    seed = context.state.get("order_seed")
+    shuffle = shuffle or (sampler is not None and not isinstance(sampler, Sampler))
+    made = as_loader(
+        trainset,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        num_workers=num_workers,
+        seed=seed,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        pin_memory=pin_memory,
+    )
+    if not isinstance(made, DataLoader) or not made.num_workers or made is trainset:
+        return made
+    if prefetch_factor is None and not persistent_workers:
+        return made
+    # What the user called data and sampler is a dataset and an order by now; only the workers' settings are missing.
+    own_order = isinstance(sampler, Sampler) or isinstance(made.dataset, IterableDataset)
+    return DataLoader(
+        made.dataset,
+        batch_size,
+        False if own_order else shuffle,
+        sampler if isinstance(sampler, Sampler) else None,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        pin_memory=pin_memory,
+        drop_last=drop_last,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        seed=seed,
+    )

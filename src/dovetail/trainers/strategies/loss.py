@@ -1,0 +1,242 @@
+"""Losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.pieces import losses
+from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
+from dovetail.trainers.strategies.nesting import Described, Nesting
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = [
+    "BCEWithLogitsLossStrategy",
+    "CompositeLossStrategy",
+    "CrossEntropyLossStrategy",
+    "DefaultLossCriterionStrategy",
+    "L2RegularizationStrategy",
+    "MSELossStrategy",
+    "NLLLossStrategy",
+]
+
+Reduction = Literal["mean", "sum", "none"]
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(eq=False, repr=False)
+class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
+    """The loss that is given, or else the one that the configuration names.
+
+    Args:
+        loss_fn: A callable of outputs and labels. None for `config["loss_criterion"]`, a registered name, with the
+            arguments `config["parameters"]["loss_criterion"]`; without one, cross entropy.
+
+    Example:
+        >>> DefaultLossCriterionStrategy(nn.L1Loss()).compute_loss(torch.ones(2), torch.zeros(2), context=None)
+        tensor(1.)
+    """
+
+    loss_fn: LossFunction | None = None
+    _criterion: LossFunction | None = field(default=None, init=False)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Look the loss up anew: another run may have another configuration."""
+        self._criterion = None
+
+    def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+        """Return the loss of one batch."""
+        if self._criterion is None:
+            self._criterion = self.loss_fn or _configured(context.config)
+            if isinstance(self._criterion, nn.Module) and isinstance(outputs, Tensor):
+                self._criterion.to(outputs.device)
+        return self._criterion(outputs, labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a loss that is a module with one."""
+        return self.loss_fn.state_dict() if isinstance(self.loss_fn, nn.Module) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.load_state_dict(dict(state))
+
+
+@dataclass(eq=False, repr=False)
+class CrossEntropyLossStrategy(Described, LossCriterionStrategy):
+    """Cross entropy of logits and classes, as `torch.nn.CrossEntropyLoss` computes it.
+
+    Args:
+        weight: A weight for each class.
+        label_smoothing: How much of the target is spread over all classes.
+        reduction: `mean`, `sum` or `none`. Accumulation is exact for `mean`.
+        ignore_index: Labels that do not count.
+
+    Example:
+        >>> strategy = CrossEntropyLossStrategy(label_smoothing=0.1)
+        >>> strategy.compute_loss(torch.zeros(1, 4), torch.tensor([2]), context=None)
+        tensor(1.3863)
+    """
+
+    weight: Tensor | None = None
+    label_smoothing: float = 0.0
+    reduction: Reduction = "mean"
+    ignore_index: int = -100
+
+    def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+        """Return the loss of one batch."""
+        self.weight = _beside(outputs, self.weight)
+        return functional.cross_entropy(
+            outputs,
+            labels,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+@dataclass(eq=False, repr=False)
+class MSELossStrategy(Described, LossCriterionStrategy):
+    """The mean squared error.
+
+    Example:
+        >>> MSELossStrategy().compute_loss(torch.tensor([1.0, 3.0]), torch.zeros(2), context=None)
+        tensor(5.)
+    """
+
+    reduction: Reduction = "mean"
+
+    def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+        """Return the loss of one batch."""
+        return functional.mse_loss(outputs, labels, reduction=self.reduction)
+
+
+@dataclass(eq=False, repr=False)
+class BCEWithLogitsLossStrategy(Described, LossCriterionStrategy):
+    """Binary cross entropy of logits; labels may be integers.
+
+    Args:
+        weight: A weight for each element of a batch.
+        reduction: `mean`, `sum` or `none`.
+        pos_weight: A weight for the positive examples of each class.
+
+    Example:
+        >>> BCEWithLogitsLossStrategy().compute_loss(torch.zeros(2), torch.tensor([0, 1]), context=None)
+        tensor(0.6931)
+    """
+
+    weight: Tensor | None = None
+    reduction: Reduction = "mean"
+    pos_weight: Tensor | None = None
+
+    def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+        """Return the loss of one batch."""
+        self.weight, self.pos_weight = _beside(outputs, self.weight), _beside(outputs, self.pos_weight)
+        return functional.binary_cross_entropy_with_logits(
+            outputs,
+            labels if labels.is_floating_point() else labels.to(outputs.dtype),
+            self.weight,
+            reduction=self.reduction,
+            pos_weight=self.pos_weight,
+        )
+
+
+@dataclass(eq=False, repr=False)
+class NLLLossStrategy(Described, LossCriterionStrategy):
+    """The negative log likelihood, of outputs that are log probabilities.
+
+    Args:
+        weight: A weight for each class.
+        reduction: `mean`, `sum` or `none`.
+        ignore_index: Labels that do not count.
+
+    Example:
+        >>> NLLLossStrategy().compute_loss(torch.tensor([[-1.0, -2.0]]), torch.tensor([1]), context=None)
+        tensor(2.)
+    """
+
+    weight: Tensor | None = None
+    reduction: Reduction = "mean"
+    ignore_index: int = -100
+
+    def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+        """Return the loss of one batch."""
+        self.weight = _beside(outputs, self.weight)
+        return functional.nll_loss(
+            outputs, labels, self.weight, ignore_index=self.ignore_index, reduction=self.reduction
+        )
+
+
+@dataclass(eq=False, repr=False)
+class CompositeLossStrategy(Nesting, LossCriterionStrategy):
+    """A weighted sum of losses.
+
+    Args:
+        strategies: Losses, or pairs of a loss and its weight; the weight of a loss alone is 1.
+
+    Example:
+        >>> strategy = CompositeLossStrategy([MSELossStrategy(), (MSELossStrategy("sum"), 0.1)])
+        >>> strategy.compute_loss(torch.ones(2), torch.zeros(2), context=None)
+        tensor(1.2000)
+    """
+
+    strategies: Sequence[LossCriterionStrategy | tuple[LossCriterionStrategy, float]]
+
+    def __post_init__(self) -> None:
+        if not self.strategies:
+            raise ConfigError("CompositeLossStrategy: expected at least one loss, got none")
+        self._weighted = [it if isinstance(it, tuple) else (it, 1.0) for it in self.strategies]
+
+    @property
+    def parts(self) -> Sequence[Strategy]:
+        """The losses."""
+        return [strategy for strategy, _ in self._weighted]
+
+    def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+        """Return the loss of one batch."""
+        (first, weight), *others = self._weighted
+        total = weight * first.compute_loss(outputs, labels, context)
+        for strategy, weight in others:
+            total = total + weight * strategy.compute_loss(outputs, labels, context)
+        return total
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class L2RegularizationStrategy(Described, LossCriterionStrategy):
+    """The sum of all squared trainable parameters, times a weight: a part for `CompositeLossStrategy`.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.constant_(model.weight, 3.0)
+        >>> L2RegularizationStrategy(weight=0.5).compute_loss(None, None, TrainingContext(model))
+        tensor(9., grad_fn=<MulBackward0>)
+    """
+
+    weight: float = 0.01
+
+    def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+        """Return the penalty, whatever the batch is."""
+        assert context.model is not None
+        squares = [parameter.square().sum() for parameter in context.model.parameters() if parameter.requires_grad]
+        return self.weight * torch.stack(squares).sum() if squares else torch.zeros((), device=context.device)
+
+
+def _configured(config: Mapping[str, Any]) -> LossFunction:
+    arguments = config.get("parameters", {}).get("loss_criterion", {})
+    made: LossFunction = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))(**arguments)
+    return made
+
+
+def _beside(outputs: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Return a weight where the outputs are; the caller keeps it, so that it moves once."""
+    return weight if weight is None or weight.device == outputs.device else weight.to(outputs.device)

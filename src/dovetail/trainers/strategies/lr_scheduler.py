@@ -1,0 +1,464 @@
+"""Learning rates over time.
+
+Every strategy here takes two keywords: `interval` says what a step of the scheduler follows (`epoch`, `update` or
+`batch`), and `frequency` that only every n-th of these counts. The lengths of a schedule (`step_size`, `T_max`, …) are
+counted in such steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers.pieces import schedulers
+from dovetail.trainers.schedules import ScheduleLR
+from dovetail.trainers.strategies.base import LRSchedulerStrategy, Strategy
+from dovetail.trainers.strategies.nesting import Described, Nesting
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import Interval, TrainingContext
+
+__all__ = [
+    "CosineAnnealingLRSchedulerStrategy",
+    "CosineAnnealingWarmRestartsSchedulerStrategy",
+    "DefaultLRSchedulerStrategy",
+    "ExponentialLRSchedulerStrategy",
+    "LinearLRSchedulerStrategy",
+    "MultiStepLRSchedulerStrategy",
+    "NoSchedulerStrategy",
+    "PolynomialLRSchedulerStrategy",
+    "ReduceLROnPlateauSchedulerStrategy",
+    "StepLRSchedulerStrategy",
+    "TimedSchedulerStrategy",
+    "TimmLRSchedulerStrategy",
+    "WarmupLR",
+    "WarmupSchedulerStrategy",
+    "step_scheduler",
+]
+
+
+def step_scheduler(
+    scheduler: Any, context: TrainingContext, *, monitor: str = "valid_loss", interval: Interval = "epoch"
+) -> None:
+    """Advance a scheduler; one that follows a metric is given it, and waits where there is no new one.
+
+    Args:
+        scheduler: A scheduler of torch or one of our schedules.
+        context: The run.
+        monitor: A metric of the validation. Without any validation, and between epochs, it is the last batch's loss,
+            as it is for `last_loss`.
+        interval: When the scheduler steps.
+    """
+    if isinstance(scheduler, ScheduleLR) and scheduler.takes_metric:
+        monitor = "valid_accuracy"
+    elif not isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step()
+        return
+    value = _observed(context, monitor, interval)
+    if value is not None:
+        scheduler.step(float(value))
+
+
+def _observed(context: TrainingContext, monitor: str, interval: Interval) -> Any:
+    validation = context.validation
+    if monitor == "last_loss" or not validation or interval != "epoch":
+        return context.state.get("last_loss")
+    if monitor not in validation:
+        raise UnknownNameError("metric", monitor, validation)
+    # An old value told again would look like an epoch without improvement.
+    return validation[monitor] if context.validated_at == context.progress.batches else None
+
+
+@dataclass(eq=False, repr=False)
+class TimedSchedulerStrategy(Described, LRSchedulerStrategy):
+    """A scheduler strategy whose interval and frequency are settings: the base of those here.
+
+    Args:
+        interval: What a step of the scheduler follows: every `epoch`, `update` or `batch`.
+        frequency: Step at every n-th of these.
+    """
+
+    interval: Interval = field(default="epoch", kw_only=True)
+    frequency: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.interval not in ("epoch", "update", "batch"):
+            raise ConfigError(f"interval: expected 'epoch', 'update' or 'batch', got {self.interval!r}")
+        if self.frequency < 1:
+            raise ConfigError(f"frequency: expected a number that is at least 1, got {self.frequency!r}")
+
+    def step(self, scheduler: Any, context: TrainingContext) -> None:
+        """Advance the scheduler."""
+        step_scheduler(scheduler, context, interval=self.interval)
+
+
+@dataclass(eq=False, repr=False)
+class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
+    """The scheduler that is given, or else the one that the configuration names, or else none.
+
+    Args:
+        scheduler_fn: A callable of the optimizer. None for `config["lr_scheduler"]`, a registered name, with the
+            arguments `config["parameters"]["learning_rate"]`.
+
+    Example:
+        >>> from functools import partial
+        >>> DefaultLRSchedulerStrategy(partial(lr_scheduler.StepLR, step_size=3), interval="update")
+        DefaultLRSchedulerStrategy(scheduler_fn=partial(StepLR, step_size=3), interval='update')
+    """
+
+    scheduler_fn: Callable[[Optimizer], Any] | None = None
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> Any:
+        """Return the scheduler, or None."""
+        if self.scheduler_fn is not None:
+            return self.scheduler_fn(optimizer)
+        config = context.config
+        name = config.get("lr_scheduler")
+        if name is None:
+            return None
+        arguments = dict(config.get("parameters", {}).get("learning_rate", {}))
+        if name == "CosineAnnealingLR" and self.interval == "epoch" and "epochs" in config:
+            arguments.setdefault("T_max", max(1, config["epochs"] // self.frequency))
+        return schedulers.get(name)(optimizer, **arguments)
+
+
+@dataclass(eq=False, repr=False)
+class NoSchedulerStrategy(Described, LRSchedulerStrategy):
+    """A constant learning rate.
+
+    Example:
+        >>> NoSchedulerStrategy().create_scheduler(None, context=None) is None
+        True
+    """
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> None:
+        """Return None."""
+
+
+@dataclass(eq=False, repr=False)
+class StepLRSchedulerStrategy(TimedSchedulerStrategy):
+    """The rate times `gamma` every `step_size` steps.
+
+    Example:
+        >>> StepLRSchedulerStrategy(step_size=3, interval="update", frequency=2)
+        StepLRSchedulerStrategy(step_size=3, interval='update', frequency=2)
+    """
+
+    step_size: int = 10
+    gamma: float = 0.1
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
+        """Return the scheduler."""
+        return lr_scheduler.StepLR(optimizer, self.step_size, self.gamma)
+
+
+@dataclass(eq=False, repr=False)
+class MultiStepLRSchedulerStrategy(TimedSchedulerStrategy):
+    """The rate times `gamma` at every milestone.
+
+    Example:
+        >>> MultiStepLRSchedulerStrategy(milestones=[30, 60])
+        MultiStepLRSchedulerStrategy(milestones=[30, 60])
+    """
+
+    milestones: Sequence[int]
+    gamma: float = 0.1
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
+        """Return the scheduler."""
+        return lr_scheduler.MultiStepLR(optimizer, list(self.milestones), self.gamma)
+
+
+@dataclass(eq=False, repr=False)
+class ExponentialLRSchedulerStrategy(TimedSchedulerStrategy):
+    """The rate times `gamma` at every step.
+
+    Example:
+        >>> ExponentialLRSchedulerStrategy(gamma=0.9)
+        ExponentialLRSchedulerStrategy(gamma=0.9)
+    """
+
+    gamma: float = 0.95
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
+        """Return the scheduler."""
+        return lr_scheduler.ExponentialLR(optimizer, self.gamma)
+
+
+@dataclass(eq=False, repr=False)
+class CosineAnnealingLRSchedulerStrategy(TimedSchedulerStrategy):
+    """Half a cosine from the optimizer's rate down to `eta_min`, in `T_max` steps.
+
+    Example:
+        >>> CosineAnnealingLRSchedulerStrategy(T_max=50)
+        CosineAnnealingLRSchedulerStrategy(T_max=50)
+    """
+
+    T_max: int
+    eta_min: float = 0.0
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
+        """Return the scheduler."""
+        return lr_scheduler.CosineAnnealingLR(optimizer, self.T_max, self.eta_min)
+
+
+@dataclass(eq=False, repr=False)
+class CosineAnnealingWarmRestartsSchedulerStrategy(TimedSchedulerStrategy):
+    """Cosines one after the other: the first takes `T_0` steps, every other `T_mult` times the one before.
+
+    Example:
+        >>> CosineAnnealingWarmRestartsSchedulerStrategy(T_0=10, T_mult=2)
+        CosineAnnealingWarmRestartsSchedulerStrategy(T_0=10, T_mult=2)
+    """
+
+    T_0: int
+    T_mult: int = 1
+    eta_min: float = 0.0
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
+        """Return the scheduler."""
+        return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, self.T_0, self.T_mult, self.eta_min)
+
+
+@dataclass(eq=False, repr=False)
+class ReduceLROnPlateauSchedulerStrategy(TimedSchedulerStrategy):
+    """The rate times `factor` when a metric has not improved for `patience` steps.
+
+    Args:
+        mode: Whether the metric is good when small (`min`) or large (`max`).
+        factor: What the rate is multiplied by.
+        patience: Steps without improvement that are put up with.
+        threshold: How much better counts as an improvement.
+        threshold_mode: Whether that is relative (`rel`) or absolute (`abs`).
+        cooldown: Steps after a reduction that do not count.
+        min_lr: The smallest rate.
+        eps: Reductions that are smaller are left out.
+        monitor: A metric of the validation, or `last_loss`, the loss of the last batch, which also serves where
+            nothing is validated. An epoch without a validation does not count.
+        interval: When it steps; between epochs the metric is `last_loss`.
+        frequency: Step at every n-th of these.
+
+    Example:
+        >>> ReduceLROnPlateauSchedulerStrategy(patience=2, monitor="valid_accuracy", mode="max")
+        ReduceLROnPlateauSchedulerStrategy(mode='max', patience=2, monitor='valid_accuracy')
+    """
+
+    mode: Literal["min", "max"] = "min"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_mode: Literal["rel", "abs"] = "rel"
+    cooldown: int = 0
+    min_lr: float = 0
+    eps: float = 1e-8
+    monitor: str = field(default="valid_loss", kw_only=True)
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> ReduceLROnPlateau:
+        """Return the scheduler."""
+        return ReduceLROnPlateau(
+            optimizer,
+            mode=self.mode,
+            factor=self.factor,
+            patience=self.patience,
+            threshold=self.threshold,
+            threshold_mode=self.threshold_mode,
+            cooldown=self.cooldown,
+            min_lr=self.min_lr,
+            eps=self.eps,
+        )
+
+    def step(self, scheduler: Any, context: TrainingContext) -> None:
+        """Tell the scheduler the metric, if there is a new one."""
+        step_scheduler(scheduler, context, monitor=self.monitor, interval=self.interval)
+
+
+@dataclass(eq=False, repr=False)
+class LinearLRSchedulerStrategy(TimedSchedulerStrategy):
+    """A straight line from `start_factor` to `end_factor` times the optimizer's rate, in `total_iters` steps.
+
+    Example:
+        >>> LinearLRSchedulerStrategy(start_factor=0.5, total_iters=4)
+        LinearLRSchedulerStrategy(start_factor=0.5, total_iters=4)
+    """
+
+    start_factor: float = 1 / 3
+    end_factor: float = 1.0
+    total_iters: int = 5
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
+        """Return the scheduler."""
+        return lr_scheduler.LinearLR(optimizer, self.start_factor, self.end_factor, self.total_iters)
+
+
+@dataclass(eq=False, repr=False)
+class PolynomialLRSchedulerStrategy(TimedSchedulerStrategy):
+    """The optimizer's rate times `(1 - t / total_iters) ** power`.
+
+    Example:
+        >>> PolynomialLRSchedulerStrategy(total_iters=50, power=2.0)
+        PolynomialLRSchedulerStrategy(total_iters=50, power=2.0)
+    """
+
+    total_iters: int = 5
+    power: float = 1.0
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
+        """Return the scheduler."""
+        return lr_scheduler.PolynomialLR(optimizer, self.total_iters, self.power)
+
+
+@dataclass(eq=False, repr=False)
+class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
+    """A straight line up to the optimizer's rate, and then any other schedule from its beginning.
+
+    Args:
+        warmup_epochs: Steps that the warm-up takes: epochs, unless `interval` says otherwise.
+        warmup_start_lr: The rate of the first.
+        base_scheduler: What comes after; None for a constant rate.
+
+    Raises:
+        ConfigError: The schedule after the warm-up has another interval or frequency.
+
+    Example:
+        >>> import torch
+        >>> strategy = WarmupSchedulerStrategy(4, 0.0, base_scheduler=StepLRSchedulerStrategy(step_size=30))
+        >>> scheduler = strategy.create_scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0), context=None)
+        >>> scheduler.get_last_lr(), scheduler.base.get_last_lr()
+        ([0.0], [1.0])
+    """
+
+    warmup_epochs: int
+    warmup_start_lr: float
+    base_scheduler: LRSchedulerStrategy | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_epochs < 0:
+            raise ConfigError(f"warmup_epochs: expected a number that is not negative, got {self.warmup_epochs!r}")
+        base = self.base_scheduler
+        if base is not None and (base.interval, base.frequency) != (self.interval, self.frequency):
+            raise ConfigError(
+                f"{self!r}: the warm-up steps at every {self.frequency}. {self.interval}, what follows it at every "
+                f"{base.frequency}. {base.interval}; give both the same interval and frequency"
+            )
+
+    @property
+    def parts(self) -> Sequence[Strategy]:
+        """The schedule after the warm-up, if there is one."""
+        return () if self.base_scheduler is None else (self.base_scheduler,)
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> WarmupLR:
+        """Return one scheduler for both, whose state holds both."""
+        base = None if self.base_scheduler is None else self.base_scheduler.create_scheduler(optimizer, context)
+        return WarmupLR(optimizer, self.warmup_epochs, self.warmup_start_lr, base)
+
+    def step(self, scheduler: Any, context: TrainingContext) -> None:
+        """Advance the warm-up or, once it has ended, what follows."""
+        if not scheduler.is_warm:
+            scheduler.step()
+        elif self.base_scheduler is not None and scheduler.base is not None:
+            self.base_scheduler.step(scheduler.base, context)
+
+
+class WarmupLR(LRScheduler):
+    """The torch scheduler of a warm-up and of what follows it.
+
+    Args:
+        optimizer: The optimizer, with the rates that the warm-up leads to.
+        warmup_steps: Its length.
+        start_lr: The rate it starts from, in every parameter group.
+        base: A scheduler of the same optimizer that goes on from there.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> WarmupLR(optimizer, 4, 0.2).get_last_lr(), optimizer.param_groups[0]["lr"]
+        ([0.2], 0.2)
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: int, start_lr: float, base: Any = None) -> None:
+        self.base = base
+        self.warmup_steps = warmup_steps
+        self.start_lr = start_lr
+        self.target_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the warm-up has ended."""
+        return self.last_epoch >= self.warmup_steps
+
+    def step(self, epoch: int | None = None) -> None:
+        """Advance the warm-up or, once it has ended, what follows."""
+        if self.last_epoch < self.warmup_steps:
+            super().step()
+        elif self.base is not None:
+            self.base.step()
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the current rates, of the warm-up or of what follows."""
+        if self.is_warm and self.base is not None:
+            rates: list[float | Tensor] = self.base.get_last_lr()
+            return rates
+        return super().get_last_lr()
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the current rates of the warm-up."""
+        if self.last_epoch >= self.warmup_steps:
+            return list(self.target_lrs)
+        share = self.last_epoch / self.warmup_steps
+        return [self.start_lr + (target - self.start_lr) * share for target in self.target_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the warm-up is, and the state of what follows."""
+        return {
+            "last_epoch": self.last_epoch,
+            "step_count": self._step_count,
+            "target_lrs": list(self.target_lrs),
+            "last_lr": [float(rate) for rate in self._last_lr],
+            "base": {} if self.base is None else self.base.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was taken; the optimizer's state holds the rates themselves."""
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
+        self.target_lrs, self._last_lr = list(state_dict["target_lrs"]), list(state_dict["last_lr"])
+        if self.base is not None:
+            self.base.load_state_dict(dict(state_dict["base"]))
+
+
+@dataclass(eq=False, repr=False)
+class TimmLRSchedulerStrategy(Described, LRSchedulerStrategy):
+    """A scheduler in the manner of timm: told the number of updates after each, and the number of epochs after each.
+
+    Args:
+        scheduler_fn: Makes, of an optimizer, an object with `step_update(num_updates)`, `step(epoch)`, `state_dict` and
+            `load_state_dict`.
+
+    Example:
+        >>> TimmLRSchedulerStrategy(lambda optimizer: None).interval
+        'update'
+    """
+
+    scheduler_fn: Callable[[Optimizer], Any]
+    interval: Interval = field(default="update", init=False)
+    _scheduler: Any = field(default=None, init=False)
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> Any:
+        """Return the scheduler."""
+        self._scheduler = self.scheduler_fn(optimizer)
+        return self._scheduler
+
+    def step(self, scheduler: Any, context: TrainingContext) -> None:
+        """Tell the scheduler of an update."""
+        scheduler.step_update(context.progress.updates)
+
+    def on_epoch_end(self, context: TrainingContext) -> None:
+        """Tell the scheduler of an epoch."""
+        self._scheduler.step(context.progress.epoch)

@@ -1,0 +1,136 @@
+"""What happens around updates, and what a client sends besides its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.nesting import Described, Nesting
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["CompositeUpdateStrategy", "NoOpUpdateStrategy", "StateTrackingUpdateStrategy"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NoOpUpdateStrategy(Described, ModelUpdateStrategy):
+    """Nothing: the model is what the optimizer makes of it, and the weights are all that is sent.
+
+    Example:
+        >>> NoOpUpdateStrategy().get_update_payload(context=None)
+        {}
+    """
+
+
+@dataclass(eq=False, repr=False)
+class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
+    """Counts real updates, in all and in the running epoch, and rounds.
+
+    A round is the federation's where there is one, else a run of this trainer; a resumed run is the same one.
+
+    Attributes:
+        total_steps: Updates since the trainer was made.
+        epoch_steps: Updates of the running, or else the last, epoch.
+        round_number: The round.
+
+    Example:
+        >>> strategy = StateTrackingUpdateStrategy()
+        >>> strategy.after_step(context=None)
+        >>> strategy.get_update_payload(context=None)
+        {'total_steps': 1, 'epoch_steps': 1, 'round_number': 0}
+    """
+
+    total_steps: int = field(default=0, init=False)
+    epoch_steps: int = field(default=0, init=False)
+    round_number: int = field(default=0, init=False)
+    _run_id: str = field(default="", init=False)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Count the round."""
+        if context.current_round:
+            self.round_number = context.current_round
+        elif not context.run_id or context.run_id != self._run_id:
+            self.round_number += 1
+        self._run_id = context.run_id
+
+    def on_epoch_start(self, context: TrainingContext) -> None:
+        """Count the epoch's updates from nothing."""
+        self.epoch_steps = 0
+
+    def after_step(self, context: TrainingContext) -> None:
+        """Count an update."""
+        self.total_steps += 1
+        self.epoch_steps += 1
+
+    def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
+        """Return the counts."""
+        return {
+            "total_steps": self.total_steps,
+            "epoch_steps": self.epoch_steps,
+            "round_number": self.round_number,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {
+            "total_steps": self.total_steps,
+            "epoch_steps": self.epoch_steps,
+            "round_number": self.round_number,
+            "run_id": self._run_id,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.total_steps, self.epoch_steps = state["total_steps"], state["epoch_steps"]
+        self.round_number, self._run_id = state["round_number"], state["run_id"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
+    """Several update strategies, one after the other.
+
+    Args:
+        strategies: Called in this order.
+
+    Example:
+        >>> CompositeUpdateStrategy([StateTrackingUpdateStrategy()]).get_update_payload(context=None)["total_steps"]
+        0
+    """
+
+    strategies: Sequence[ModelUpdateStrategy]
+
+    @property
+    def parts(self) -> Sequence[Strategy]:
+        """The strategies."""
+        return self.strategies
+
+    def before_step(self, context: TrainingContext) -> None:
+        """Pass on."""
+        for strategy in self.strategies:
+            strategy.before_step(context)
+
+    def after_step(self, context: TrainingContext) -> None:
+        """Pass on."""
+        for strategy in self.strategies:
+            strategy.after_step(context)
+
+    def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
+        """Return what all strategies send.
+
+        Raises:
+            ConfigError: Two of them send something under the same key.
+        """
+        payload: dict[str, Any] = {}
+        senders: dict[str, ModelUpdateStrategy] = {}
+        for strategy in self.strategies:
+            for key, value in strategy.get_update_payload(context).items():
+                if key in payload:
+                    raise ConfigError(
+                        f"update payload: both {senders[key]!r} and {strategy!r} send {key!r}; one would be lost"
+                    )
+                payload[key], senders[key] = value, strategy
+        return payload

@@ -1,0 +1,289 @@
+"""Optimizers.
+
+Every optimizer here is given all parameters of the model, also those that are frozen at the moment: torch passes over a
+parameter without a gradient, and one that is thawed later is trained.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.pieces import optimizers
+from dovetail.trainers.strategies.base import OptimizerStrategy, Strategy
+from dovetail.trainers.strategies.nesting import Described, Nesting, shown
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = [
+    "AdamOptimizerStrategy",
+    "AdamWOptimizerStrategy",
+    "DefaultOptimizerStrategy",
+    "GradientClippingOptimizerStrategy",
+    "ParameterGroupOptimizerStrategy",
+    "RMSpropOptimizerStrategy",
+    "SGDOptimizerStrategy",
+    "clip_gradients",
+    "learning_rate",
+    "make_optimizer",
+]
+
+
+def learning_rate(lr: float | None, context: TrainingContext) -> float:
+    """Return a learning rate; for None that of the configuration, or 0.01 where it has none."""
+    return float(context.config.get("lr", 0.01)) if lr is None else lr
+
+
+def make_optimizer(
+    optimizer_class: type[Optimizer], model: nn.Module, context: TrainingContext, settings: Mapping[str, Any]
+) -> Optimizer:
+    """Return an optimizer of all parameters of a model; its learning rate is the configuration's, unless set."""
+    made: Any = optimizer_class
+    takes_lr = "lr" in inspect.signature(optimizer_class).parameters
+    rate = {"lr": learning_rate(None, context)} if takes_lr else {}
+    optimizer: Optimizer = made(_parameters(model), **{**rate, **settings})
+    return optimizer
+
+
+def clip_gradients(optimizer: Optimizer, max_norm: float, norm_type: float) -> None:
+    """Scale the gradients of an optimizer down so that their norm is at most `max_norm`."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DefaultOptimizerStrategy(Described, OptimizerStrategy):
+    """The optimizer that is given, or else the one that the configuration names.
+
+    Args:
+        optimizer_fn: A callable of the model. None for `config["optimizer"]`, a registered name, with the arguments
+            `config["parameters"]["optimizer"]`; without one, SGD.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> type(DefaultOptimizerStrategy().create_optimizer(nn.Linear(1, 1), TrainingContext())).__name__
+        'SGD'
+    """
+
+    optimizer_fn: Callable[[nn.Module], Optimizer] | None = None
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        if self.optimizer_fn is not None:
+            return self.optimizer_fn(model)
+        config = context.config
+        optimizer_class = optimizers.get(config.get("optimizer", "SGD"))
+        return make_optimizer(optimizer_class, model, context, config.get("parameters", {}).get("optimizer", {}))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SGDOptimizerStrategy(Described, OptimizerStrategy):
+    """`torch.optim.SGD`; a learning rate of None is that of the configuration.
+
+    Example:
+        >>> SGDOptimizerStrategy(lr=0.1, momentum=0.9).create_optimizer(nn.Linear(1, 1), None).defaults["momentum"]
+        0.9
+    """
+
+    lr: float | None = None
+    momentum: float = 0
+    weight_decay: float = 0
+    dampening: float = 0
+    nesterov: bool = False
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        return torch.optim.SGD(
+            _parameters(model),
+            lr=learning_rate(self.lr, context),
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            dampening=self.dampening,
+            nesterov=self.nesterov,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AdamOptimizerStrategy(Described, OptimizerStrategy):
+    """`torch.optim.Adam`; a learning rate of None is that of the configuration.
+
+    Example:
+        >>> AdamOptimizerStrategy(lr=0.001).create_optimizer(nn.Linear(1, 1), None).defaults["betas"]
+        (0.9, 0.999)
+    """
+
+    lr: float | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0
+    amsgrad: bool = False
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        return torch.optim.Adam(
+            _parameters(model),
+            lr=learning_rate(self.lr, context),
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            amsgrad=self.amsgrad,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AdamWOptimizerStrategy(Described, OptimizerStrategy):
+    """`torch.optim.AdamW`; a learning rate of None is that of the configuration.
+
+    Example:
+        >>> AdamWOptimizerStrategy(lr=0.001).create_optimizer(nn.Linear(1, 1), None).defaults["weight_decay"]
+        0.01
+    """
+
+    lr: float | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    amsgrad: bool = False
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        return torch.optim.AdamW(
+            _parameters(model),
+            lr=learning_rate(self.lr, context),
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            amsgrad=self.amsgrad,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RMSpropOptimizerStrategy(Described, OptimizerStrategy):
+    """`torch.optim.RMSprop`; a learning rate of None is that of the configuration.
+
+    Example:
+        >>> RMSpropOptimizerStrategy(lr=0.1).create_optimizer(nn.Linear(1, 1), None).defaults["alpha"]
+        0.99
+    """
+
+    lr: float | None = None
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0
+    momentum: float = 0
+    centered: bool = False
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        return torch.optim.RMSprop(
+            _parameters(model),
+            lr=learning_rate(self.lr, context),
+            alpha=self.alpha,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            centered=self.centered,
+        )
+
+
+class ParameterGroupOptimizerStrategy(OptimizerStrategy):
+    """One optimizer whose parameter groups have settings of their own.
+
+    Args:
+        optimizer_class: A class of `torch.optim`.
+        parameter_groups_fn: Returns the groups of a model: dictionaries with `params` and, where it differs, `lr` and
+            other settings.
+        default_lr: The learning rate of groups that set none; None for that of the configuration.
+        settings: Further arguments of the optimizer.
+
+    Example:
+        >>> strategy = ParameterGroupOptimizerStrategy(
+        ...     torch.optim.SGD,
+        ...     lambda model: [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}],
+        ...     default_lr=0.1,
+        ... )
+        >>> [group["lr"] for group in strategy.create_optimizer(nn.Linear(1, 1), None).param_groups]
+        [0.5, 0.1]
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        parameter_groups_fn: Callable[[nn.Module], Sequence[Mapping[str, Any]]],
+        default_lr: float | None = None,
+        **settings: Any,
+    ) -> None:
+        self.optimizer_class = optimizer_class
+        self.parameter_groups_fn = parameter_groups_fn
+        self.default_lr = default_lr
+        self.settings = settings
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        made: Any = self.optimizer_class
+        groups = [dict(group) for group in self.parameter_groups_fn(model)]
+        optimizer: Optimizer = made(groups, lr=learning_rate(self.default_lr, context), **self.settings)
+        return optimizer
+
+    def __repr__(self) -> str:
+        rate = {} if self.default_lr is None else {"default_lr": self.default_lr}
+        settings = [f"{name}={shown(value)}" for name, value in {**rate, **self.settings}.items()]
+        pieces = [shown(self.optimizer_class), shown(self.parameter_groups_fn), *settings]
+        return f"{type(self).__name__}({', '.join(pieces)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
+    """Another strategy's optimizer, with gradients whose norm is limited before every step.
+
+    Gradients are complete and unscaled when they are clipped. Each optimizer is clipped on its own.
+
+    Example:
+        >>> strategy = GradientClippingOptimizerStrategy(SGDOptimizerStrategy(lr=1.0), max_norm=1.0)
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> strategy.on_gradients(torch.optim.SGD([weight]), context=None)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+
+    base_strategy: OptimizerStrategy
+    max_norm: float = 1.0
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise ConfigError(f"GradientClippingOptimizerStrategy: max_norm must be positive, got {self.max_norm!r}")
+
+    @property
+    def parts(self) -> Sequence[Strategy]:
+        """The strategy whose optimizer it is."""
+        return (self.base_strategy,)
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        return self.base_strategy.create_optimizer(model, context)
+
+    def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
+        """Clip what the optimizer is about to use."""
+        self.base_strategy.on_gradients(optimizer, context)
+        clip_gradients(optimizer, self.max_norm, self.norm_type)
+
+    def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
+        """Pass on."""
+        self.base_strategy.on_optimizer_step(optimizer, context)
+
+
+def _parameters(model: nn.Module) -> list[nn.Parameter]:
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ConfigError("the model has no parameter that requires a gradient: there is nothing to optimise")
+    return parameters

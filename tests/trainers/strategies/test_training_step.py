@@ -1,0 +1,582 @@
+"""Step strategies alone, against loops written by hand, and nested in each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from problem import Problem, assert_same_weights, train_by_hand, weights
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dovetail import Epochs
+from dovetail.errors import ConfigError, DataError, NonFiniteLossError
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.strategies import (
+    CrossEntropyLossStrategy,
+    CustomBackwardStepStrategy,
+    DefaultTrainingStepStrategy,
+    GradientAccumulationStepStrategy,
+    GradientClippingStepStrategy,
+    MixedPrecisionStepStrategy,
+    MultipleForwardPassStepStrategy,
+    NestingStepStrategy,
+    SGDOptimizerStrategy,
+    TrainingStepStrategy,
+    ValidateBeforeStepStrategy,
+    compose_steps,
+)
+
+
+class Hears(NestingStepStrategy):
+    """Notes every hook that reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def _note(name: str) -> Any:
+        def hook(self: Hears, *args: Any) -> None:
+            self.heard.append(name)
+
+        return hook
+
+    setup, teardown = _note("setup"), _note("teardown")
+    on_train_start, on_train_end = _note("on_train_start"), _note("on_train_end")
+    on_epoch_start, on_epoch_end = _note("on_epoch_start"), _note("on_epoch_end")
+    on_gradients = _note("on_gradients")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"heard": list(self.heard)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.heard = list(state["heard"])
+
+
+def every_wrapper() -> list[NestingStepStrategy]:
+    return [
+        DefaultTrainingStepStrategy(),
+        GradientAccumulationStepStrategy(1),
+        MixedPrecisionStepStrategy(),
+        GradientClippingStepStrategy(1e9),
+        CustomBackwardStepStrategy(lambda model, loss, context: context.backward(loss)),
+        MultipleForwardPassStepStrategy(1),
+        ValidateBeforeStepStrategy(raise_on_error=True),
+    ]
+
+
+SGD = SGDOptimizerStrategy(0.1)
+
+
+# One by one
+
+
+def test_the_default_step_is_the_loop_that_everybody_writes(problem, train) -> None:
+    model, by_hand = problem.model(), problem.model()
+    train(model, problem.batches, optimizer_strategy=SGD, training_step_strategy=DefaultTrainingStepStrategy())
+    train_by_hand(by_hand, problem.batches, torch.optim.SGD(by_hand.parameters(), lr=0.1))
+    assert_same_weights(model, by_hand)
+
+
+@pytest.mark.parametrize("step", every_wrapper(), ids=lambda step: type(step).__name__)
+def test_every_step_with_neutral_settings_is_the_default_step(step: NestingStepStrategy, problem, train) -> None:
+    model, by_hand = problem.model(), problem.model()
+    train(model, problem.batches, optimizer_strategy=SGD, training_step_strategy=step)
+    train_by_hand(by_hand, problem.batches, torch.optim.SGD(by_hand.parameters(), lr=0.1))
+    assert_same_weights(model, by_hand)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize(
+    ("step", "config"),
+    [
+        (DefaultTrainingStepStrategy(create_graph=True), {}),
+        (GradientAccumulationStepStrategy(1, create_graph=True), {}),
+        (MixedPrecisionStepStrategy(create_graph=True), {}),
+        (GradientClippingStepStrategy(1e9, base_strategy=DefaultTrainingStepStrategy(create_graph=True)), {}),
+        (DefaultTrainingStepStrategy(), {"create_graph": True}),
+    ],
+)
+def test_gradients_can_be_differentiated_again_where_that_is_asked_for(step, config, problem, train) -> None:
+    differentiable = []
+
+    class Looks(SGDOptimizerStrategy):
+        def on_gradients(self, optimizer: torch.optim.Optimizer, context: TrainingContext) -> None:
+            differentiable.extend(p.grad.requires_grad for group in optimizer.param_groups for p in group["params"])
+
+    trainer = ComposableTrainer(
+        problem.model(), verbose=False, optimizer_strategy=Looks(0.1), training_step_strategy=step
+    )
+    trainer.context.config.update(config)
+    trainer.fit(problem.batches[:1], max_length=Epochs(1))
+    assert differentiable == [True] * 4
+
+
+def test_a_retained_graph_can_be_used_after_the_step(problem, train) -> None:
+    losses: list[Tensor] = []
+
+    class Keeps(CrossEntropyLossStrategy):
+        def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+            losses.append(super().compute_loss(outputs, labels, context))
+            return losses[-1]
+
+    model = problem.model()
+    train(
+        model,
+        problem.batches[:1],
+        loss_strategy=Keeps(),
+        optimizer_strategy=SGDOptimizerStrategy(0.0),
+        training_step_strategy=DefaultTrainingStepStrategy(retain_graph=True),
+    )
+    assert all(it.isfinite().all() for it in torch.autograd.grad(losses[0], list(model.parameters())))
+
+
+def test_labels_may_be_none() -> None:
+    step = DefaultTrainingStepStrategy()
+    loss = step.training_step(
+        nn.Identity(), None, torch.tensor([2.0]), None, lambda outputs, labels: outputs.sum(), TrainingContext()
+    )
+    assert loss.item() == 2.0
+
+
+def test_a_step_of_several_inputs_calls_the_model_with_each() -> None:
+    examples = (torch.ones(1, 2), torch.ones(1, 3))
+    loss = DefaultTrainingStepStrategy().training_step(
+        nn.Bilinear(2, 3, 1), None, examples, None, lambda outputs, labels: outputs.sum(), TrainingContext()
+    )
+    assert loss.ndim == 0
+
+
+# Accumulation (P-PL-6)
+
+
+def test_accumulation_of_four_over_ten_batches_makes_three_updates(problem, train) -> None:
+    stepped = []
+
+    class Counts(SGDOptimizerStrategy):
+        def on_optimizer_step(self, optimizer: torch.optim.Optimizer, context: TrainingContext) -> None:
+            stepped.append(context.progress.batches + 1)
+
+    trainer = train(
+        problem.model(),
+        problem.batches[:10],
+        optimizer_strategy=Counts(0.1),
+        training_step_strategy=GradientAccumulationStepStrategy(4),
+    )
+    assert trainer.context.progress.updates == 3
+    assert stepped == [4, 8, 10]
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in []) is True
+
+
+def test_accumulated_gradients_are_those_of_the_large_batches(problem, train) -> None:
+    model, by_hand = problem.model(dtype=torch.float64), problem.model(dtype=torch.float64)
+    small = [(x.double(), y) for x, y in problem.batches[:10]]
+    large = [
+        (torch.cat([x for x, _ in group]), torch.cat([y for _, y in group]))
+        for group in (small[:4], small[4:8], small[8:])
+    ]
+    train(model, small, optimizer_strategy=SGD, training_step_strategy=GradientAccumulationStepStrategy(4), epochs=2)
+    train_by_hand(by_hand, large, torch.optim.SGD(by_hand.parameters(), lr=0.1), epochs=2)
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_accumulating_in_two_places_is_refused() -> None:
+    with pytest.raises(ConfigError, match="accumulate in one place"):
+        ComposableTrainer(
+            nn.Linear(1, 1), accumulation_steps=2, training_step_strategy=GradientAccumulationStepStrategy(4)
+        )
+
+
+def test_a_window_of_no_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        GradientAccumulationStepStrategy(0)
+
+
+# Mixed precision (P-PL-10)
+
+
+def test_bf16_is_what_autocast_makes_of_the_loop(problem, train) -> None:
+    model, by_hand = problem.model(), problem.model()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    train(
+        model,
+        problem.batches,
+        optimizer_strategy=SGD,
+        training_step_strategy=MixedPrecisionStepStrategy(precision="bf16"),
+    )
+    for x, y in problem.batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = functional.cross_entropy(by_hand(x), y)
+        loss.backward()
+        optimizer.step()
+    assert_same_weights(model, by_hand)
+
+
+def test_fp16_with_clipping_is_unscaled_and_clipped_by_hand(problem, train) -> None:
+    model, by_hand = problem.model(), problem.model()
+    optimizer, scaler = torch.optim.SGD(by_hand.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    train(
+        model,
+        problem.batches,
+        optimizer_strategy=SGD,
+        training_step_strategy=compose_steps(
+            MixedPrecisionStepStrategy(precision="fp16"), GradientClippingStepStrategy(max_norm=0.1)
+        ),
+    )
+    for x, y in problem.batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = functional.cross_entropy(by_hand(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(by_hand.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same_weights(model, by_hand)
+
+
+def test_an_overflow_in_fp16_skips_the_update_and_does_not_count_it(problem, train) -> None:
+    model, before = problem.model(), weights(problem.model())
+    stepped = []
+
+    class Counts(SGDOptimizerStrategy):
+        def on_optimizer_step(self, optimizer: torch.optim.Optimizer, context: TrainingContext) -> None:
+            stepped.append(context.notes.batch)
+
+    def overflow(outputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, labels) * (1e38 if len(losses) == 0 else 1.0) + losses_note()
+
+    losses: list[int] = []
+
+    def losses_note() -> float:
+        losses.append(1)
+        return 0.0
+
+    trainer = train(
+        model,
+        problem.batches[:3],
+        loss_strategy=overflow,
+        optimizer_strategy=Counts(0.1),
+        training_step_strategy=MixedPrecisionStepStrategy(precision="fp16"),
+    )
+    assert trainer.context.progress.batches == 3
+    assert trainer.context.progress.updates == 2
+    assert stepped == [1, 2]
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_the_scale_of_fp16_is_kept_and_taken_back(context: TrainingContext) -> None:
+    step = MixedPrecisionStepStrategy(precision="fp16", base_strategy=Hears())
+    step.setup(context)
+    scaler = context.precision.scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0})
+    other, other_context = MixedPrecisionStepStrategy(precision="fp16", base_strategy=Hears()), TrainingContext()
+    other.setup(other_context)
+    other.load_state_dict(step.state_dict())
+    assert other_context.precision.state_dict()["scale"] == 1024.0
+    assert other.base_strategy.heard == ["setup"]
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [
+        (MixedPrecisionStepStrategy(), None),
+        (MixedPrecisionStepStrategy(enabled=False, precision="bf16"), None),
+        (MixedPrecisionStepStrategy(precision="fp32"), None),
+        (MixedPrecisionStepStrategy(enabled=True), torch.bfloat16),
+        (MixedPrecisionStepStrategy(precision="fp16"), torch.float16),
+    ],
+    ids=repr,
+)
+def test_the_precision_on_a_cpu_is_the_one_asked_for(step, dtype, context: TrainingContext) -> None:
+    step.setup(context)
+    assert (None if context.precision is None else context.precision.dtype) == dtype
+
+
+def test_an_unknown_precision_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="'fp64'"):
+        MixedPrecisionStepStrategy(precision="fp64")
+
+
+# Clipping
+
+
+def test_clipping_really_clips(problem, train) -> None:
+    model = problem.model()
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    train(
+        model,
+        [(1e4 * problem.x, problem.y)],
+        optimizer_strategy=SGDOptimizerStrategy(lr=1.0),
+        training_step_strategy=GradientClippingStepStrategy(max_norm=1e-3),
+    )
+    moved = (nn.utils.parameters_to_vector(model.parameters()) - before).norm().item()
+    assert moved == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_clipping_sees_whole_windows(problem, train) -> None:
+    norms = []
+
+    class Looks(SGDOptimizerStrategy):
+        def on_optimizer_step(self, optimizer: torch.optim.Optimizer, context: TrainingContext) -> None:
+            norms.append(nn.utils.get_total_norm([p.grad for p in context.model.parameters()]).item())
+
+    train(
+        problem.model(),
+        problem.batches[:10],
+        optimizer_strategy=Looks(0.1),
+        training_step_strategy=[GradientClippingStepStrategy(1e-3), GradientAccumulationStepStrategy(4)],
+    )
+    assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
+
+
+# Custom backward
+
+
+def test_a_backward_function_may_differentiate_more_than_the_loss(problem, train) -> None:
+    def with_penalty(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
+        context.backward(loss)
+        context.backward(0.05 * sum(parameter.square().sum() for parameter in model.parameters()))
+
+    model, by_hand = problem.model(dtype=torch.float64), problem.model(dtype=torch.float64)
+    data = [(x.double(), y) for x, y in problem.batches]
+    train(model, data, optimizer_strategy=SGD, training_step_strategy=CustomBackwardStepStrategy(with_penalty))
+    train_by_hand(by_hand, data, torch.optim.SGD(by_hand.parameters(), lr=0.1, weight_decay=0.1))
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_function_may_only_add_to_gradients(problem, train) -> None:
+    def decay(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
+        for parameter in model.parameters():
+            parameter.grad = 0.1 * parameter.detach()
+
+    model, by_hand = problem.model(dtype=torch.float64), problem.model(dtype=torch.float64)
+    data = [(x.double(), y) for x, y in problem.batches]
+    train(model, data, optimizer_strategy=SGD, training_step_strategy=CustomBackwardStepStrategy(decay))
+    train_by_hand(by_hand, data, torch.optim.SGD(by_hand.parameters(), lr=0.1, weight_decay=0.1))
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_function_that_steps_itself_is_not_stepped_again(problem, train) -> None:
+    def whole(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
+        context.backward(loss)
+        context.step(context.optimizer)
+
+    model, by_hand = problem.model(), problem.model()
+    strategy = SGDOptimizerStrategy(0.1, momentum=0.9)
+    train(model, problem.batches, optimizer_strategy=strategy, training_step_strategy=CustomBackwardStepStrategy(whole))
+    train_by_hand(by_hand, problem.batches, torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9))
+    assert_same_weights(model, by_hand)
+
+
+# Several passes
+
+
+def test_several_passes_are_the_mean_of_their_losses(problem, train) -> None:
+    model, by_hand = problem.model(dropout=0.5), problem.model(dropout=0.5)
+    torch.manual_seed(3)
+    train(model, problem.batches, optimizer_strategy=SGD, training_step_strategy=MultipleForwardPassStepStrategy(3))
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    for x, y in problem.batches:
+        optimizer.zero_grad()
+        torch.stack([functional.cross_entropy(by_hand(x), y) for _ in range(3)]).mean().backward()
+        optimizer.step()
+    assert_same_weights(model, by_hand)
+
+
+def test_several_passes_are_aggregated_by_the_function_given(context: TrainingContext) -> None:
+    losses = iter([torch.tensor(1.0), torch.tensor(5.0)])
+    step = MultipleForwardPassStepStrategy(aggregate_fn=max)
+    loss = step.training_step(nn.Identity(), None, torch.ones(1), None, lambda *_: next(losses), context)
+    assert loss.item() == 5.0
+
+
+def test_no_pass_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_passes"):
+        MultipleForwardPassStepStrategy(0)
+
+
+# Validation of numbers (P-PL-7)
+
+
+def test_validation_runs_its_base_strategy(problem, train) -> None:
+    trainer = train(
+        problem.model(),
+        problem.batches[:10],
+        training_step_strategy=ValidateBeforeStepStrategy(base_strategy=GradientAccumulationStepStrategy(4)),
+    )
+    assert trainer.context.progress.updates == 3
+
+
+NAN = torch.tensor([[torch.nan]])
+
+
+@pytest.mark.parametrize(
+    ("model", "examples", "labels", "error", "what"),
+    [
+        (nn.Identity(), NAN, torch.zeros(1, 1), DataError, "examples"),
+        (nn.Identity(), (torch.ones(1, 1), {"a": NAN}), None, DataError, "examples"),
+        (nn.Identity(), torch.ones(1, 1), NAN, DataError, "labels"),
+        (lambda x: x / 0, torch.ones(1, 1), torch.zeros(1, 1), NonFiniteLossError, "outputs"),
+        (nn.Identity(), torch.full((1, 1), 1e30), torch.zeros(1, 1), NonFiniteLossError, "loss"),
+    ],
+)
+def test_what_is_not_finite_is_named(model, examples, labels, error, what, context: TrainingContext) -> None:
+    with pytest.raises(error, match=f"NaN or infinity in the {what}"):
+        ValidateBeforeStepStrategy(raise_on_error=True).training_step(
+            model, None, examples, labels, functional.mse_loss, context
+        )
+
+
+def test_a_gradient_that_is_not_finite_is_named_before_the_step(problem, train) -> None:
+    class Infinite(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight.sqrt() + 0 * x.sum()
+
+    model = Infinite()
+    with pytest.raises(NonFiniteLossError, match="NaN or infinity in the gradients"):
+        train(
+            model,
+            [(torch.ones(1, 1), torch.ones(1))],
+            loss_strategy=lambda outputs, labels: outputs.sum(),
+            training_step_strategy=ValidateBeforeStepStrategy(raise_on_error=True),
+        )
+    assert model.weight.item() == 0.0
+
+
+def test_validation_warns_unless_it_raises(context: TrainingContext) -> None:
+    with pytest.warns(RuntimeWarning, match="NaN or infinity in the labels"):
+        ValidateBeforeStepStrategy(check_outputs=False).training_step(
+            nn.Identity(), None, torch.ones(1, 1), NAN, functional.mse_loss, context
+        )
+
+
+def test_checks_that_are_off_see_nothing(context: TrainingContext) -> None:
+    step = ValidateBeforeStepStrategy(check_inputs=False, check_outputs=False, raise_on_error=True)
+    assert step.training_step(nn.Identity(), None, NAN, NAN, functional.mse_loss, context).isnan()
+
+
+def test_validation_leaves_an_overflow_of_fp16_to_the_scaler(context: TrainingContext) -> None:
+    step = ValidateBeforeStepStrategy(raise_on_error=True, base_strategy=MixedPrecisionStepStrategy(precision="fp16"))
+    step.setup(context)
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.tensor([torch.inf])
+    step.on_gradients(torch.optim.SGD([weight]), context)
+    assert weight.grad.isinf().all()
+
+
+# Nesting
+
+
+@pytest.mark.parametrize("outer", every_wrapper(), ids=lambda step: type(step).__name__)
+def test_every_step_passes_hooks_and_state_to_the_one_inside(
+    outer: NestingStepStrategy, context: TrainingContext
+) -> None:
+    inner = Hears()
+    outer.base_strategy = inner
+    outer.setup(context)
+    outer.on_train_start(context)
+    outer.on_epoch_start(context)
+    outer.on_gradients(torch.optim.SGD([torch.zeros(1)]), context)
+    outer.on_epoch_end(context)
+    outer.on_train_end(context)
+    outer.teardown(context)
+    kept = outer.state_dict()
+    inner.heard = []
+    outer.load_state_dict(kept)
+    assert inner.heard == [
+        "setup",
+        "on_train_start",
+        "on_epoch_start",
+        "on_gradients",
+        "on_epoch_end",
+        "on_train_end",
+        "teardown",
+    ]
+
+
+def orders() -> Iterator[list[int]]:
+    return map(list, itertools.permutations(range(4)))
+
+
+@pytest.mark.parametrize("order", orders(), ids=str)
+def test_accumulation_precision_clipping_and_passes_nest_in_any_order(order: list[int], problem: Problem) -> None:
+    steps: list[NestingStepStrategy] = [
+        GradientAccumulationStepStrategy(3),
+        MixedPrecisionStepStrategy(precision="bf16"),
+        GradientClippingStepStrategy(max_norm=0.05),
+        MultipleForwardPassStepStrategy(2),
+    ]
+    model, by_hand = problem.model(), problem.model()
+    trainer = ComposableTrainer(
+        model,
+        verbose=False,
+        optimizer_strategy=SGD,
+        training_step_strategy=compose_steps(*(steps[place] for place in order)),
+    )
+    trainer.fit(problem.batches[:6], max_length=Epochs(1))
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(problem.batches[:6], start=1):
+        losses = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(functional.cross_entropy(by_hand(x), y))
+        (torch.stack(losses).mean() / 3).backward()
+        if number % 3 == 0:
+            nn.utils.clip_grad_norm_(by_hand.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_of_ones_own_comes_last_and_keeps_its_optimisation(problem, train) -> None:
+    class Whole(TrainingStepStrategy):
+        def training_step(self, model, optimizer, examples, labels, loss_criterion, context):
+            loss = loss_criterion(model(examples), labels)
+            context.backward(loss)
+            context.step(optimizer)
+            return loss
+
+    trainer = train(
+        problem.model(),
+        problem.batches[:10],
+        training_step_strategy=compose_steps(GradientAccumulationStepStrategy(4), Whole()),
+    )
+    assert trainer.context.progress.updates == 3
+
+
+def test_a_step_that_cannot_hold_another_is_refused_before_the_last() -> None:
+    class Whole(TrainingStepStrategy):
+        def training_step(self, model, optimizer, examples, labels, loss_criterion, context):
+            return loss_criterion(model(examples), labels)
+
+    with pytest.raises(ConfigError, match="put it last"):
+        compose_steps(Whole(), GradientAccumulationStepStrategy(4))
+
+
+def test_composing_the_same_steps_again_changes_nothing() -> None:
+    outer, inner = GradientAccumulationStepStrategy(4), GradientClippingStepStrategy()
+    compose_steps(outer, inner)
+    assert compose_steps(outer, inner) is outer
+    assert (outer.base_strategy, inner.base_strategy) == (inner, None)
+
+
+def test_a_step_inside_itself_is_refused() -> None:
+    inner = GradientClippingStepStrategy()
+    with pytest.raises(ConfigError, match="given twice"):
+        compose_steps(inner, GradientAccumulationStepStrategy(4, base_strategy=inner))
