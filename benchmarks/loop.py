@@ -42,6 +42,13 @@ import dovetail.data
 import peers
 from dovetail.callbacks import ProgressDisplay
 from dovetail.trainers import Trainer
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.strategies import (
+    DefaultLRSchedulerStrategy,
+    DefaultOptimizerStrategy,
+    DefaultTrainingStepStrategy,
+    GradientClippingStepStrategy,
+)
 from dovetail.units import Epochs
 
 __all__ = ["Job", "Workload", "main"]
@@ -49,6 +56,8 @@ __all__ = ["Job", "Workload", "main"]
 SEED = 7
 HAND, AGAIN = "hand-written", "hand-written, again"
 OFF, DEFAULT = "dovetail, displays off", "dovetail, as a new user gets it"
+STRATEGIES = "dovetail, strategies, displays off"
+OURS = (OFF, DEFAULT, STRATEGIES)
 
 
 @dataclass
@@ -136,6 +145,23 @@ def _with_dovetail(job: Job, **settings: Any) -> None:
     trainer.fit(job.train, job.valid, max_length=Epochs(job.epochs))
 
 
+def with_strategies(job: Job) -> None:
+    """Train with a strategy for every concern, and nothing else on."""
+    scheduler, optimizer, clip = job.scheduler, job.optimizer, job.clip
+    step = GradientClippingStepStrategy(clip) if clip else DefaultTrainingStepStrategy()
+    trainer = ComposableTrainer(
+        job.model,
+        loss_strategy=job.criterion,
+        optimizer_strategy=DefaultOptimizerStrategy(lambda model: optimizer),
+        training_step_strategy=step,
+        lr_scheduler_strategy=DefaultLRSchedulerStrategy(lambda optimizer: scheduler, interval="update"),
+        device="cpu",
+        nonfinite="ignore",
+        verbose=False,
+    )
+    trainer.fit(job.train, job.valid, max_length=Epochs(job.epochs))
+
+
 # ------------------------------------------------------------------ workloads
 
 
@@ -166,7 +192,7 @@ class Workload:
     def job(self, contestant: str, *, quick: bool) -> Job:
         """Make a new job from the one seed."""
         torch.manual_seed(SEED)
-        job = self.prepare("dovetail" if contestant in (OFF, DEFAULT) else "torch", self.num_batches[quick])
+        job = self.prepare("dovetail" if contestant in OURS else "torch", self.num_batches[quick])
         job.epochs = self.epochs
         # Dropout is to draw the same numbers, however many the model's first weights took.
         torch.manual_seed(SEED)
@@ -386,7 +412,7 @@ def measure(workload: Workload, contestants: dict[str, Contestant], repeats: int
         try:
             results[name] = rehearse(contestant, workload.job(name, quick=quick))
         except Exception as error:
-            if name in (HAND, AGAIN, OFF, DEFAULT):
+            if name in (HAND, AGAIN, *OURS):
                 raise
             reason = str(error).partition("\n")[0]
             print(f"{name} is left out of {workload.name}: {type(error).__name__}: {reason}", file=sys.stderr)
@@ -493,6 +519,7 @@ def main(arguments: list[str] | None = None) -> int:
         AGAIN: by_hand,
         OFF: with_dovetail_off,
         DEFAULT: with_dovetail,
+        STRATEGIES: with_strategies,
     }
     found: dict[str, Contestant] = {} if options.no_peers else peers.installed()
     console = Console(width=120)
@@ -508,7 +535,7 @@ def main(arguments: list[str] | None = None) -> int:
         show(summaries[-1], console)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "workloads": summaries}, indent=2) + "\n")
-    ours = [row for summary in summaries for row in summary["rows"] if row["contestant"] in (OFF, DEFAULT)]
+    ours = [row for summary in summaries for row in summary["rows"] if row["contestant"] in OURS]
     return int(any(row["agreement"] != "bit for bit" for row in ours))
 
 

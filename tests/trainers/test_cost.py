@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 import dovetail
 from dovetail.callbacks import Callback, ProgressDisplay
 from dovetail.trainers import Trainer
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.strategies import SGDOptimizerStrategy
 from dovetail.units import Batches, Epochs
 
 NUM_STEPS = 100
@@ -174,6 +176,21 @@ def test_losses_come_to_the_host_once_per_report(print_every: int) -> None:
         run(batches)
     # Beyond the reports, a few at the end of an epoch.
     assert NUM_STEPS // print_every <= transfers.number <= NUM_STEPS // print_every + 3
+
+
+def test_strategies_make_at_most_6_more_python_calls_per_step() -> None:
+    def with_strategies() -> Callable[[Any], Any]:
+        model = make_model()
+        trainer = ComposableTrainer(
+            model,
+            optimizer_strategy=SGDOptimizerStrategy(lr=0.01),
+            nonfinite="ignore",
+            verbose=False,
+        )
+        return lambda batches: trainer.fit(batches, max_length=Epochs(1))
+
+    more = calls_per_step(with_strategies)[0] - calls_per_step(lambda: with_trainer(nonfinite="ignore"))[0]
+    assert more <= 6, f"{more:+.1f} calls per step"
 
 
 # ------------------------------------------------------------------ memory

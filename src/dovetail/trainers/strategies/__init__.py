@@ -69,6 +69,7 @@ from dovetail.trainers.strategies.training_step import (
     MixedPrecisionStepStrategy,
     MultipleForwardPassStepStrategy,
     NestingStepStrategy,
+    SplitStepStrategy,
     ValidateBeforeStepStrategy,
     compose_steps,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "ReduceLROnPlateauSchedulerStrategy",
     "SGDOptimizerStrategy",
     "ShuffleDataLoaderStrategy",
+    "SplitStepStrategy",
     "StateTrackingUpdateStrategy",
     "StepLRSchedulerStrategy",
     "Strategy",

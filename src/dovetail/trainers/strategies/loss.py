@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dovetail.errors import ConfigError
-from dovetail.trainers.pieces import losses
+from dovetail.trainers.pieces import classifies, losses
 from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
 from dovetail.trainers.strategies.nesting import Described, Nesting
 
@@ -48,6 +48,9 @@ class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
     loss_fn: LossFunction | None = None
     _criterion: LossFunction | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self.is_classification = self.loss_fn is None or classifies(self.loss_fn)
+
     def on_train_start(self, context: TrainingContext) -> None:
         """Look the loss up anew: another run may have another configuration."""
         self._criterion = None
@@ -56,6 +59,7 @@ class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
         """Return the loss of one batch."""
         if self._criterion is None:
             self._criterion = self.loss_fn or _configured(context.config)
+            self.is_classification = classifies(self._criterion)
             if isinstance(self._criterion, nn.Module) and isinstance(outputs, Tensor):
                 self._criterion.to(outputs.device)
         return self._criterion(outputs, labels)
@@ -85,6 +89,8 @@ class CrossEntropyLossStrategy(Described, LossCriterionStrategy):
         >>> strategy.compute_loss(torch.zeros(1, 4), torch.tensor([2]), context=None)
         tensor(1.3863)
     """
+
+    is_classification: ClassVar[bool] = True
 
     weight: Tensor | None = None
     label_smoothing: float = 0.0
@@ -164,6 +170,8 @@ class NLLLossStrategy(Described, LossCriterionStrategy):
         tensor(2.)
     """
 
+    is_classification: ClassVar[bool] = True
+
     weight: Tensor | None = None
     reduction: Reduction = "mean"
     ignore_index: int = -100
@@ -195,6 +203,7 @@ class CompositeLossStrategy(Nesting, LossCriterionStrategy):
         if not self.strategies:
             raise ConfigError("CompositeLossStrategy: expected at least one loss, got none")
         self._weighted = [it if isinstance(it, tuple) else (it, 1.0) for it in self.strategies]
+        self.is_classification = any(strategy.is_classification for strategy, _ in self._weighted)
 
     @property
     def parts(self) -> Sequence[Strategy]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, Field, fields
@@ -40,7 +40,7 @@ class Described:
         return f"{type(self).__name__}({', '.join(settings)})"
 
 
-class Nesting(Described, Strategy):
+class Nesting(Described, Strategy, ABC):
     """A strategy that holds others: setup, hooks, state and teardown reach every one of them."""
 
     @property

@@ -8,6 +8,7 @@ clipping stay what the loop makes of them.
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from dovetail.errors import ConfigError, DataError, NonFiniteLossError
 from dovetail.trainers.pieces import forward
 from dovetail.trainers.precision import Precision, PrecisionName
 from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
-from dovetail.trainers.strategies.nesting import Nesting
+from dovetail.trainers.strategies.nesting import Described, Nesting
 from dovetail.trainers.strategies.optimizer import clip_gradients
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "MixedPrecisionStepStrategy",
     "MultipleForwardPassStepStrategy",
     "NestingStepStrategy",
+    "SplitStepStrategy",
     "ValidateBeforeStepStrategy",
     "compose_steps",
 ]
@@ -41,8 +43,124 @@ __all__ = [
 Criterion = Callable[[Any, Any], Tensor]
 
 
+class SplitStepStrategy(TrainingStepStrategy):
+    """A step in two halves, which strategies around it can reach: the loss, and how it is differentiated."""
+
+    @abstractmethod
+    def loss(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Criterion,
+        context: TrainingContext,
+    ) -> Tensor:
+        """Return the loss of a batch."""
+
+    @abstractmethod
+    def differentiate(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Tensor,
+        context: TrainingContext,
+        options: Mapping[str, bool],
+    ) -> None:
+        """Differentiate the loss and step, or do nothing: the loop then does both.
+
+        Args:
+            model: The module that is trained.
+            optimizer: The optimizer to step.
+            loss: What `loss` returned.
+            context: The run.
+            options: What the strategies around this one want `backward` to be given.
+        """
+
+    def training_step(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Criterion,
+        context: TrainingContext,
+    ) -> Tensor:
+        """Return the loss of a batch, differentiated if somebody inside wants it done in a way of their own."""
+        loss = self.loss(model, optimizer, examples, labels, loss_criterion, context)
+        self.differentiate(model, optimizer, loss, context, {})
+        return loss
+
+
 @dataclass(eq=False, repr=False)
-class NestingStepStrategy(Nesting, TrainingStepStrategy):
+class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
+    """Forward, loss, backward, step: what is inside all others.
+
+    Args:
+        create_graph: Differentiate so that gradients can be differentiated again. Also `config["create_graph"]`.
+        retain_graph: Keep the graph of the loss. Also `config["retain_graph"]`.
+
+    Example:
+        >>> step = DefaultTrainingStepStrategy()
+        >>> step.training_step(nn.Identity(), None, torch.ones(2), torch.zeros(2), nn.MSELoss(), context=None)
+        tensor(1.)
+    """
+
+    create_graph: bool = False
+    retain_graph: bool = False
+
+    def __post_init__(self) -> None:
+        self._options = _wanted(create_graph=self.create_graph, retain_graph=self.retain_graph)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Read the configuration of the run."""
+        self._options = _wanted(
+            create_graph=self.create_graph or context.config.get("create_graph", False),
+            retain_graph=self.retain_graph or context.config.get("retain_graph", False),
+        )
+
+    def training_step(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Criterion,
+        context: TrainingContext,
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        # Nearly everybody's step is one call.
+        loss = loss_criterion(forward(model, examples), labels)
+        if self._options:
+            self.differentiate(model, optimizer, loss, context, {})
+        return loss
+
+    def loss(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Criterion,
+        context: TrainingContext,
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        return loss_criterion(forward(model, examples), labels)
+
+    def differentiate(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Tensor,
+        context: TrainingContext,
+        options: Mapping[str, bool],
+    ) -> None:
+        """Differentiate and step where `backward` is to be given something; else leave it to the loop."""
+        _differentiate(optimizer, loss, context, {**options, **self._options})
+
+
+@dataclass(eq=False, repr=False)
+class NestingStepStrategy(Nesting, SplitStepStrategy):
     """A step around another one. Override `loss`, `differentiate` or a hook; each passes on to the step inside.
 
     Args:
@@ -65,20 +183,6 @@ class NestingStepStrategy(Nesting, TrainingStepStrategy):
         """The step inside, if there is one."""
         return () if self.base_strategy is None else (self.base_strategy,)
 
-    def training_step(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        examples: Any,
-        labels: Any,
-        loss_criterion: Criterion,
-        context: TrainingContext,
-    ) -> Tensor:
-        """Return the loss of a batch, differentiated if somebody inside wants it done in a way of their own."""
-        loss = self.loss(model, optimizer, examples, labels, loss_criterion, context)
-        self.differentiate(model, optimizer, loss, context, {})
-        return loss
-
     def loss(
         self,
         model: nn.Module,
@@ -92,72 +196,23 @@ class NestingStepStrategy(Nesting, TrainingStepStrategy):
         base = self.base_strategy
         if base is None:
             return loss_criterion(forward(model, examples), labels)
-        compute = base.loss if isinstance(base, NestingStepStrategy) else base.training_step
+        compute = base.loss if isinstance(base, SplitStepStrategy) else base.training_step
         return compute(model, optimizer, examples, labels, loss_criterion, context)
 
     def differentiate(
-        self, model: nn.Module, optimizer: Optimizer, loss: Tensor, context: TrainingContext, options: dict[str, bool]
-    ) -> None:
-        """Differentiate the loss and step, or do nothing: the loop then does both.
-
-        Args:
-            model: The module that is trained.
-            optimizer: The optimizer to step.
-            loss: What `loss` returned.
-            context: The run.
-            options: What the strategies around this one want `backward` to be given.
-        """
-        options = {**options, **self.backward_options}
-        if isinstance(self.base_strategy, NestingStepStrategy):
-            self.base_strategy.differentiate(model, optimizer, loss, context, options)
-        elif options and not context.notes.optimized:
-            context.backward(loss, **options)
-            context.step(optimizer)
-
-
-@dataclass(eq=False, repr=False)
-class DefaultTrainingStepStrategy(NestingStepStrategy):
-    """Forward, loss, backward, step.
-
-    Args:
-        create_graph: Differentiate so that gradients can be differentiated again. Also `config["create_graph"]`.
-        retain_graph: Keep the graph of the loss. Also `config["retain_graph"]`.
-        base_strategy: The step inside, if this is not the innermost.
-
-    Example:
-        >>> step = DefaultTrainingStepStrategy()
-        >>> step.training_step(nn.Identity(), None, torch.ones(2), torch.zeros(2), nn.MSELoss(), context=None)
-        tensor(1.)
-    """
-
-    create_graph: bool = False
-    retain_graph: bool = False
-
-    def __post_init__(self) -> None:
-        self.backward_options = _wanted(create_graph=self.create_graph, retain_graph=self.retain_graph)
-
-    def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
-        super().on_train_start(context)
-        self.backward_options = _wanted(
-            create_graph=self.create_graph or context.config.get("create_graph", False),
-            retain_graph=self.retain_graph or context.config.get("retain_graph", False),
-        )
-
-    def training_step(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        examples: Any,
-        labels: Any,
-        loss_criterion: Criterion,
+        loss: Tensor,
         context: TrainingContext,
-    ) -> Tensor:
-        """Return the loss of a batch."""
-        # The step of nearly everybody, without the calls that nesting costs.
-        if self.base_strategy is None and not self.backward_options:
-            return loss_criterion(forward(model, examples), labels)
-        return super().training_step(model, optimizer, examples, labels, loss_criterion, context)
+        options: Mapping[str, bool],
+    ) -> None:
+        """Leave it to the step inside, with what this one wants `backward` to be given."""
+        options = {**options, **self.backward_options}
+        if isinstance(self.base_strategy, SplitStepStrategy):
+            self.base_strategy.differentiate(model, optimizer, loss, context, options)
+        else:
+            _differentiate(optimizer, loss, context, options)
 
 
 @dataclass(eq=False, repr=False)
@@ -342,7 +397,12 @@ class CustomBackwardStepStrategy(NestingStepStrategy):
     backward_hook: Callable[[nn.Module, Tensor, TrainingContext], object]
 
     def differentiate(
-        self, model: nn.Module, optimizer: Optimizer, loss: Tensor, context: TrainingContext, options: dict[str, bool]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Tensor,
+        context: TrainingContext,
+        options: Mapping[str, bool],
     ) -> None:
         """Call the function, and step if it has differentiated."""
         self.backward_hook(model, loss, context)
@@ -464,7 +524,8 @@ class ValidateBeforeStepStrategy(NestingStepStrategy):
 def compose_steps(*strategies: TrainingStepStrategy) -> TrainingStepStrategy:
     """Return one step of several: each is put inside the one before it, so the first is the outermost.
 
-    A step that cannot hold another, such as one of your own that computes everything itself, comes last.
+    A step that cannot hold another, such as one of your own that computes everything itself, comes last. The default
+    step is the innermost wherever it stands.
 
     Raises:
         ConfigError: There is none, one is given twice, or one that cannot hold another does not come last.
@@ -475,7 +536,7 @@ def compose_steps(*strategies: TrainingStepStrategy) -> TrainingStepStrategy:
     """
     if not strategies:
         raise ConfigError("compose_steps: expected at least one strategy, got none")
-    *outer, nested = strategies
+    *outer, nested = sorted(strategies, key=lambda strategy: isinstance(strategy, DefaultTrainingStepStrategy))
     for strategy in reversed(outer):
         innermost: TrainingStepStrategy = strategy
         while isinstance(innermost, NestingStepStrategy) and innermost.base_strategy not in (None, nested):
@@ -490,6 +551,12 @@ def compose_steps(*strategies: TrainingStepStrategy) -> TrainingStepStrategy:
         innermost.base_strategy = nested
         nested = strategy
     return nested
+
+
+def _differentiate(optimizer: Optimizer, loss: Tensor, context: TrainingContext, options: Mapping[str, bool]) -> None:
+    if options and not context.notes.optimized:
+        context.backward(loss, **options)
+        context.step(optimizer)
 
 
 def _chain(strategy: TrainingStepStrategy | None) -> Iterator[TrainingStepStrategy]:
