@@ -299,6 +299,7 @@ class CoreTrainer(base.Trainer):
         context.run_id = state["run_id"]
         self._order_seed, self._epoch_start = state["order_seed"], state["epoch_start"]
         self._restored_order = state["epoch_start"]
+        context.state["order_seed"] = self._order_seed
         set_rng_state(state["rng"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -579,6 +580,11 @@ class CoreTrainer(base.Trainer):
         context.schedulers.clear()
         context.validated_at, context.validation = -1, {}
         self._epoch_start, self._restored_order = None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What `setup` and the first batch make is made anew where a copy is used.
+        made = {"criterion": None} if self.strategies.loss is not None else {}
+        return {**self.__dict__, **made, "_loaders": {}}
 
     # ------------------------------------------------------------------ private
 

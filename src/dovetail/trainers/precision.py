@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device_type, init_scale=init_scale) if self.dtype is torch.float16 else None
         self._stepped = False
         self._is_used = False
-        self._watched: set[int] = set()
+        # By reference, not by id: an id is given to another optimizer once its owner is gone.
+        self._watched: WeakSet[Optimizer] = WeakSet()
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the forward pass and the loss are computed."""
@@ -65,10 +67,10 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return True
-        if id(optimizer) not in self._watched:
+        if optimizer not in self._watched:
             # The scaler does not say whether it skipped; the optimizer says when it stepped.
             optimizer.register_step_post_hook(self._note)
-            self._watched.add(id(optimizer))
+            self._watched.add(optimizer)
         self._stepped = False
         self.scaler.step(optimizer)
         return self._stepped
