@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from typer.main import get_group
 import dovetail
 from dovetail import callbacks
 from dovetail.cli import checkpoint as checkpoint_commands
-from dovetail.trainers import TrainerOptions, base, schedules
+from dovetail.trainers import TrainerOptions, base, schedules, strategies
+from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.core import CoreTrainer
 
 ROOT = Path(__file__).parent.parent
@@ -145,8 +146,11 @@ MODULES = [
     "dovetail.history",
     "dovetail.trainers",
     "dovetail.trainers.addons",
+    "dovetail.trainers.composable",
     "dovetail.trainers.lr_finder",
+    "dovetail.trainers.registry",
     "dovetail.trainers.schedules",
+    "dovetail.trainers.strategies",
     "dovetail.units",
 ]
 
@@ -220,16 +224,67 @@ def own_arguments(kind: type[Any]) -> str:
     return ", ".join(required + [f"{field.name}={shown(field.default)}" for field in own if field.name not in required])
 
 
+# What each page says once for many strategies: bases, and the keywords of every learning rate.
+ABSTRACT = (strategies.Strategy, strategies.ModelUpdateStrategy, strategies.NestingStepStrategy)
+TIMING = ("interval", "frequency")
+
+
+def test_the_strategies_have_the_arguments_of_the_tables() -> None:
+    documented = [row[0].strip("`") for row in table_rows("strategies.md") if re.match(r"`[A-Z]\w*\(", row[0])]
+    kinds = [getattr(strategies, name) for name in strategies.__all__]
+    concrete = [
+        kind
+        for kind in kinds
+        if isinstance(kind, type) and issubclass(kind, strategies.Strategy) and not inspect.isabstract(kind)
+        if kind not in ABSTRACT
+    ]
+    timed = strategies.TimedSchedulerStrategy
+    known = [f"{kind.__name__}({arguments(kind, TIMING if issubclass(kind, timed) else ())})" for kind in concrete]
+    assert sorted(documented) == sorted(known)
+
+
+def test_the_kinds_of_strategy_have_the_methods_of_the_tables() -> None:
+    cells = [cell.strip("`") for row in table_rows("strategies.md") for cell in row[:2]]
+    documented = [cell for cell in cells if re.match(r"[a-z_]+\(", cell)]
+    kinds = [
+        strategies.LossCriterionStrategy,
+        strategies.OptimizerStrategy,
+        strategies.TrainingStepStrategy,
+        strategies.LRSchedulerStrategy,
+        strategies.ModelUpdateStrategy,
+        strategies.DataLoaderStrategy,
+        strategies.TestingStrategy,
+        strategies.Strategy,
+    ]
+    assert documented == [
+        f"{name}({', '.join(list(inspect.signature(method).parameters)[1:])})"
+        for kind in kinds
+        for name, method in vars(kind).items()
+        if inspect.isfunction(method)
+    ]
+
+
+def test_the_shared_state_has_the_keys_of_the_table() -> None:
+    documented = {row[0].strip('`"') for row in table_rows("strategies.md") if row[0].startswith('`"')}
+    trainer = ComposableTrainer(
+        torch.nn.Linear(2, 2), data_loader_strategy="DynamicBatchSizeDataLoaderStrategy", verbose=False
+    )
+    trainer.fit((torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)), max_length=dovetail.Epochs(1))
+    assert documented == set(trainer.context.state)
+
+
 def table_rows(page: str) -> list[list[str]]:
     """The cells of every row of every table of a page, headings included."""
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
 
 
-def arguments(kind: type[Any]) -> str:
+def arguments(kind: type[Any], without: Sequence[str] = ()) -> str:
     """The parameters of a constructor as a reader writes them."""
     spelled = []
     for parameter in inspect.signature(kind).parameters.values():
+        if parameter.name in without:
+            continue
         default = "" if parameter.default is parameter.empty else f"={shown(parameter.default)}"
         # Without its annotation a parameter prints as its name, with the stars that belong to it.
         name = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))

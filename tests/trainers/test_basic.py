@@ -18,7 +18,9 @@ from dovetail import Batches, Epochs, Trainer, seed_everything
 from dovetail.callbacks import EMA, Callback, EarlyStopping
 from dovetail.data import DataLoader
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
+from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.strategies import AdamOptimizerStrategy, MixedPrecisionStepStrategy
 
 
 def quiet(model: Any, **options: Any) -> Trainer:
@@ -71,6 +73,41 @@ def test_a_frozen_model_has_nothing_to_optimise(problem: Problem) -> None:
 def test_lbfgs_cannot_accumulate(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="LBFGS"):
         quiet(problem.model(), optimizer=torch.optim.LBFGS, accumulation_steps=2).fit(problem.batches)
+
+
+def test_lbfgs_needs_full_precision(problem: Problem) -> None:
+    step = MixedPrecisionStepStrategy(precision="bf16")
+    with pytest.raises(ConfigError, match="needs full precision"):
+        quiet(problem.model(), optimizer=torch.optim.LBFGS, training_step_strategy=step).fit(problem.batches)
+
+
+def test_an_option_that_a_strategy_decides_is_refused(problem: Problem) -> None:
+    with pytest.raises(
+        ConfigError, match=r"momentum: AdamOptimizerStrategy\(lr=0.1\) decides this"
+    ):
+        quiet(problem.model(), optimizer_strategy=AdamOptimizerStrategy(lr=0.1), momentum=0.5)
+
+
+def test_an_option_answers_in_place_of_a_default_strategy(problem: Problem) -> None:
+    trainer = ComposableTrainer(problem.model(), optim_function="Adam", learning_rate=0.5, verbose=False)
+    assert isinstance(trainer.optimizer, torch.optim.Adam)
+    assert trainer.learning_rate == 0.5
+    assert ComposableTrainer(problem.model(), learning_rate=0.25, verbose=False).learning_rate == 0.25
+
+
+def test_a_closed_trainer_trains_no_more(problem: Problem) -> None:
+    with quiet(problem.model()) as trainer:
+        trainer.fit(problem.batches, max_length=Epochs(1))
+    with pytest.raises(ConfigError, match="the trainer is closed"):
+        trainer.fit(problem.batches, max_length=Epochs(2))
+
+
+def test_what_one_run_was_told_is_not_meant_for_the_next(problem: Problem) -> None:
+    trainer = ComposableTrainer(problem.model(), verbose=False)
+    trainer.train_model({"epochs": 1, "batch_size": 48, "lr": 0.3}, (problem.x, problem.y))
+    trainer.train_model({"epochs": 1}, (problem.x, problem.y))
+    assert trainer.learning_rate == 0.01
+    assert trainer.batch_size == 64
 
 
 # ---------------------------------------------------------------------- pieces

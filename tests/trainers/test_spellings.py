@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -341,6 +343,21 @@ def test_hook_methods_fire_before_callbacks_and_with_platos_arguments(problem: P
         ("callback step_end", 1, losses[1]),
         "method run_end",
     ]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_trainer_that_nobody_holds_is_gone(problem: Problem, runs: bool) -> None:
+    class Hooked(Trainer):
+        def train_epoch_end(self, config: Mapping[str, Any]) -> None:
+            pass
+
+    trainer = Hooked(problem.model(), verbose=False)
+    if runs:
+        trainer.run(1, problem.batches, problem.batches)
+    reference = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert reference() is None
 
 
 def test_a_run_over_a_train_set_starts_anew(problem: Problem) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from dovetail import Epochs, Trainer
 from dovetail.data import DataLoader
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.strategies import CrossEntropyLossStrategy, DefaultTrainingStepStrategy, SGDOptimizerStrategy
 
 EPOCHS = 3
 SETTINGS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
@@ -150,7 +152,44 @@ def manual(problem: Problem) -> nn.Module:
     return model
 
 
-STYLES = [keywords, fit_with_pieces, subclass_of_steps, subclass_of_seams, own_epochs, own_passes, manual]
+def composable(problem: Problem) -> nn.Module:
+    """plato's strategies: everything is injected, then `train_model(config, trainset, sampler)`."""
+    trainer = ComposableTrainer(
+        model=problem.model,
+        loss_strategy=CrossEntropyLossStrategy(),
+        optimizer_strategy=SGDOptimizerStrategy(**SETTINGS),
+        training_step_strategy=DefaultTrainingStepStrategy(),
+        verbose=False,
+    )
+    trainer.train_model({"epochs": EPOCHS, "batch_size": 8}, torch.utils.data.TensorDataset(problem.x, problem.y))
+    return trainer.model
+
+
+def basic_with_strategies(problem: Problem) -> nn.Module:
+    """Strategies, plain callables among them, in the trainer that one subclasses."""
+    model = problem.model()
+    trainer = Trainer(
+        model,
+        loss_strategy=nn.functional.cross_entropy,
+        optimizer_strategy=partial(torch.optim.SGD, **SETTINGS),
+        training_step_strategy=DefaultTrainingStepStrategy,
+        verbose=False,
+    )
+    trainer.fit(problem.batches, max_length=Epochs(EPOCHS))
+    return model
+
+
+STYLES = [
+    keywords,
+    fit_with_pieces,
+    subclass_of_steps,
+    subclass_of_seams,
+    own_epochs,
+    own_passes,
+    manual,
+    composable,
+    basic_with_strategies,
+]
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)

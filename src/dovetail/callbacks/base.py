@@ -154,6 +154,14 @@ class Callbacks:
         self._callbacks = [callback for callback in self._callbacks if all(callback is not it for it in callbacks)]
         self._bind()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Bound methods are pickled by their names, which those of a class made at run time need not have.
+        return {name: value for name, value in self.__dict__.items() if name not in _HOOKS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._bind()
+
     def _bind(self) -> None:
         for hook in _HOOKS:
             overridden = (

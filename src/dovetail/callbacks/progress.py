@@ -60,6 +60,10 @@ class ProgressDisplay(Callback):
         self._due = math.inf
         self._clear_run()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A screen belongs to one process.
+        return {**self.__dict__, "_console": None, "_surface": _Surface()}
+
     def _clear_run(self) -> None:
         self._best = math.inf
         self._printed_at = -1

@@ -123,6 +123,7 @@ class Trainer(ABC):
         validation_period: TrainUnit | Mapping[str, int] | None = None,
         checkpoint_period: TrainUnit | Mapping[str, int] | None = None,
         resume: str | Path | None = None,
+        dry_run: bool = False,
     ) -> History:
         """Train, and return the history of the run.
 
@@ -135,7 +136,22 @@ class Trainer(ABC):
             checkpoint_period: How often to write a checkpoint; None for the trainer's own setting.
             resume: `"auto"` goes on from the newest intact checkpoint of the trainer's directory, if there is one;
                 a path goes on from that checkpoint.
+            dry_run: Only try one update, one validation batch and one checkpoint, say what was found, and put
+                everything back; the history is that of the trial.
         """
+        if dry_run:
+            # Imported here because it looks at trainers from outside.
+            from dovetail.trainers.dry_run import dry_run as try_out
+
+            return try_out(
+                self,
+                train_data,
+                val_data,
+                resume=resume,
+                max_length=max_length,
+                validation_period=validation_period,
+                checkpoint_period=checkpoint_period,
+            )
         return loop.fit(
             self,
             train_data,
@@ -145,6 +161,12 @@ class Trainer(ABC):
             validation_period=validation_period,
             checkpoint_period=checkpoint_period,
         )
+
+    def explain(self) -> str:
+        """Return, as a tree, what this trainer is made of and what its next epoch will do; nothing changes."""
+        from dovetail.trainers.explain import explain
+
+        return explain(self)
 
     def evaluate(self, data: Any = None, stage: Stage = "test") -> dict[str, float]:
         """Return the metrics over `data`, leaving modes, randomness, counters and logs as they were."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from dovetail.trainers.basic import Trainer
+from dovetail.trainers.processes import train_in_process
 from dovetail.trainers.strategies import (
     DefaultDataLoaderStrategy,
     DefaultLossCriterionStrategy,
@@ -19,6 +18,7 @@ from dovetail.trainers.strategies import (
     NoOpUpdateStrategy,
     NoSchedulerStrategy,
 )
+from dovetail.trainers.strategies.bundle import ANSWERED
 
 __all__ = ["ComposableTrainer"]
 
@@ -32,6 +32,9 @@ class ComposableTrainer(Trainer):
 
     Strategies are set up when the trainer is made, hear `on_train_start` in every run, and are torn down once: by
     `close()`, at the end of a `with` block, or when the trainer is no more.
+
+    With `max_concurrency=n`, `train` and `obtain_model_update` work in a spawned process, at most n of which run at
+    once, and the trainer ends as if it had trained itself; see `dovetail.trainers.processes.train_in_process`.
 
     Args:
         model: A module, or a class or function that makes one.
@@ -71,19 +74,38 @@ class ComposableTrainer(Trainer):
         testing_strategy: Any = None,
         **options: Any,
     ) -> None:
+        def default(role: str, strategy: Any, make: Callable[[], Any]) -> Any:
+            # An option such as `optim_function` is an answer, too: no default takes its place.
+            is_answered = strategy is not None or ANSWERED.get(role, frozenset()) & options.keys()
+            return strategy if is_answered else make()
+
         super().__init__(
             model,
             callbacks=callbacks,
-            loss_strategy=_given(loss_strategy, DefaultLossCriterionStrategy),
-            optimizer_strategy=_given(optimizer_strategy, DefaultOptimizerStrategy),
-            training_step_strategy=_given(training_step_strategy, DefaultTrainingStepStrategy),
-            lr_scheduler_strategy=_given(lr_scheduler_strategy, NoSchedulerStrategy),
-            model_update_strategy=_given(model_update_strategy, NoOpUpdateStrategy),
-            data_loader_strategy=_given(data_loader_strategy, DefaultDataLoaderStrategy),
-            testing_strategy=_given(testing_strategy, DefaultTestingStrategy),
+            loss_strategy=default("loss", loss_strategy, DefaultLossCriterionStrategy),
+            optimizer_strategy=default("optimizer", optimizer_strategy, DefaultOptimizerStrategy),
+            training_step_strategy=default("training_step", training_step_strategy, DefaultTrainingStepStrategy),
+            lr_scheduler_strategy=default("lr_scheduler", lr_scheduler_strategy, NoSchedulerStrategy),
+            model_update_strategy=default("model_update", model_update_strategy, NoOpUpdateStrategy),
+            data_loader_strategy=default("data_loader", data_loader_strategy, DefaultDataLoaderStrategy),
+            testing_strategy=default("testing", testing_strategy, DefaultTestingStrategy),
             **options,
         )
-        self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
+        self._payload: tuple[tuple[str, int], dict[str, Any]] | None = None
+
+    def train(self, trainset: Any = None, sampler: Any = None) -> float:
+        """Train as `basic.Trainer.train` does, with `max_concurrency` in a process of its own.
+
+        Args:
+            trainset: Training data of a new run, or None to go on with `train_dataset`.
+            sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
+
+        Returns:
+            The seconds it took, without the start of a process.
+        """
+        if self.options.max_concurrency is None:
+            return super().train(trainset, sampler)
+        return self._train_elsewhere(trainset, sampler)
 
     def obtain_model_update(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> dict[str, Any]:
         """Train anew on `trainset`, and return what a client sends.
@@ -91,24 +113,26 @@ class ComposableTrainer(Trainer):
         Returns:
             A copy of the model's state, or `{"model_update": state, **payload}` where the strategy has a payload.
         """
-        self.train_model(config, trainset, sampler)
+        if self.options.max_concurrency is None:
+            self.train_model(config, trainset, sampler)
+        else:
+            self._train_elsewhere(trainset, sampler, config)
         state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        update = self.strategies.model_update
-        payload = update.get_update_payload(self.context) if update is not None else {}
+        payload = self.update_payload
         return {"model_update": state, **payload} if payload else state
 
-    def close(self) -> None:
-        """Tear the strategies down, now and only now."""
-        self._closing()
+    @property
+    def update_payload(self) -> dict[str, Any]:
+        """What the update strategy sends besides the weights; after training in a process, what it said there."""
+        if self._payload is not None and self._payload[0] == self._moment():
+            return dict(self._payload[1])
+        update = self.strategies.model_update
+        return update.get_update_payload(self.context) if update is not None else {}
 
-    def __enter__(self) -> ComposableTrainer:
-        return self
+    def _train_elsewhere(self, trainset: Any, sampler: Any, config: Mapping[str, Any] | None = None) -> float:
+        seconds, payload = train_in_process(self, trainset, sampler, config)
+        self._payload = (self._moment(), payload)
+        return seconds
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _given(strategy: Any, default: Callable[[], Any]) -> Any:
-    return default() if strategy is None else strategy
+    def _moment(self) -> tuple[str, int]:
+        return self.context.run_id, self.context.progress.batches

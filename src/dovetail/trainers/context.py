@@ -300,6 +300,16 @@ class TrainingContext:
         # Runs forward and backward of the running batch again, for optimizers such as LBFGS that ask for it.
         self.closure: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Made anew where a copy is used: optimizers, schedulers and loaders, and what only a running batch has.
+        made = {"optimizers": [], "schedulers": [], "notes": _Notes(), "closure": None}
+        shared = {name: value for name, value in self.state.items() if name != "train_loader"}
+        return {name: getattr(self, name) for name in self.__slots__} | made | {"state": shared}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
     @property
     def current_epoch(self) -> int:
         """The running epoch, counted from 1 (plato's count)."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -41,7 +43,7 @@ from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_sta
 from dovetail.trainers.saving import Saver
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.strategies.base import TrainingStepStrategy
-from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.strategies.bundle import Strategies, refuse_both
 from dovetail.trainers.strategies.coerce import (
     as_loader_strategy,
     as_loss_strategy,
@@ -56,6 +58,7 @@ from dovetail.units import Batches, Epochs, TrainUnit, parse_unit
 __all__ = ["CoreTrainer"]
 
 _S = TypeVar("_S")
+_T = TypeVar("_T", bound="CoreTrainer")
 
 StepFunction = Callable[[Any, Any], Mapping[str, Any]]
 
@@ -104,6 +107,9 @@ class CoreTrainer(base.Trainer):
             "test": self.options.test_dataset,
         }
         context.config = {"epochs": self.options.num_epochs, "batch_size": self.options.batch_size}
+        if "learning_rate" in options:
+            context.config["lr"] = self.options.learning_rate
+        self._own_config = dict(context.config)
         context.metrics = as_metrics(metrics)
         self.mode = as_mode(mode)
         self.criterion: Any = None
@@ -128,8 +134,13 @@ class CoreTrainer(base.Trainer):
             data_loader=_if_given(as_loader_strategy, data_loader_strategy),
             testing=_if_given(as_testing_strategy, testing_strategy),
         )
+        pieces = {"criterion": criterion, "optimizer": optimizer, "scheduler": scheduler}
+        refuse_both(self.strategies, {*options, *(name for name, piece in pieces.items() if piece is not None)})
+        if isinstance(callbacks, str):
+            raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
         context.state["order_seed"] = self._order_seed
         self.strategies.setup(context)
+        self._closing = weakref.finalize(self, self.strategies.teardown, context)
         # Strategies change what is computed, so they come before those who watch.
         hooks = self.strategies.as_callback()
         context.callbacks.add(*([] if hooks is None else [hooks]), *(callbacks or ()), *self._default_callbacks())
@@ -258,6 +269,8 @@ class CoreTrainer(base.Trainer):
         for metric in context.metrics.values():
             if isinstance(metric, nn.Module):
                 metric.to(context.device)
+        if not self.strategies.is_set_up:
+            raise ConfigError("the trainer is closed: its strategies are torn down")
         self._step_strategy = self.strategies.training_step
         if context.stage == "train":
             self._build_optimizers()
@@ -506,7 +519,7 @@ class CoreTrainer(base.Trainer):
 
     @num_epochs.setter
     def num_epochs(self, number: int) -> None:
-        self.context.config["epochs"] = number
+        self.context.config["epochs"] = self._own_config["epochs"] = number
 
     @property
     def batch_size(self) -> int:
@@ -515,7 +528,7 @@ class CoreTrainer(base.Trainer):
 
     @batch_size.setter
     def batch_size(self, number: int) -> None:
-        self.context.config["batch_size"] = number
+        self.context.config["batch_size"] = self._own_config["batch_size"] = number
         self.forget_loaders()
 
     @property
@@ -581,10 +594,29 @@ class CoreTrainer(base.Trainer):
         context.validated_at, context.validation = -1, {}
         self._epoch_start, self._restored_order = None, None
 
+    def close(self) -> None:
+        """Tear the strategies down, now and only now; the trainer trains no more."""
+        self._closing()
+
+    def __enter__(self: _T) -> _T:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
     def __getstate__(self) -> dict[str, Any]:
         # What `setup` and the first batch make is made anew where a copy is used.
         made = {"criterion": None} if self.strategies.loss is not None else {}
-        return {**self.__dict__, **made, "_loaders": {}}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
+        return {**kept, **made, "_loaders": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Who set the strategies up tears them down: not a copy.
+        self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
+        self._closing.detach()
 
     # ------------------------------------------------------------------ private
 
@@ -598,6 +630,8 @@ class CoreTrainer(base.Trainer):
         context.needs_closure = any(requires_closure(optimizer) for optimizer in context.optimizers)
         if context.needs_closure and context.window.size > 1:
             raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
+        if context.needs_closure and context.precision is not None:
+            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs full precision")
         first = context.optimizers[0]
         scheduler, strategy = self.get_lr_scheduler(context.config, first), self.strategies.lr_scheduler
         if scheduler is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,9 +12,9 @@ import numpy as np
 from dovetail.callbacks import Callback, Callbacks
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
-from dovetail.history import History
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
+from dovetail.trainers.untouched import untouched
 from dovetail.units import Batches
 
 __all__ = ["LRFinder", "LogFinder"]
@@ -88,12 +86,12 @@ class LRFinder:
         """
         trainer, context = self.trainer, self.trainer.context
         sweep = _Sweep(self)
-        with _untouched(trainer):
-            if train_data is not None:
-                context.data["train"] = train_data
+        if context.model is None:
+            raise ConfigError("LRFinder: the trainer has no model: give it one, Trainer(model, …)")
+        with untouched(trainer, train=train_data):
             num_batches = (trainer.num_batches("train") or 100) * self.num_epochs
             sweep.num_batches = min(num_batches, self.max_batches or num_batches)
-            context.callbacks = Callbacks([sweep])
+            context.callbacks, context.schedulers = Callbacks([sweep]), []
             never = Batches(0)
             trainer.fit(
                 max_length=Batches(context.progress.batches + sweep.num_batches),
@@ -183,32 +181,3 @@ class _Sweep(Callback):
             return
         self.losses.append(smoothed)
         self._best = min(self._best, smoothed)
-
-
-@contextmanager
-def _untouched(trainer: CoreTrainer) -> Iterator[None]:
-    """Let anything happen to a trainer, and put everything back."""
-    context = trainer.context
-    # Made now if they are not there yet, so that there is something to put back.
-    _ = trainer.optimizer
-    state = copy.deepcopy(trainer.state_dict())
-    held = {name: getattr(context, name) for name in ("callbacks", "history", "plan", "saver", "schedulers", "metrics")}
-    data, modes = dict(context.data), [(module, module.training) for module in trainer.model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in trainer.model.parameters()]
-    generator = getattr(trainer.loader("train"), "generator", None) if context.data.get("train") is not None else None
-    generator_state = generator.get_state() if generator is not None else None
-    context.history, context.schedulers, context.saver = History(), [], None
-    try:
-        yield
-    finally:
-        for name, value in held.items():
-            setattr(context, name, value)
-        context.data = data
-        context.stop_reason = None
-        trainer.load_state_dict(state)
-        for module, training in modes:
-            module.training = training
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        if generator is not None:
-            generator.set_state(generator_state)

@@ -62,6 +62,8 @@ class TrainerOptions:
         best_mode: Whether small (`min`) or large (`max`) values of it are good; None follows its name.
         save_in_background: Whether checkpoints are written by a thread while training goes on.
         on_save_error: Whether a checkpoint that cannot be written ends training (`raise`) or is told (`warn`).
+        max_concurrency: `ComposableTrainer.train` works in a process of its own, of which this many at most run at
+            once; None to train in this one.
     """
 
     num_epochs: int = 10
@@ -105,12 +107,16 @@ class TrainerOptions:
     best_mode: Literal["min", "max"] | None = None
     save_in_background: bool = False
     on_save_error: Literal["raise", "warn"] = "raise"
+    max_concurrency: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
                 raise ConfigError(f"{name}: expected a number that is at least {least}, got {value!r}")
+        limit = self.max_concurrency
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise ConfigError(f"max_concurrency: expected a number that is at least 1, or None, got {limit!r}")
         if self.nonfinite not in ("raise", "stop", "warn", "ignore"):
             raise ConfigError(f"nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got {self.nonfinite!r}")
         if self.early_stop is not None and set(self.early_stop) != {"num_epochs", "improv"}:

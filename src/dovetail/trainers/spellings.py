@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback
 from dovetail.data import split_batch
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, DataError
 from dovetail.history import History
 from dovetail.trainers import loop
 from dovetail.trainers.context import TrainingContext
@@ -372,7 +373,8 @@ class PlatoSpelling(CoreTrainer):
     def train_model(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> None:
         """Run anew over `trainset` for `config["epochs"]` epochs with batches of `config["batch_size"]`."""
         self.reset()
-        self.context.config.update(config)
+        # Made from the trainer's own: what an earlier run was told is not meant for this one.
+        self.context.config = {**self._own_config, **config}
         self.sampler = sampler
         self.forget_loaders()
         self.fit(trainset)
@@ -381,8 +383,9 @@ class PlatoSpelling(CoreTrainer):
         """Return the accuracy on `testset`, or its loss where accuracy has no meaning, or what the strategy says."""
         testing = self.strategies.testing
         if testing is not None:
-            with loop.looking(self, "test"):
-                return float(testing.test_model(self.model, config, testset, sampler, self.context))
+            settings = {**self.context.config, "test_batch_size": self.test_batch_size, **config}
+            with loop.looking(self, "test"), self._autocast():
+                return float(testing.test_model(self.model, settings, testset, sampler, self.context))
         size = int(config.get("batch_size", self.test_batch_size))
         metrics = self.evaluate(self.get_test_loader(size, testset, sampler))
         return metrics.get("accuracy", metrics["loss"])
@@ -390,8 +393,9 @@ class PlatoSpelling(CoreTrainer):
     def test(self, testset: Any = None, sampler: Any = None) -> float:
         """Return the accuracy on `testset`, by default on the option `test_dataset`."""
         if testset is None:
-            metrics = self.evaluate()
-            return metrics.get("accuracy", metrics["loss"])
+            testset = self.context.data.get("test")
+        if testset is None:
+            raise DataError("no test data: pass it to the call, or test_dataset=… to the trainer")
         return self.test_model({}, testset, sampler)
 
     def set_client_id(self, client_id: int) -> None:
@@ -417,30 +421,42 @@ class PlatoSpelling(CoreTrainer):
 def own_hooks(trainer: PlatoSpelling) -> Callback | None:
     """Return a callback that calls the hook methods which a trainer's class overrides, or None if there are none."""
     events: dict[str, Any] = {}
+    # Held weakly: the trainer holds its context, which holds this.
+    reference = weakref.ref(trainer)
+
+    def owner() -> PlatoSpelling:
+        alive = reference()
+        assert alive is not None, "hooks are called by the trainer that they belong to"
+        return alive
 
     def overrides(name: str) -> bool:
         return getattr(type(trainer), name) is not getattr(PlatoSpelling, name)
 
     if overrides("train_run_start"):
-        events["on_train_start"] = lambda self, context: trainer.train_run_start(context.config)
+        events["on_train_start"] = lambda self, context: owner().train_run_start(context.config)
     if overrides("train_run_end"):
-        events["on_train_end"] = lambda self, context: trainer.train_run_end(context.config)
+        events["on_train_end"] = lambda self, context: owner().train_run_end(context.config)
     if overrides("train_epoch_start"):
-        events["on_epoch_start"] = lambda self, context: trainer.train_epoch_start(context.config)
+        events["on_epoch_start"] = lambda self, context: owner().train_epoch_start(context.config)
     if overrides("train_epoch_end"):
-        events["on_epoch_end"] = lambda self, context, metrics: trainer.train_epoch_end(context.config)
+        events["on_epoch_end"] = lambda self, context, metrics: owner().train_epoch_end(context.config)
     if overrides("train_step_start"):
-        events["on_step_start"] = lambda self, context, batch: trainer.train_step_start(
+        events["on_step_start"] = lambda self, context, batch: owner().train_step_start(
             context.config, context.progress.batch
         )
     if overrides("train_step_end"):
 
         def on_step_end(self: Callback, context: TrainingContext, output: Mapping[str, Any]) -> None:
             if context.window.closes:
-                trainer.train_step_end(context.config, context.progress.batch - 1, output["loss"].detach())
+                owner().train_step_end(context.config, context.progress.batch - 1, output["loss"].detach())
 
         events["on_step_end"] = on_step_end
-    return type("OwnHooks", (Callback,), events)() if events else None
+    if not events:
+        return None
+    # A class that is made here can be pickled by what it is made from only.
+    events["__reduce__"] = lambda self: (own_hooks, (owner(),))
+    hooks: Callback = type("OwnHooks", (Callback,), events)()
+    return hooks
 
 
 def _whole_step(trainer: Any, batch: Any) -> dict[str, Any]:
@@ -457,11 +473,21 @@ class _RunLog(Callback):
     """What the steps of `run` returned, copied to the host, and the best weights."""
 
     def __init__(self, trainer: RunSpelling) -> None:
-        self._trainer = trainer
+        # Held weakly: the trainer holds its context, which holds this.
+        self._reference = weakref.ref(trainer)
         self.log_train: dict[str, list[Any]] = defaultdict(list)
         self.log_test: dict[str, list[Any]] = defaultdict(list)
         self.train_metrics: dict[str, float] = {}
         self.test_metrics: dict[str, float] = {}
+
+    @property
+    def _trainer(self) -> RunSpelling:
+        trainer = self._reference()
+        assert trainer is not None, "the log is written by the trainer that it belongs to"
+        return trainer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RunLog, (self._trainer,)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
         self.log_train.clear()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from dovetail.callbacks import Callback
+from dovetail.errors import ConfigError
 from dovetail.trainers.strategies.base import (
     DataLoaderStrategy,
     LossCriterionStrategy,
@@ -21,7 +23,15 @@ from dovetail.trainers.strategies.base import (
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Strategies"]
+__all__ = ["ANSWERED", "Strategies", "refuse_both"]
+
+# The arguments of a trainer that its own seams use, by the strategy that answers in their place.
+ANSWERED: dict[str, frozenset[str]] = {
+    "loss": frozenset({"criterion", "loss_function"}),
+    "optimizer": frozenset({"optimizer", "optim_function", "momentum", "weight_decay"}),
+    "lr_scheduler": frozenset({"scheduler", "lr_scheduler", "scheduler_step_on_batch"}),
+    "data_loader": frozenset({"shuffle", "drop_last", "num_workers"}),
+}
 
 
 @dataclass
@@ -47,9 +57,12 @@ class Strategies:
                 yield strategy
 
     def setup(self, context: TrainingContext) -> None:
-        """Set every strategy up."""
-        for strategy in self:
-            strategy.setup(context)
+        """Set every strategy up; if one of them fails, those before it are torn down."""
+        with ExitStack() as done:
+            for strategy in self:
+                strategy.setup(context)
+                done.callback(strategy.teardown, context)
+            done.pop_all()
         self.is_set_up = True
 
     def teardown(self, context: TrainingContext) -> None:
@@ -98,7 +111,9 @@ class Strategies:
 
             events["on_gradients"] = on_gradients
         self._add_update_events(events)
-        return type("StrategyHooks", (Callback,), events)() if events else None
+        # A class that is made here can be pickled by what it is made from only.
+        events["__reduce__"] = lambda hooks: (Strategies.as_callback, (self,))
+        return type("StrategyHooks", (Callback,), events)() if len(events) > 1 else None
 
     def _add_update_events(self, events: dict[str, Any]) -> None:
         update, optimizer_strategy = self.model_update, self.optimizer
@@ -127,6 +142,15 @@ class Strategies:
 
     def _overriding(self, hook: str) -> list[Callable[..., None]]:
         return [getattr(strategy, hook) for strategy in self if _overrides(strategy, hook, Strategy)]
+
+
+def refuse_both(strategies: Strategies, given: Collection[str]) -> None:
+    """Refuse an argument that a strategy would silently answer in place of."""
+    for role, names in ANSWERED.items():
+        strategy = getattr(strategies, role)
+        both = sorted(names & set(given))
+        if strategy is not None and both:
+            raise ConfigError(f"{both[0]}: {strategy!r} decides this; give one or the other")
 
 
 def _overrides(strategy: Strategy, name: str, base: type[Strategy]) -> bool:

@@ -215,6 +215,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
     pin_memory: bool = False
     _batches: _SizedBatches | None = field(default=None, init=False)
     _sized_epoch: int = field(default=-1, init=False)
+    _restored: Mapping[str, Any] = field(default_factory=dict, init=False)
 
     def create_train_loader(
         self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
@@ -224,13 +225,16 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
         Raises:
             DataError: The data is a stream or in batches already.
         """
-        context.state["batch_size"] = self.initial_batch_size
         whole = as_loader(trainset, batch_size=1, sampler=sampler)
         if not isinstance(whole, DataLoader) or isinstance(whole.dataset, IterableDataset):
             raise DataError(f"{self!r} forms batches itself: expected a dataset with indices, got {trainset!r}")
         shuffles = sampler is not None and not isinstance(_resolved(sampler), Sampler)
-        self._batches = _SizedBatches(whole.sampler, shuffles, context.state.get("order_seed"))
-        self._set_size(context)
+        restored, self._restored = self._restored, {}
+        size = restored.get("batch_size", self.initial_batch_size)
+        self._batches = _SizedBatches(whole.sampler, shuffles, context.state.get("order_seed"), size)
+        self._sized_epoch = restored.get("epoch", -1)
+        context.state["batch_size"] = size
+        self.on_epoch_start(context)
         return DataLoader(
             whole.dataset, batch_sampler=self._batches, num_workers=self.num_workers, pin_memory=self.pin_memory
         )
@@ -242,15 +246,21 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size of the running epoch's batches."""
-        return {} if self._batches is None else {"batch_size": self._batches.batch_size, "epoch": self._sized_epoch}
+        if self._batches is None:
+            return dict(self._restored)
+        return {"batch_size": self._batches.batch_size, "epoch": self._sized_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        if self._batches is not None and state:
+        if self._batches is None:
+            # A run is resumed before its loader is made.
+            self._restored = dict(state)
+        elif state:
             self._batches.batch_size, self._sized_epoch = state["batch_size"], state["epoch"]
 
     def _set_size(self, context: TrainingContext) -> None:
         assert self._batches is not None
+        context.state["batch_size"] = self._batches.batch_size
         size = self.initial_batch_size if self.adjust_fn is None else self.adjust_fn(context)
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"adjust_fn: expected a batch size that is at least 1, got {size!r}")
@@ -261,8 +271,8 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
 class _SizedBatches(Sampler[list[int]]):
     """Lists of indices whose length may change between epochs."""
 
-    def __init__(self, order: Iterable[int], shuffles: bool, seed: int | None) -> None:
-        self.batch_size = 1
+    def __init__(self, order: Iterable[int], shuffles: bool, seed: int | None, batch_size: int) -> None:
+        self.batch_size = batch_size
         self._order = order
         self._shuffles = shuffles
         self._seed = torch.initial_seed() if seed is None else seed

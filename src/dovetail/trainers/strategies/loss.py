@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class CrossEntropyLossStrategy(Described, LossCriterionStrategy):
         tensor(1.3863)
     """
 
-    is_classification: ClassVar[bool] = True
+    is_classification = True
 
     weight: Tensor | None = None
     label_smoothing: float = 0.0
@@ -170,7 +170,7 @@ class NLLLossStrategy(Described, LossCriterionStrategy):
         tensor(2.)
     """
 
-    is_classification: ClassVar[bool] = True
+    is_classification = True
 
     weight: Tensor | None = None
     reduction: Reduction = "mean"

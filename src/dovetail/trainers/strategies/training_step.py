@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 Criterion = Callable[[Any, Any], Tensor]
+Options = Mapping[str, bool]
 
 
 class SplitStepStrategy(TrainingStepStrategy):
@@ -65,7 +66,7 @@ class SplitStepStrategy(TrainingStepStrategy):
         optimizer: Optimizer,
         loss: Tensor,
         context: TrainingContext,
-        options: Mapping[str, bool],
+        options: Options,
     ) -> None:
         """Differentiate the loss and step, or do nothing: the loop then does both.
 
@@ -153,7 +154,7 @@ class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
         optimizer: Optimizer,
         loss: Tensor,
         context: TrainingContext,
-        options: Mapping[str, bool],
+        options: Options,
     ) -> None:
         """Differentiate and step where `backward` is to be given something; else leave it to the loop."""
         _differentiate(optimizer, loss, context, {**options, **self._options})
@@ -205,7 +206,7 @@ class NestingStepStrategy(Nesting, SplitStepStrategy):
         optimizer: Optimizer,
         loss: Tensor,
         context: TrainingContext,
-        options: Mapping[str, bool],
+        options: Options,
     ) -> None:
         """Leave it to the step inside, with what this one wants `backward` to be given."""
         options = {**options, **self.backward_options}
@@ -402,7 +403,7 @@ class CustomBackwardStepStrategy(NestingStepStrategy):
         optimizer: Optimizer,
         loss: Tensor,
         context: TrainingContext,
-        options: Mapping[str, bool],
+        options: Options,
     ) -> None:
         """Call the function, and step if it has differentiated."""
         self.backward_hook(model, loss, context)
@@ -553,7 +554,7 @@ def compose_steps(*strategies: TrainingStepStrategy) -> TrainingStepStrategy:
     return nested
 
 
-def _differentiate(optimizer: Optimizer, loss: Tensor, context: TrainingContext, options: Mapping[str, bool]) -> None:
+def _differentiate(optimizer: Optimizer, loss: Tensor, context: TrainingContext, options: Options) -> None:
     if options and not context.notes.optimized:
         context.backward(loss, **options)
         context.step(optimizer)

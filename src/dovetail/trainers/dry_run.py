@@ -1,0 +1,224 @@
+"""One update, one validation batch and one checkpoint, to see whether training would work."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dovetail.callbacks import Callback, Callbacks
+from dovetail.data import split_batch
+from dovetail.errors import ConfigError, DataError
+from dovetail.history import History
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.explain import Outlook, count_parameters, look_ahead
+from dovetail.trainers.options import TrainerOptions
+from dovetail.trainers.saving import Saver
+from dovetail.trainers.untouched import layers, untouched
+from dovetail.units import Batches
+
+__all__ = ["dry_run"]
+
+
+def dry_run(
+    trainer: Trainer,
+    train_data: Any = None,
+    val_data: Any = None,
+    *,
+    resume: str | Path | None = None,
+    **wishes: Any,
+) -> History:
+    """Try training out through the real loop, put everything back, and say what was found.
+
+    One accumulation window is trained, which is one batch without accumulation; one batch is validated; and one
+    checkpoint is written to a temporary folder. Callbacks are not called, except for what strategies and the
+    trainer's own class hook in. The report is printed; a trainer that is not `verbose` only warns of problems.
+
+    Args:
+        trainer: The outermost layer.
+        train_data: Training data, None for what the trainer has.
+        val_data: Validation data, None for what the trainer has.
+        resume: Refused: a dry run tries the trainer as it is.
+        wishes: What `fit` takes; the estimated time follows them.
+
+    Returns:
+        The history of the trial: the losses of its batches and the metrics of its validation.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import Trainer
+        >>> x, y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), batch_size=4, verbose=False)
+        >>> len(trainer.fit((x, y), (x, y), dry_run=True).losses), trainer.context.progress.batches
+        (1, 0)
+    """
+    context = trainer.context
+    if resume is not None:
+        raise ConfigError("dry_run: cannot be combined with resume; load_checkpoint first, or leave resume out")
+    if context.model is None:
+        raise ConfigError("dry_run: the trainer has no model: give it one, Trainer(model, …)")
+    for stage, source in {**context.data, **_given(train=train_data, valid=val_data)}.items():
+        if isinstance(source, Iterator):
+            raise DataError(
+                f"dry_run: the {stage} data is a {type(source).__name__}, which can be read only once; "
+                "give something that can be read again"
+            )
+    watch = _Watch()
+    with untouched(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
+        ahead = look_ahead(trainer, **wishes)
+        has_validation = _shorten_validation(trainer)
+        context.callbacks = Callbacks([*filter(_is_part_of_trainer, context.callbacks), watch])
+        context.saver = Saver(Path(folder))
+        num_batches = min(context.window.size, ahead.num_batches or context.window.size)
+        moment = Batches(context.progress.batches + num_batches)
+        history = trainer.fit(max_length=moment, validation_period=moment, checkpoint_period=moment)
+    problems = watch.problems(history, has_validation=has_validation)
+    if _is_verbose(trainer):
+        print(_report(context.model, history, watch, ahead, problems))
+    else:
+        for problem in problems:
+            warnings.warn(f"dry run: {problem}", UserWarning, stacklevel=3)
+    return history
+
+
+class _Watch(Callback):
+    """Measures the trial, and looks out for what is wrong with it."""
+
+    def __init__(self) -> None:
+        self.step_seconds: list[float] = []
+        self.val_seconds: list[float] = []
+        self.checkpoint_seconds = math.nan
+        self.checkpoint_bytes = 0
+        self._since = 0.0
+        self._without_gradient: dict[str, nn.Parameter] = {}
+        self._lacks_targets = False
+        self._is_left_in_eval = False
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        assert context.model is not None
+        self._without_gradient = {name: it for name, it in context.model.named_parameters() if it.requires_grad}
+
+    def on_step_start(self, context: TrainingContext, batch: Any) -> None:
+        self._lacks_targets |= split_batch(batch)[1] is None
+        self._since = time.perf_counter()
+
+    def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
+        self._look_for_gradients()
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        assert context.model is not None
+        # Reading the loss waits for the device.
+        float(output["loss"].detach())
+        self.step_seconds.append(self._lap())
+        self._look_for_gradients()
+        self._is_left_in_eval |= not context.model.training
+        self._since = time.perf_counter()
+
+    def on_validation_start(self, context: TrainingContext) -> None:
+        self._since = time.perf_counter()
+
+    def on_test_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        self.val_seconds.append(self._lap())
+
+    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        self._since = time.perf_counter()
+
+    def on_checkpoint(self, context: TrainingContext, path: Path) -> None:
+        self.checkpoint_seconds = self._lap()
+        self.checkpoint_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+    def problems(self, history: History, *, has_validation: bool) -> list[str]:
+        """Return one sentence for each thing that is probably not meant."""
+        found = []
+        if not all(math.isfinite(loss) for loss in history.losses):
+            found.append(f"the loss is not finite: {list(history.losses)}")
+        if self._without_gradient:
+            found.append(f"no gradient reached {', '.join(self._without_gradient)}")
+        if self._is_left_in_eval:
+            found.append("the step left the model in evaluation mode")
+        if self._lacks_targets:
+            found.append("the training batch has no targets")
+        if not has_validation:
+            found.append("there is no validation data")
+        return found
+
+    def _lap(self) -> float:
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+    def _look_for_gradients(self) -> None:
+        # Those that were seen once are out: a step by hand may clear them before the next look.
+        self._without_gradient = {name: it for name, it in self._without_gradient.items() if it.grad is None}
+
+
+def _given(**data: Any) -> dict[str, Any]:
+    return {stage: source for stage, source in data.items() if source is not None}
+
+
+def _shorten_validation(trainer: Trainer) -> bool:
+    """Leave one batch of the validation data, and return whether there is one."""
+    context = trainer.context
+    if context.data.get("valid") is None:
+        return False
+    first = list(_first(trainer.batches("valid")))
+    context.data["valid"] = first or None
+    return bool(first)
+
+
+def _first(batches: Any) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        return
+
+
+def _is_part_of_trainer(callback: Callback) -> bool:
+    """Whether a callback is how strategies or methods of the trainer's class are heard: part of what is computed."""
+    return type(callback).__name__ in ("OwnHooks", "StrategyHooks")
+
+
+def _is_verbose(trainer: Trainer) -> bool:
+    options = vars(layers(trainer)[-1]).get("options")
+    return not isinstance(options, TrainerOptions) or options.verbose
+
+
+def _report(model: nn.Module, history: History, watch: _Watch, ahead: Outlook, problems: list[str]) -> str:
+    total, trainable = count_parameters(model)
+    step, validation = _mean(watch.step_seconds), _mean(watch.val_seconds)
+    rows = {
+        "loss": f"{_mean(list(history.losses)):.6g}",
+        "step": _seconds(step),
+        "validation": f"{_seconds(validation)} per batch" if watch.val_seconds else "none",
+        "checkpoint": f"{watch.checkpoint_bytes / 1000:,.1f} kB in {_seconds(watch.checkpoint_seconds)}",
+        "parameters": f"{total:,}, {trainable:,} of them trainable",
+        "one epoch": _estimate(step, validation, watch.checkpoint_seconds, ahead),
+    }
+    lines = [f"dry run: {len(watch.step_seconds)} training, {len(watch.val_seconds)} validation batch; all put back"]
+    lines += [f"  {name:<11} {text}" for name, text in rows.items()]
+    return "\n".join(lines + [f"  problem     {problem}" for problem in problems])
+
+
+def _estimate(step: float, validation: float, checkpoint: float, ahead: Outlook) -> str:
+    if ahead.num_batches is None:
+        return "unknown, as the number of batches is"
+    seconds = step * ahead.num_batches + checkpoint * len(ahead.checkpoints or ())
+    if ahead.validations and ahead.num_val_batches:
+        seconds += validation * ahead.num_val_batches * ahead.validations
+    return f"about {_seconds(seconds)}, as slow as the first step"
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 120:
+        return f"{seconds / 60:,.1f} min"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.2f} ms"

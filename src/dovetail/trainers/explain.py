@@ -1,0 +1,414 @@
+"""What a trainer is made of, and what its next epoch will do, without doing any of it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dovetail.errors import DataError
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.context import Plan, Stage, TrainingContext
+from dovetail.trainers.strategies.nesting import shown
+from dovetail.trainers.untouched import kept, layers, strategies_of
+from dovetail.units import Epochs
+
+__all__ = ["Outlook", "count_parameters", "explain", "look_ahead"]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the next epoch, or the rest of the running one, will do. None stands for what cannot be known before.
+
+    Attributes:
+        plan: What a call of `fit` would be asked to do.
+        has_data: Whether there is training data.
+        num_batches: Training batches.
+        batch_size: Samples in a training batch.
+        updates: Accumulation windows, and so updates of every optimizer.
+        num_val_batches: Batches in one validation.
+        validations: Validation passes.
+        checkpoints: Where its periodic checkpoints will lie.
+        best_checkpoint: Where the best validation has a checkpoint of its own, if it has.
+        rate: The learning rate at the start, None without a model.
+        end_rate: The learning rate after the epoch.
+        follows_metric: Whether the rate follows a metric besides, which may move it further.
+    """
+
+    plan: Plan
+    has_data: bool
+    num_batches: int | None = None
+    batch_size: int | None = None
+    updates: int | None = None
+    num_val_batches: int | None = None
+    validations: int | None = None
+    checkpoints: tuple[Path, ...] | None = None
+    best_checkpoint: Path | None = None
+    rate: float | None = None
+    end_rate: float | None = None
+    follows_metric: bool = False
+
+
+def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
+    """Return what the next epoch will do; the trainer does not change.
+
+    Args:
+        trainer: The outermost layer.
+        wishes: `max_length`, `validation_period` and `checkpoint_period`, as for `fit`.
+    """
+    context = trainer.context
+    with kept(trainer), warnings.catch_warnings():
+        # Torch wants an optimizer to step before its scheduler, and here none steps.
+        warnings.simplefilter("ignore")
+        _work_on_copies(trainer)
+        plan = trainer.plan(**wishes)
+        saver, progress = context.saver, context.progress
+        has_data, num_batches = _length(trainer, "train")
+        rest = None if num_batches is None else num_batches - progress.batch
+        batch_size = _batch_size(trainer) if has_data else None
+        rate = _rate(context)
+        updates = validations = checkpoints = end_rate = None
+        if rest is not None:
+            before = progress.updates
+            validations, checkpoints = _pass_through(trainer, plan, rest, batch_size)
+            updates = progress.updates - before
+            if _is_ours(trainer, "scheduler_step"):
+                end_rate = _rate(context)
+        return Outlook(
+            plan=plan,
+            has_data=has_data,
+            num_batches=rest,
+            batch_size=batch_size,
+            updates=updates,
+            num_val_batches=_length(trainer, "valid")[1],
+            validations=validations,
+            checkpoints=checkpoints,
+            best_checkpoint=saver.directory / f"best_{saver.name}" if saver is not None and saver.keep_best else None,
+            rate=rate,
+            end_rate=end_rate,
+            follows_metric=any(bound.takes_metric for bound in context.schedulers),
+        )
+
+
+def explain(trainer: Trainer) -> str:
+    """Return, as a tree: layers, verbs, strategies, callbacks, and what the next epoch will do.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import Trainer
+        >>> data = torch.zeros(96, 4)
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), "cpu", train_dataset=data, batch_size=8, verbose=False)
+        >>> print(explain(trainer))
+        Trainer
+        ├── layers, the outermost first
+        │   ├── Trainer
+        │   └── CoreTrainer
+        ├── model: Linear on cpu, 10 parameters, 10 of them trainable
+        ├── verbs: all of them CoreTrainer's own
+        ├── callbacks, in order
+        │   └── NonFiniteLoss
+        └── epoch 1 of 10
+            ├── 12 batches of 8 samples
+            ├── 12 updates
+            ├── learning rate 0.0001
+            ├── no validation: there is no data for it
+            └── no checkpoint
+    """
+    context = trainer.context
+    nodes: list[_Node] = [
+        ("layers, the outermost first", _shown_layers(trainer)),
+        (_shown_model(context), ()),
+    ]
+    answers = _answers(trainer)
+    nodes.append(("verbs and seams" if answers else "verbs: all of them CoreTrainer's own", answers))
+    strategies = strategies_of(trainer)
+    if roles := [field.name for field in fields(strategies) if field.init and getattr(strategies, field.name)]:
+        nodes.append(("strategies", [f"{role}: {getattr(strategies, role)!r}" for role in roles]))
+    names = [_shown_callback(callback) for callback in context.callbacks]
+    nodes.append(("callbacks, in order" if names else "no callbacks", names))
+    nodes.append(_shown_epoch(trainer, look_ahead(trainer)))
+    return "\n".join([type(trainer).__name__, *_branches(nodes)])
+
+
+# ---------------------------------------------------------------------- looking ahead
+
+
+def _work_on_copies(trainer: Trainer) -> None:
+    """Give a trainer, for as long as `kept` holds it, optimizers, schedulers and counters that it may spoil."""
+    context = trainer.context
+    core: Any = layers(trainer)[-1]
+    # Weights and moments are large and never written here, and strategies are kept as they are: all are shared.
+    shared: list[Any] = [context, *layers(trainer), *strategies_of(trainer)]
+    if context.model is not None:
+        shared += [context.model, *context.model.parameters()]
+    for optimizer in [*context.optimizers, *_optimizers_in(vars(core).values())]:
+        shared += [value for state in optimizer.state.values() for value in _values(state)]
+    memo: dict[int, Any] = {id(each): each for each in shared}
+    for name, value in vars(core).items():
+        if isinstance(value, (Optimizer, LRScheduler, ReduceLROnPlateau, list, tuple)) and _moves_rates(value):
+            vars(core)[name] = copy.deepcopy(value, memo)
+    context.progress, context.notes = copy.copy(context.progress), copy.copy(context.notes)
+    # What was seen of earlier epochs says nothing about this one.
+    context.validation, context.state = {}, {**context.state, "last_loss": None}
+    # Made by the trainer now if they are not there yet, and from then on ours alone.
+    _ = getattr(core, "optimizer", None)
+    context.optimizers, context.schedulers = copy.deepcopy((context.optimizers, context.schedulers), memo)
+
+
+def _moves_rates(value: Any) -> bool:
+    kinds = (Optimizer, LRScheduler, ReduceLROnPlateau)
+    return isinstance(value, kinds) or (isinstance(value, (list, tuple)) and any(isinstance(it, kinds) for it in value))
+
+
+def _optimizers_in(values: Iterable[Any]) -> list[Optimizer]:
+    flat = [it for value in values for it in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [it for it in flat if isinstance(it, Optimizer)]
+
+
+def _values(state: Any) -> list[Any]:
+    return list(state.values()) if isinstance(state, Mapping) else [state]
+
+
+def _pass_through(
+    trainer: Trainer, plan: Plan, num_batches: int, batch_size: int | None
+) -> tuple[int, tuple[Path, ...]]:
+    """Count an epoch through as the loop does, schedulers included; return its validations and checkpoints."""
+    context = trainer.context
+    progress, saver = context.progress, context.saver
+    moves = _is_ours(trainer, "scheduler_step")
+    moves_inside = moves and any(bound.interval != "epoch" for bound in context.schedulers)
+    context.notes.stepped = list(context.optimizers)
+    checked, validations, checkpoints = progress.copy(), 0, []
+    for number in range(1, num_batches + 1):
+        is_last = number == num_batches
+        closes = is_last or number % context.window.size == 0
+        if closes:
+            progress.updates += 1
+            if moves_inside:
+                trainer.scheduler_step("update")
+        progress.batch += 1
+        progress.batches += 1
+        progress.records += batch_size or 0
+        if is_last:
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+        if closes:
+            validations += plan.validate is not None and plan.validate.due(checked, progress)
+            if plan.save is not None and saver is not None and plan.save.due(checked, progress):
+                checkpoints.append(saver.path(progress))
+            checked = progress.copy()
+    if moves:
+        trainer.scheduler_step("epoch")
+    return validations, tuple(checkpoints)
+
+
+def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
+    """Whether a stage has data, and how many batches."""
+    try:
+        return True, trainer.num_batches(stage)
+    except DataError:
+        return False, None
+
+
+def _batch_size(trainer: Trainer) -> int | None:
+    """The samples of a full training batch, if that can be told without reading any."""
+    core: Any = layers(trainer)[-1]
+    loader = core.loader("train")
+    if isinstance(loader, (list, tuple)) and loader:
+        return trainer.batch_length(loader[0])
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _rate(context: TrainingContext) -> float | None:
+    return float(context.optimizers[0].param_groups[0]["lr"]) if context.optimizers else None
+
+
+# ---------------------------------------------------------------------- showing
+
+_Node = str | tuple[str, Sequence[Any]]
+
+_SEAMS = {
+    "get_loss_criterion": "loss",
+    "get_optimizer": "optimizer",
+    "get_lr_scheduler": "lr_scheduler",
+    "get_train_loader": "data_loader",
+    "get_test_loader": None,
+    "process_outputs": None,
+    "batch_length": None,
+    "train_step": "training_step",
+    "test_model": "testing",
+}
+
+
+def _branches(nodes: Sequence[_Node]) -> list[str]:
+    lines = []
+    for number, node in enumerate(nodes, start=1):
+        label, children = (node, ()) if isinstance(node, str) else node
+        knot, stem = ("└── ", "    ") if number == len(nodes) else ("├── ", "│   ")
+        lines += [knot + label, *(stem + line for line in _branches(children))]
+    return lines
+
+
+def _shown_layers(trainer: Trainer) -> list[str]:
+    shown_classes = []
+    for depth, layer in enumerate(layers(trainer)):
+        for cls in _classes(layer):
+            kind = "" if issubclass(cls, Trainer) else " (add-on)"
+            shown_classes.append(cls.__name__ + (kind or (" (decorated)" if depth else "")))
+    return shown_classes
+
+
+def _classes(layer: Trainer) -> list[type[Any]]:
+    """The classes that a user mounted, wrote or named, the outermost first."""
+    line = type(layer).__mro__
+    return [
+        cls
+        for cls in line[: line.index(Trainer)]
+        if cls.__module__ not in ("dovetail.trainers.spellings", "dovetail.trainers.addons.core")
+        and not _is_mounted(cls)
+    ]
+
+
+def _is_mounted(cls: type[Any]) -> bool:
+    """Whether a class only joins an add-on and what it is mounted on."""
+    return not issubclass(cls.__bases__[0], Trainer) and len(cls.__bases__) > 1 and not _own_names(cls)
+
+
+def _own_names(cls: type[Any]) -> set[str]:
+    return {name for name in vars(cls) if not name.startswith(("__", "_abc_"))}
+
+
+def _owners(trainer: Trainer, name: str) -> tuple[list[type[Any]], bool]:
+    """The classes that answer a verb or seam, the outermost first, and whether they pass on to the plain trainer."""
+    found: list[type[Any]] = []
+    for layer in layers(trainer):
+        for cls in type(layer).__mro__:
+            is_plain = cls is Trainer or Trainer in cls.__bases__ or cls.__module__ == "dovetail.trainers.spellings"
+            if name not in vars(cls) or is_plain:
+                continue
+            found.append(cls)
+            if not _passes_on(vars(cls)[name]):
+                return found, False
+    return found, True
+
+
+def _passes_on(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and "super" in code.co_names
+
+
+def _is_ours(trainer: Trainer, verb: str) -> bool:
+    """Whether only the library answers a verb, so that calling it has no effects but those that are put back."""
+    return all(cls.__module__.startswith("dovetail.") for cls in _owners(trainer, verb)[0])
+
+
+def _answers(trainer: Trainer) -> list[str]:
+    core, strategies = layers(trainer)[-1], strategies_of(trainer)
+    verbs = [name for name in vars(Trainer) if name in Trainer.__abstractmethods__]
+    lines = []
+    for name in [*verbs, *(seam for seam in _SEAMS if seam not in verbs)]:
+        owners, passes_on = _owners(trainer, name)
+        answers = [cls.__name__ for cls in owners]
+        given, role = vars(core).get(f"_{name}"), _SEAMS.get(name)
+        if passes_on and name in ("train_step", "test_step") and callable(given):
+            answers.append(shown(given))
+        elif passes_on and role is not None and (strategy := getattr(strategies, role)) is not None:
+            answers.append(repr(strategy))
+        if answers:
+            lines.append(f"{name} → {' → '.join(answers)}")
+    return lines
+
+
+def _shown_model(context: TrainingContext) -> str:
+    if context.model is None:
+        return "no model yet: give the trainer one, Trainer(model, …)"
+    total, trainable = count_parameters(context.model)
+    return (
+        f"model: {type(context.model).__name__} on {context.device}, "
+        f"{total:,} parameters, {trainable:,} of them trainable"
+    )
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return how many numbers the parameters of a model hold, and how many of them are trained."""
+    parameters = list(model.parameters())
+    return sum(it.numel() for it in parameters), sum(it.numel() for it in parameters if it.requires_grad)
+
+
+def _shown_callback(callback: Any) -> str:
+    text = repr(callback)
+    # The default shows nothing but an address.
+    return type(callback).__name__ if text == object.__repr__(callback) else text
+
+
+def _shown_epoch(trainer: Trainer, ahead: Outlook) -> _Node:
+    context = trainer.context
+    progress, length = context.progress, ahead.plan.max_length
+    label = f"epoch {progress.epoch + 1}" + (
+        f" of {length.length}" if isinstance(length, Epochs) else f", up to {length}"
+    )
+    if progress.batch:
+        label += f", from batch {progress.batch + 1} on"
+    if length.reached(progress):
+        return f"nothing to train: {length} is reached"
+    if not ahead.has_data:
+        return label, ["no training data yet: pass it to fit"]
+    return label, [
+        _counted(ahead.num_batches, "batch", "batches")
+        + (f" of {ahead.batch_size} samples" if ahead.batch_size is not None else ", samples per batch unknown"),
+        _shown_updates(ahead, context.window.size),
+        _shown_rate(trainer, ahead),
+        _shown_validation(ahead),
+        *_shown_checkpoints(ahead),
+    ]
+
+
+def _counted(number: int | None, one: str, many: str) -> str:
+    if number is None:
+        return f"an unknown number of {many}"
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def _shown_updates(ahead: Outlook, window: int) -> str:
+    updates = _counted(ahead.updates, "update", "updates")
+    if window == 1:
+        return updates
+    return f"{_counted(ahead.updates, 'window', 'windows')} of up to {window} batches, {updates}"
+
+
+def _shown_rate(trainer: Trainer, ahead: Outlook) -> str:
+    if ahead.rate is None:
+        return "learning rate unknown without an optimizer"
+    text = f"learning rate {ahead.rate:.6g}"
+    if not _is_ours(trainer, "scheduler_step"):
+        text += f", moved by {_owners(trainer, 'scheduler_step')[0][0].__name__}.scheduler_step"
+    elif ahead.end_rate is None:
+        text += ", at the end of the epoch unknown"
+    elif ahead.end_rate != ahead.rate:
+        text += f" → {ahead.end_rate:.6g}"
+    return text + (", and follows a metric" if ahead.follows_metric else "")
+
+
+def _shown_validation(ahead: Outlook) -> str:
+    if ahead.plan.validate is None:
+        return "no validation: there is no data for it"
+    passes = _counted(ahead.validations, "validation", "validations")
+    return f"{passes} ({ahead.plan.validate}) of {_counted(ahead.num_val_batches, 'batch', 'batches')}"
+
+
+def _shown_checkpoints(ahead: Outlook) -> list[str]:
+    lines = []
+    if ahead.plan.save is not None:
+        number = None if ahead.checkpoints is None else len(ahead.checkpoints)
+        where = f", the last one {ahead.checkpoints[-1]}" if ahead.checkpoints else ""
+        lines.append(f"{_counted(number, 'checkpoint', 'checkpoints')} ({ahead.plan.save}){where}")
+    if ahead.best_checkpoint is not None and ahead.plan.validate is not None:
+        lines.append(f"the best validation in {ahead.best_checkpoint}")
+    return lines or ["no checkpoint"]

@@ -1,0 +1,376 @@
+"""Training in a process of its own, all of whose results come back.
+
+The trainer and its data go to a spawned child through a pipe, pickled: code and objects of our own, never a file that
+somebody wrote. What comes back is data only, a checkpoint in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from dovetail import checkpoint as store
+from dovetail import errors
+from dovetail.callbacks import ProgressDisplay
+from dovetail.checkpoint.encoding import encode
+from dovetail.errors import CheckpointError, ConfigError, DovetailError, add_note
+from dovetail.trainers.basic import Trainer
+from dovetail.trainers.randomness import rng_state, set_rng_state
+
+__all__ = ["Errand", "Seats", "TrainingProcessError", "train_in_process"]
+
+_RESULT, _FAILURE = "result", "failure.json"
+
+# Seconds that a child has, after Ctrl-C, to finish its update and to save.
+_GRACE = 30.0
+
+
+class TrainingProcessError(DovetailError):
+    """Training in a process of its own brought no result; where the child could tell why, a note has its traceback."""
+
+
+class Seats:
+    """Lets in so many at once, and no more.
+
+    Example:
+        >>> seats = Seats()
+        >>> with seats.taken(limit=2), seats.taken(limit=2):
+        ...     seats.num_taken
+        2
+    """
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, limit: int) -> Iterator[None]:
+        """Wait until fewer than `limit` seats are taken, and take one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.num_taken < limit)
+            self.num_taken += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.num_taken -= 1
+                self._changed.notify_all()
+
+
+# Children belong to the process, whichever trainer or thread started them, and so does their number.
+_CHILDREN = Seats()
+
+
+@dataclass
+class Errand:
+    """One training to be done elsewhere.
+
+    Attributes:
+        trainer: Who trains.
+        trainset: The data of a new run; None goes on with the trainer's own, where `config` is None.
+        sampler: Which of them.
+        config: What `train_model` is given; None for `train`.
+    """
+
+    trainer: Trainer
+    trainset: Any
+    sampler: Any
+    config: Mapping[str, Any] | None = None
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether progress, history and optimizers start from nothing."""
+        return self.trainset is not None or self.config is not None
+
+    def pack(self) -> bytes:
+        """Return this errand, with the state that training starts from, for `unpack`.
+
+        Raises:
+            ConfigError: A piece cannot be pickled; the message names it.
+        """
+        # Optimizers are made anew from the same pieces. Those of a run that goes on are more than their pieces.
+        goes_on = not self.begins_anew and bool(self.trainer.context.optimizers)
+        state = self.trainer.state_dict() if goes_on else None
+        try:
+            # Not multiprocessing's pickler: torch has taught that one to move tensors to memory shared with the child,
+            # one open file each, so that the child would train the caller's own weights.
+            return pickle.dumps((self, state, rng_state()))
+        except Exception as error:
+            what, cause = next(self._culprits(), ("the trainer", error))
+            raise ConfigError(
+                f"max_concurrency: {what} cannot be sent to a training process: {cause}; use functions and classes "
+                "from the top level of a module, or train without max_concurrency"
+            ) from error
+
+    @classmethod
+    def unpack(cls, cargo: bytes) -> Errand:
+        """Return the errand, ready to run in this process, quietly."""
+        errand: Errand
+        errand, state, rng = pickle.loads(cargo)  # noqa: S301 - the bytes of our own caller, through a pipe
+        trainer = errand.trainer
+        trainer.options = replace(trainer.options, max_concurrency=None)
+        callbacks = trainer.context.callbacks
+        callbacks.remove(*[callback for callback in callbacks if isinstance(callback, ProgressDisplay)])
+        if state is not None:
+            trainer.load_state_dict(state)
+        set_rng_state(rng)
+        return errand
+
+    def run(self) -> dict[str, Any]:
+        """Train, and return all that the caller's trainer needs to be in the same state."""
+        trainer, context = self.trainer, self.trainer.context
+        started = time.perf_counter()
+        if self.config is None:
+            # Not the override that sent us here.
+            Trainer.train(trainer, self.trainset, self.sampler)
+        else:
+            trainer.train_model(self.config, self.trainset, self.sampler)
+        seconds = time.perf_counter() - started
+        update = trainer.strategies.model_update
+        return {
+            "seconds": seconds,
+            "trainer": trainer.state_dict(),
+            "payload": {} if update is None else update.get_update_payload(context),
+            "shared": {name: value for name, value in context.state.items() if _is_storable(name, value)},
+            "stop_reason": context.stop_reason,
+        }
+
+    def take(self, result: Mapping[str, Any]) -> None:
+        """Bring the trainer to where `run` has brought its copy."""
+        trainer, context = self.trainer, self.trainer.context
+        if self.begins_anew:
+            trainer.reset()
+            trainer.sampler = self.sampler
+            context.config.update(self.config or {})
+            if self.trainset is not None:
+                context.data["train"] = self.trainset
+        else:
+            trainer.saves_by_default = True
+        trainer.forget_loaders()
+        context.state.pop("train_loader", None)
+        context.plan = trainer.plan()
+        trainer.load_state_dict(result["trainer"])
+        context.state.update(result["shared"])
+        context.stop_reason = result["stop_reason"]
+
+    def _culprits(self) -> Iterator[tuple[str, Exception]]:
+        for name, piece in self._pieces():
+            try:
+                _Alone(self.trainer).dump(piece)
+            except Exception as error:
+                yield f"{name} ({type(piece).__name__})", error
+
+    def _pieces(self) -> Iterator[tuple[str, Any]]:
+        trainer = self.trainer
+        yield "trainset", self.trainset
+        yield "sampler", self.sampler
+        yield "model", trainer.model
+        for strategy in trainer.strategies:
+            yield f"{strategy.role}_strategy", strategy
+        for callback in trainer.callbacks:
+            yield "the callback", callback
+        for name, metric in trainer.context.metrics.items():
+            yield f"the metric {name!r}", metric
+        for stage, data in trainer.context.data.items():
+            yield f"the {stage} data", data
+        yield from ((f"the trainer's {name}", value) for name, value in vars(trainer).items() if name != "_closing")
+
+
+def train_in_process(
+    trainer: Trainer, trainset: Any, sampler: Any, config: Mapping[str, Any] | None = None
+) -> tuple[float, dict[str, Any]]:
+    """Train in a spawned process, at most `max_concurrency` of which run at once, and bring all of it back.
+
+    The trainer ends in the very state that training here would have left: weights (in the caller's own module),
+    optimizers, schedulers, history, progress, randomness, and the states of strategies, callbacks and participants. It
+    is the same to the last bit if both compute with the same number of threads. Of objects without a `state_dict`
+    nothing comes back, and of `context.state` what a checkpoint can hold. After an error the trainer is as it was.
+
+    The child starts from the generators of this process and leaves them where it ended. Threads that train at the same
+    time share them, as always: give each trainer a `seed`.
+
+    The child computes with its share of the cores, shows no progress, and ends when the caller does. Ctrl-C ends
+    it after its running update, and a second one at once. `setup` and `teardown` of strategies stay with the caller.
+
+    Args:
+        trainer: A `ComposableTrainer` with the option `max_concurrency`.
+        trainset: Training data, as `train` takes it.
+        sampler: Which of them.
+        config: What `train_model` is given; None to do what `train` does.
+
+    Returns:
+        The seconds that training took, without the start of the process, and the payload of the update strategy.
+
+    Raises:
+        ConfigError: A piece cannot be pickled.
+        TrainingProcessError: The process was killed, or ended by an error that is neither Python's own nor ours; those
+            are raised as what they are. A note has the traceback of the child.
+    """
+    limit = trainer.options.max_concurrency
+    assert limit is not None
+    errand = Errand(trainer, trainset, sampler, config)
+    with (
+        _CHILDREN.taken(limit),
+        TemporaryDirectory(prefix="dovetail-training-", ignore_cleanup_errors=True) as folder,
+    ):
+        exit_code = _spawn(errand.pack(), folder, _share_of_threads(limit))
+        failure = Path(folder, _FAILURE)
+        if failure.exists():
+            raise _rebuilt(json.loads(failure.read_text(encoding="utf-8")))
+        if exit_code != 0:
+            raise TrainingProcessError(_ending(exit_code))
+        result = store.load(Path(folder, _RESULT))
+    errand.take(result)
+    return result["seconds"], result["payload"]
+
+
+def _spawn(cargo: bytes, folder: str, num_threads: int) -> int:
+    """Run a child to its end, and return its exit code."""
+    spawn = multiprocessing.get_context("spawn")
+    theirs, ours = spawn.Pipe(duplex=False)
+    # Not a daemon: those may have no children, and so no loader with workers.
+    child = spawn.Process(target=_work, args=(theirs, folder, num_threads), name="dovetail-training", daemon=False)
+    with ours:
+        with theirs:
+            child.start()
+        try:
+            # A child that is no more says by its exit code what became of it.
+            with suppress(BrokenPipeError):
+                ours.send_bytes(cargo)
+            child.join()
+        except BaseException:
+            _end(child)
+            raise
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def _end(child: SpawnProcess) -> None:
+    child.terminate()
+    try:
+        child.join(_GRACE)
+    finally:
+        child.kill()
+        child.join()
+
+
+def _work(cargo: Connection, folder: str, num_threads: int) -> None:
+    """The whole life of a child."""
+    # Ctrl-C reaches every process of a terminal. The caller hears it, and passes it on as SIGTERM, once.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    torch.set_num_threads(num_threads)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    try:
+        store.save(Path(folder, _RESULT), Errand.unpack(cargo.recv_bytes()).run())
+    except Exception as error:
+        Path(folder, _FAILURE).write_text(json.dumps(_described(error)), encoding="utf-8")
+        raise SystemExit(1) from None
+    finally:
+        caller = multiprocessing.parent_process()
+        if caller is not None and not caller.is_alive():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _share_of_threads(limit: int) -> int:
+    """Threads for each of `limit` processes; more than there are cores wait for each other, spinning."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), cores // limit))
+
+
+# ------------------------------------------------------------------ what can be sent, and what comes back
+
+
+class _Alone(pickle.Pickler):
+    """Pickles a piece without the trainer that it may know, whose other pieces are not its fault."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(io.BytesIO())
+        self._known = (trainer, trainer.context)
+
+    def persistent_id(self, piece: Any) -> str | None:
+        return "trainer" if any(piece is it for it in self._known) else None
+
+
+def _is_storable(name: str, value: Any) -> bool:
+    try:
+        encode({name: value})
+    except CheckpointError:
+        return False
+    return True
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    kind = type(error)
+    return {
+        "module": kind.__module__,
+        "name": kind.__qualname__,
+        "message": str(error),
+        "args": [it for it in error.args if isinstance(it, (str, int, float))],
+        "notes": list(getattr(error, "__notes__", [])),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def _rebuilt(described: Mapping[str, Any]) -> Exception:
+    """Return the child's error: of its own type where that is Python's or ours and says the same again."""
+    module, name, message = described["module"], described["name"], described["message"]
+    known = {"builtins": builtins, "dovetail.errors": errors}.get(module)
+    kind = vars(known).get(name) if known is not None else None
+    error: Exception | None = None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        error = _saying(message, kind, described["args"])
+    if error is None:
+        error = TrainingProcessError(f"training in a process of its own failed: {module}.{name}: {message}")
+    for note in (*described["notes"], f"In the training process:\n{described['traceback']}"):
+        add_note(error, note)
+    return error
+
+
+def _saying(message: str, kind: type[Exception], arguments: list[Any]) -> Exception | None:
+    # KeyError shows its argument's repr, and UnknownNameError makes its sentence from several: no one way suits all.
+    for given in (arguments, [message]):
+        with suppress(Exception):
+            error = kind.__new__(kind, *given)
+            if str(error) == message:
+                return error
+    return None
+
+
+def _ending(exit_code: int) -> str:
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    with suppress(ValueError):
+        reason = signal.Signals(number).name
+        hint = " (the system does so when memory is short)" if reason == "SIGKILL" else ""
+        return f"the training process was ended by {reason}{hint}, and nothing came back"
+    return (
+        f"the training process ended with exit code {exit_code}, and nothing came back; "
+        "a program must start training below `if __name__ == '__main__':`"
+    )

@@ -1,0 +1,147 @@
+"""Let things happen to a trainer, and put everything back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dovetail.data import DataLoader
+from dovetail.history import History
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.context import Stateful, TrainingContext
+from dovetail.trainers.metrics import Meter
+from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.strategies.nesting import Nesting
+
+__all__ = ["kept", "layers", "strategies_of", "untouched"]
+
+
+def layers(trainer: Trainer) -> list[Trainer]:
+    """Return a trainer and those that it decorates, the outermost first."""
+    found = [trainer]
+    while isinstance(inner := vars(found[-1]).get("trainer"), Trainer):
+        found.append(inner)
+    return found
+
+
+def strategies_of(trainer: Trainer) -> Strategies:
+    """Return the strategies of the innermost layer; none, where it has no place for them."""
+    found = vars(layers(trainer)[-1]).get("strategies")
+    return found if isinstance(found, Strategies) else Strategies()
+
+
+@contextmanager
+def kept(trainer: Trainer) -> Iterator[None]:
+    """Put back every attribute of the layers, the strategies and the context, and all randomness.
+
+    Lists and dictionaries get their content back. What changes inside of other objects, such as the weights of the
+    model, stays changed: `untouched` is for that.
+    """
+    context, randomness = trainer.context, rng_state()
+    slots = _held({name: getattr(context, name) for name in TrainingContext.__slots__})
+    owners = [*layers(trainer), *_with_parts(list(strategies_of(trainer)))]
+    attributes = [(owner, _held(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        for name, value in _released(slots).items():
+            setattr(context, name, value)
+        for owner, held in attributes:
+            # Not by setattr: most strategies are frozen.
+            vars(owner).clear()
+            vars(owner).update(_released(held))
+        set_rng_state(randomness)
+
+
+@contextmanager
+def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
+    """Let anything happen to a trainer that has a model, and put everything back: what a checkpoint holds, and more.
+
+    Inside, history and meter are new ones and nothing is saved.
+
+    Args:
+        trainer: The outermost layer.
+        data: Data that stages are lent inside, by stage; None for what the trainer has.
+    """
+    context, model, randomness = trainer.context, trainer.context.model, rng_state()
+    assert model is not None
+    # Made now if they are not there yet, so that there is something to put back.
+    _ = getattr(layers(trainer)[-1], "optimizer", None)
+    set_rng_state(randomness)
+    with kept(trainer):
+        context.data.update({stage: source for stage, source in data.items() if source is not None})
+        state = copy.deepcopy(trainer.state_dict())
+        sources = [source for stage in ("train", "valid") for source in _random_sources(trainer, stage)]
+        modes = [(module, module.training) for module in model.modules()]
+        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        # The state of a model leaves out the buffers that are not persistent.
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        callbacks, schedulers = context.callbacks, context.schedulers
+        context.history, context.meter, context.saver = History(), Meter(), None
+        # An error would leave them in the middle of a window.
+        context.window, context.notes = copy.deepcopy((context.window, context.notes))
+        try:
+            yield
+        finally:
+            context.callbacks, context.schedulers = callbacks, schedulers
+            # The real history never changed, and would write its file anew.
+            context.history, context.meter, context.saver = History(), Meter(), None
+            trainer.load_state_dict(state)
+            for module, training in modes:
+                module.training = training
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for source, source_state in sources:
+                if isinstance(source, torch.Generator):
+                    source.set_state(source_state)
+                else:
+                    source.load_state_dict(source_state)
+
+
+def _held(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each attribute, and a copy of those that are containers."""
+    return {
+        name: (value, copy.copy(value) if isinstance(value, (dict, list, set)) else None)
+        for name, value in attributes.items()
+    }
+
+
+def _released(held: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    for value, content in held.values():
+        if isinstance(value, list):
+            value[:] = content
+        elif isinstance(value, (dict, set)):
+            value.clear()
+            value.update(content)
+    return {name: value for name, (value, _) in held.items()}
+
+
+def _with_parts(strategies: Sequence[Strategy]) -> Iterator[Strategy]:
+    for strategy in strategies:
+        yield strategy
+        if isinstance(strategy, Nesting):
+            yield from _with_parts(strategy.parts)
+
+
+def _random_sources(trainer: Trainer, stage: str) -> Iterator[tuple[Any, Any]]:
+    """The generators that the order of a stage's data is drawn from, its sampler and its loader, with their states."""
+    core: Any = layers(trainer)[-1]
+    if trainer.context.data.get(stage) is None:
+        return
+    loader = core.loader(stage)
+    for drawing in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        generator = getattr(drawing, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator, generator.get_state()
+        # Our own loader has no place but the one that the trainer's progress says.
+        if isinstance(drawing, Stateful) and not isinstance(drawing, DataLoader):
+            yield drawing, copy.deepcopy(drawing.state_dict())

@@ -1,0 +1,70 @@
+"""What a strategy that holds others passes on, and how settings are shown."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from dovetail.errors import CheckpointError
+from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.strategies import (
+    AdamOptimizerStrategy,
+    CompositeUpdateStrategy,
+    CrossEntropyLossStrategy,
+    DefaultLRSchedulerStrategy,
+    ModelUpdateStrategy,
+    NoOpUpdateStrategy,
+    StateTrackingUpdateStrategy,
+)
+
+
+class Closes(ModelUpdateStrategy):
+    def __init__(self, closed: list[int], number: int, fails: bool = False) -> None:
+        self.closed, self.number, self.fails = closed, number, fails
+
+    def teardown(self, context: TrainingContext) -> None:
+        self.closed.append(self.number)
+        if self.fails:
+            raise OSError("a file could not be closed")
+
+
+def test_every_part_is_torn_down_though_one_fails(context: TrainingContext) -> None:
+    closed: list[int] = []
+    composite = CompositeUpdateStrategy([Closes(closed, 1), Closes(closed, 2, fails=True), Closes(closed, 3)])
+    with pytest.raises(OSError, match="a file could not be closed"):
+        composite.teardown(context)
+    assert closed == [3, 2, 1]
+
+
+def test_parts_without_state_have_none_together() -> None:
+    assert CompositeUpdateStrategy([NoOpUpdateStrategy(), NoOpUpdateStrategy()]).state_dict() == {}
+
+
+def test_the_state_of_other_parts_is_refused() -> None:
+    state = CompositeUpdateStrategy([StateTrackingUpdateStrategy()]).state_dict()
+    with pytest.raises(CheckpointError, match="holds 2 strategies, and the checkpoint has 1"):
+        CompositeUpdateStrategy([NoOpUpdateStrategy(), NoOpUpdateStrategy()]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shown"),
+    [
+        (AdamOptimizerStrategy(), "AdamOptimizerStrategy()"),
+        (AdamOptimizerStrategy(0.1, amsgrad=True), "AdamOptimizerStrategy(lr=0.1, amsgrad=True)"),
+        (CrossEntropyLossStrategy(torch.ones(3)), "CrossEntropyLossStrategy(weight=Tensor(3,))"),
+        (
+            DefaultLRSchedulerStrategy(partial(StepLR, step_size=3), frequency=2),
+            "DefaultLRSchedulerStrategy(scheduler_fn=partial(StepLR, step_size=3), frequency=2)",
+        ),
+        (
+            CompositeUpdateStrategy([NoOpUpdateStrategy()]),
+            "CompositeUpdateStrategy(strategies=[NoOpUpdateStrategy()])",
+        ),
+    ],
+    ids=repr,
+)
+def test_a_repr_shows_the_settings_that_are_not_defaults(strategy: object, shown: str) -> None:
+    assert repr(strategy) == shown
