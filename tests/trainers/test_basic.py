@@ -82,9 +82,7 @@ def test_lbfgs_needs_full_precision(problem: Problem) -> None:
 
 
 def test_an_option_that_a_strategy_decides_is_refused(problem: Problem) -> None:
-    with pytest.raises(
-        ConfigError, match=r"momentum: AdamOptimizerStrategy\(lr=0.1\) decides this"
-    ):
+    with pytest.raises(ConfigError, match=r"momentum: AdamOptimizerStrategy\(lr=0.1\) decides this"):
         quiet(problem.model(), optimizer_strategy=AdamOptimizerStrategy(lr=0.1), momentum=0.5)
 
 
