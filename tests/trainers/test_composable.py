@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from dovetail import Epochs
 from dovetail.callbacks import Callback, TrainerCallback
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.trainers import basic
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
@@ -744,3 +745,17 @@ def test_a_subclass_that_owns_its_steps_wins(problem: Problem) -> None:
     train_by_hand(expected, problem.batches, torch.optim.SGD(expected.parameters(), lr=0.1))
     assert_same_weights(trainer.model, expected)
     assert not torch.equal(weights(trainer.model)["0.weight"], before["0.weight"])
+
+
+def test_the_model_of_a_time_is_that_of_the_newest_checkpoint_before_it(problem: Problem, tmp_path: Path) -> None:
+    trainer = ComposableTrainer(problem.model(), checkpoint_dir=tmp_path, verbose=False)
+    trainer.set_client_id(3)
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    first, between = weights(trainer.model), datetime.now(timezone.utc)
+    trainer.fit(problem.batches, max_length=Epochs(2))
+    found = trainer.obtain_model_at_time(3, between)
+    assert all(torch.equal(found[name], value) for name, value in first.items())
+    latest = trainer.obtain_model_at_time(3, datetime.now(timezone.utc))
+    assert all(torch.equal(latest[name], value) for name, value in weights(trainer.model).items())
+    with pytest.raises(CheckpointError, match="no checkpoint of client 4"):
+        trainer.obtain_model_at_time(4, between)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from dovetail import checkpoint as store
+from dovetail.errors import CheckpointError
 from dovetail.trainers.basic import Trainer
 from dovetail.trainers.processes import train_in_process
 from dovetail.trainers.strategies import (
@@ -120,6 +124,27 @@ class ComposableTrainer(Trainer):
         state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         payload = self.update_payload
         return {"model_update": state, **payload} if payload else state
+
+    def obtain_model_at_time(self, client_id: int, requested_time: datetime) -> dict[str, Any]:
+        """Return the model of a client's newest checkpoint that was written at a time or before.
+
+        Args:
+            client_id: The client; its checkpoints lie in this trainer's `checkpoint_dir`.
+            requested_time: A time with its zone.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        folder = Path(self.options.checkpoint_dir)
+        before = [
+            info
+            for info in store.list_checkpoints(folder)
+            if info.summary.get("client_id") == client_id and info.created <= requested_time
+        ]
+        if not before:
+            raise CheckpointError(f"{folder} holds no checkpoint of client {client_id} from {requested_time} or before")
+        model: dict[str, Any] = store.load(max(before, key=lambda info: info.created).path)["model"]
+        return model
 
     @property
     def update_payload(self) -> dict[str, Any]:

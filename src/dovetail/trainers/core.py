@@ -584,6 +584,10 @@ class CoreTrainer(base.Trainer):
             raise ConfigError(f"register: {name!r} is registered already")
         self.context.participants[name] = participant
 
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Set the configuration of the next run: `config` over the trainer's own, whatever earlier runs were told."""
+        self.context.config = {**self._own_config, **config}
+
     def reset(self) -> None:
         """Forget progress, history and optimizer state, and keep the model: the next `fit` is a new run."""
         context = self.context

@@ -161,7 +161,8 @@ class Errand:
         if self.begins_anew:
             trainer.reset()
             trainer.sampler = self.sampler
-            context.config.update(self.config or {})
+            if self.config is not None:
+                trainer.configure(self.config)
             if self.trainset is not None:
                 context.data["train"] = self.trainset
         else:

@@ -132,7 +132,12 @@ def save(trainer: Trainer, path: Path) -> Path:
     """Write the whole state of a trainer, seen from its outermost layer, and tell the callbacks."""
     context, saver = trainer.context, trainer.context.saver
     context.history.sync()
-    summary = {"run": context.run_id, **context.progress.state_dict(), "metrics": _latest_metrics(context.history)}
+    summary = {
+        "run": context.run_id,
+        "client_id": context.client_id,
+        **context.progress.state_dict(),
+        "metrics": _latest_metrics(context.history),
+    }
     if saver is not None and saver.in_background:
         finish(trainer)
         saver.writer = saver.writer or store.AsyncWriter(on_error=saver.on_error)

@@ -373,8 +373,7 @@ class PlatoSpelling(CoreTrainer):
     def train_model(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> None:
         """Run anew over `trainset` for `config["epochs"]` epochs with batches of `config["batch_size"]`."""
         self.reset()
-        # Made from the trainer's own: what an earlier run was told is not meant for this one.
-        self.context.config = {**self._own_config, **config}
+        self.configure(config)
         self.sampler = sampler
         self.forget_loaders()
         self.fit(trainset)
