@@ -451,9 +451,10 @@ def test_a_step_of_ones_own_needs_no_labels(problem: Problem) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_default_step_without_labels_fails_in_the_loss(problem: Problem) -> None:
-    with pytest.raises(TypeError, match="NoneType"):
+def test_a_default_step_without_labels_says_what_is_missing(problem: Problem) -> None:
+    with pytest.raises(TypeError, match="NoneType") as caught:
         composable(model=problem.model()).train_model(CONFIG, problem.x)
+    assert "the batch has no targets" in caught.value.__notes__[0]
 
 
 def test_a_trainer_without_a_model_says_so(trainset: TensorDataset) -> None:

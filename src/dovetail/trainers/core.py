@@ -654,7 +654,14 @@ class CoreTrainer(base.Trainer):
         assert context.model is not None
         state = context.state
         state["current_batch"] = context.progress.batch
-        loss = strategy.training_step(context.model, context.optimizers[0], examples, labels, self.criterion, context)
+        try:
+            loss = strategy.training_step(
+                context.model, context.optimizers[0], examples, labels, self.criterion, context
+            )
+        except TypeError as error:
+            if labels is None:
+                add_note(error, "the batch has no targets: give a loss or a step strategy that needs none")
+            raise
         state["last_loss"] = loss.detach()
         return loss
 

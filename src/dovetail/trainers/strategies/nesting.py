@@ -49,9 +49,12 @@ class Nesting(Described, Strategy, ABC):
         """The strategies inside, in the order in which they are called."""
 
     def setup(self, context: TrainingContext) -> None:
-        """Set up every part."""
-        for part in self.parts:
-            part.setup(context)
+        """Set up every part; if one of them fails, those before it are torn down."""
+        with ExitStack() as done:
+            for part in self.parts:
+                part.setup(context)
+                done.callback(part.teardown, context)
+            done.pop_all()
 
     def teardown(self, context: TrainingContext) -> None:
         """Tear every part down, the last one first, whatever goes wrong with another."""
