@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from dovetail.errors import ConfigError
 from dovetail.registry import Registry
 from dovetail.trainers.context import BoundScheduler, Interval
+from dovetail.trainers.optimizers import LARS, AdaHessian
 from dovetail.trainers.schedules import Schedule, ScheduleLR
 
 __all__ = [
@@ -35,7 +36,9 @@ __all__ = [
 
 
 losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss))
-optimizers: Registry[Any] = Registry("optimizer", lambda: _classes(torch.optim, Optimizer))
+optimizers: Registry[Any] = Registry(
+    "optimizer", lambda: {**_classes(torch.optim, Optimizer), "AdaHessian": AdaHessian, "LARS": LARS}
+)
 schedulers: Registry[Any] = Registry(
     "scheduler", lambda: {**_classes(torch_schedulers, LRScheduler), "ReduceLROnPlateau": ReduceLROnPlateau}
 )

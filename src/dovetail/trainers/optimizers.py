@@ -1,0 +1,162 @@
+"""Two optimizers that plato's configurations name and torch lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dovetail.errors import ConfigError
+
+__all__ = ["LARS", "AdaHessian"]
+
+
+class LARS(Optimizer):
+    """SGD with momentum whose rate is scaled per tensor by the ratio of weight to gradient (You et al., 2017).
+
+    The local rate is η·‖w‖ / (‖g‖ + β‖w‖); a tensor whose weights or gradients are all zero moves at the plain rate.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: The global rate.
+        momentum: Share of the last update that is kept.
+        weight_decay: β, the pull towards zero.
+        trust_coefficient: η.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = LARS([weight], lr=1.0, trust_coefficient=0.1)
+        >>> weight.grad = torch.tensor([0.0, 2.0])
+        >>> _ = optimizer.step()
+        >>> weight.detach()
+        tensor([3.0000, 3.5000])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None if closure is None else _with_gradients(closure)
+        for group in self.param_groups:
+            decay, momentum = group["weight_decay"], group["momentum"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                size, slope = weight.norm(), weight.grad.norm()
+                local = group["trust_coefficient"] * size / (slope + decay * size)
+                local = torch.where((size > 0) & (slope > 0), local, torch.ones_like(local))
+                move = group["lr"] * local * (weight.grad + decay * weight)
+                if momentum:
+                    state = self.state[weight]
+                    kept = state.get("momentum_buffer")
+                    move = state["momentum_buffer"] = move if kept is None else kept.mul_(momentum).add_(move)
+                weight.sub_(move)
+        return loss
+
+
+class AdaHessian(Optimizer):
+    """Adam with the diagonal of the Hessian in place of squared gradients (Yao et al., 2021).
+
+    The diagonal is Hutchinson's estimate, one product with a random sign vector per step, averaged over the
+    neighbouring weights of a convolution's kernel. So gradients must be differentiable themselves: train with
+    `DefaultTrainingStepStrategy(create_graph=True)`.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: The rate.
+        betas: How much the means of gradients and of curvatures remember.
+        eps: Added to the denominator.
+        weight_decay: Pull towards zero, apart from the gradient as in AdamW.
+        hessian_power: 1 for the full curvature, 0 for none.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        >>> optimizer = AdaHessian([weight], lr=0.5)
+        >>> loss = (torch.tensor([1.0, 10.0]) * weight.square()).sum()
+        >>> (weight.grad,) = torch.autograd.grad(loss, [weight], create_graph=True)
+        >>> _ = optimizer.step()
+        >>> weight.detach()
+        tensor([0.5000, 1.0000])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.15,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-4,
+        weight_decay: float = 0.0,
+        hessian_power: float = 1.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hessian_power": hessian_power}
+        super().__init__(params, defaults)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Estimate the curvature, and update every parameter that has a gradient.
+
+        Raises:
+            ConfigError: The gradients cannot be differentiated.
+        """
+        loss = None if closure is None else _with_gradients(closure)
+        weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
+        if not weights:
+            return loss
+        if not all(weight.grad is not None and weight.grad.requires_grad for weight in weights):
+            raise ConfigError(
+                "AdaHessian needs gradients with a graph: use DefaultTrainingStepStrategy(create_graph=True)"
+            )
+        curvature = dict(zip(weights, _diagonal(weights), strict=True))
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    if weight in curvature:
+                        self._update(weight, curvature[weight], group)
+        return loss
+
+    def _update(self, weight: Tensor, curvature: Tensor, group: dict[str, Any]) -> None:
+        assert weight.grad is not None
+        first, second = group["betas"]
+        state = self.state[weight]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(weight), exp_hessian_sq=torch.zeros_like(weight))
+        state["step"] += 1
+        state["exp_avg"].lerp_(weight.grad.detach(), 1 - first)
+        state["exp_hessian_sq"].lerp_(curvature.square(), 1 - second)
+        mean = state["exp_avg"] / (1 - first ** state["step"])
+        scale = (state["exp_hessian_sq"] / (1 - second ** state["step"])).sqrt() ** group["hessian_power"]
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.sub_(group["lr"] * mean / (scale + group["eps"]))
+
+
+def _diagonal(weights: list[Tensor]) -> list[Tensor]:
+    signs = [torch.randint_like(weight, 0, 2) * 2 - 1 for weight in weights]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    products = torch.autograd.grad(gradients, weights, signs, allow_unused=True)
+    estimates = []
+    for weight, product, sign in zip(weights, products, signs, strict=True):
+        # A loss that is linear in a weight has no curvature there.
+        estimate = torch.zeros_like(weight) if product is None else (product * sign).abs().detach()
+        if weight.ndim == 4:
+            estimate = estimate.mean(dim=(2, 3), keepdim=True).expand_as(weight)
+        estimates.append(estimate)
+    return estimates
+
+
+def _with_gradients(closure: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        return closure()
