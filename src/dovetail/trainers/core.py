@@ -152,8 +152,7 @@ class CoreTrainer(base.Trainer):
         strategy, context = self.strategies.loss, self.context
         if strategy is None:
             return as_criterion(self._wanted_criterion)
-        compute_loss = strategy.compute_loss
-        return lambda outputs, labels: compute_loss(outputs, labels, context)
+        return partial(strategy.compute_loss, context=context)
 
     def get_optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
         """Return the optimizer of a model, or several in the order in which the loop steps them."""
@@ -649,15 +648,13 @@ class CoreTrainer(base.Trainer):
             context.schedulers.append(bind_scheduler(momentum))
 
     def _step_by_strategy(self, examples: Any, labels: Any) -> Tensor:
-        context, strategy = self.context, self._step_strategy
+        context, strategy, state = self.context, self._step_strategy, self.context.state
+        model, optimizer = context.model, context.optimizers[0]
         assert strategy is not None
-        assert context.model is not None
-        state = context.state
+        assert model is not None
         state["current_batch"] = context.progress.batch
         try:
-            loss = strategy.training_step(
-                context.model, context.optimizers[0], examples, labels, self.criterion, context
-            )
+            loss = strategy.training_step(model, optimizer, examples, labels, self.criterion, context)
         except TypeError as error:
             if labels is None:
                 add_note(error, "the batch has no targets: give a loss or a step strategy that needs none")
