@@ -50,6 +50,7 @@ def test_an_unknown_keyword_names_the_nearest() -> None:
         ({"optimizer": 3}, "optimizer: expected an optimizer of torch"),
         ({"criterion": 3}, "criterion: expected a loss of torch.nn"),
         ({"checkpoint_dir": "x", "checkpoint_name": "../up"}, "checkpoint_name: expected a plain file name"),
+        ({"max_concurrency": 2}, "max_concurrency: only a ComposableTrainer trains in a process of its own"),
         ({"metrics": [3]}, "metrics: 'int': expected a torchmetrics object or a function"),
         ({"callbacks": [3]}, "callbacks: expected"),
     ],

@@ -85,6 +85,12 @@ def decorated(trainer: base.Trainer) -> base.Trainer:
     return layer  # type: ignore[no-any-return]  # its class is made here
 
 
+def test_a_prompt_shows_the_tree_as_it_is(problem: Problem) -> None:
+    told = Trainer(problem.model(), verbose=False).explain()
+    assert repr(told) == str(told)
+    assert told.count("\n") > 3
+
+
 def test_the_whole_tree(problem: Problem, tmp_path: Path) -> None:
     trainer = Trainer.add_on(Loud)(
         problem.model(),

@@ -65,6 +65,8 @@ class ComposableTrainer(Trainer):
         True
     """
 
+    trains_in_processes = True
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | None = None,

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -69,6 +69,9 @@ class CoreTrainer(base.Trainer):
     The arguments are those of `basic.Trainer`.
     """
 
+    # Whether `train` can work in a process of its own.
+    trains_in_processes: ClassVar[bool] = False
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -94,6 +97,8 @@ class CoreTrainer(base.Trainer):
         self.saves_by_default = False
         self.options = TrainerOptions.from_keywords(options, _CONSTRUCTOR_NAMES)
         self.given = frozenset(options)
+        if self.options.max_concurrency is not None and not self.trains_in_processes:
+            raise ConfigError("max_concurrency: only a ComposableTrainer trains in a process of its own")
         if self.options.seed is not None and not isinstance(model, nn.Module):
             # A model that is made here is made reproducibly.
             seed_everything(self.options.seed)

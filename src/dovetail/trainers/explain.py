@@ -20,7 +20,7 @@ from dovetail.trainers.strategies.nesting import shown
 from dovetail.trainers.untouched import kept, layers, strategies_of
 from dovetail.units import Epochs
 
-__all__ = ["Outlook", "count_parameters", "explain", "look_ahead"]
+__all__ = ["Explanation", "Outlook", "count_parameters", "explain", "look_ahead"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,16 @@ def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
         )
 
 
-def explain(trainer: Trainer) -> str:
+class Explanation(str):
+    """A tree as text, which a prompt or a notebook shows as it is meant to be seen."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(trainer: Trainer) -> Explanation:
     """Return, as a tree: layers, verbs, strategies, callbacks, and what the next epoch will do.
 
     Example:
@@ -105,7 +114,7 @@ def explain(trainer: Trainer) -> str:
         >>> from dovetail.trainers import Trainer
         >>> data = torch.zeros(96, 4)
         >>> trainer = Trainer(torch.nn.Linear(4, 2), "cpu", train_dataset=data, batch_size=8, verbose=False)
-        >>> print(explain(trainer))
+        >>> explain(trainer)
         Trainer
         ├── layers, the outermost first
         │   ├── Trainer
@@ -134,7 +143,7 @@ def explain(trainer: Trainer) -> str:
     names = [_shown_callback(callback) for callback in context.callbacks]
     nodes.append(("callbacks, in order" if names else "no callbacks", names))
     nodes.append(_shown_epoch(trainer, look_ahead(trainer)))
-    return "\n".join([type(trainer).__name__, *_branches(nodes)])
+    return Explanation("\n".join([type(trainer).__name__, *_branches(nodes)]))
 
 
 # ---------------------------------------------------------------------- looking ahead
