@@ -125,18 +125,19 @@ class Strategies:
                     update.before_step(context)
 
             events["on_step_start"] = on_step_start
-        hears_steps = optimizer_strategy is not None and _overrides(
-            optimizer_strategy, "on_optimizer_step", OptimizerStrategy
-        )
-        hears_updates = update is not None and _overrides(update, "after_step", ModelUpdateStrategy)
-        if hears_steps or hears_updates:
+        step_heard = update_heard = None
+        if optimizer_strategy is not None and _overrides(optimizer_strategy, "on_optimizer_step", OptimizerStrategy):
+            step_heard = optimizer_strategy.on_optimizer_step
+        if update is not None and _overrides(update, "after_step", ModelUpdateStrategy):
+            update_heard = update.after_step
+        if step_heard is not None or update_heard is not None:
 
             def on_update(self: Callback, context: TrainingContext) -> None:
-                if hears_steps:
+                if step_heard is not None:
                     for optimizer in context.notes.stepped:
-                        optimizer_strategy.on_optimizer_step(optimizer, context)  # type: ignore[union-attr]
-                if hears_updates:
-                    update.after_step(context)  # type: ignore[union-attr]
+                        step_heard(optimizer, context)
+                if update_heard is not None:
+                    update_heard(context)
 
             events["on_update"] = on_update
 
