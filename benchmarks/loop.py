@@ -10,12 +10,14 @@ noise of this measurement.
     python benchmarks/loop.py --quick --json out.json
 
 The clock of a run starts at the first forward pass of its model, so no contestant pays for its setup, and stops when
-its entry point returns.
+its entry point returns. The compiled trainer has made its graph before its clock starts, at the first epoch; its
+losses are not bit for bit those of the hand-written loop, because a compiler sums in another order.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -40,8 +42,9 @@ from torch.utils.data import TensorDataset
 
 import dovetail.data
 import peers
-from dovetail.callbacks import ProgressDisplay
+from dovetail.callbacks import Callback, ProgressDisplay
 from dovetail.trainers import Trainer
+from dovetail.trainers.capabilities.compiled import Compiled
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import (
     DefaultLRSchedulerStrategy,
@@ -49,7 +52,7 @@ from dovetail.trainers.strategies import (
     DefaultTrainingStepStrategy,
     GradientClippingStepStrategy,
 )
-from dovetail.units import Epochs
+from dovetail.units import Batches, Epochs
 
 __all__ = ["Job", "Workload", "main"]
 
@@ -57,7 +60,8 @@ SEED = 7
 HAND, AGAIN = "hand-written", "hand-written, again"
 OFF, DEFAULT = "dovetail, displays off", "dovetail, as a new user gets it"
 STRATEGIES = "dovetail, strategies, displays off"
-OURS = (OFF, DEFAULT, STRATEGIES)
+COMPILED = "dovetail, compiled step, displays off"
+OURS = (OFF, DEFAULT, STRATEGIES, COMPILED)
 
 
 @dataclass
@@ -73,6 +77,8 @@ class Job:
         valid: The validation batches after every epoch; None for no validation.
         epochs: How often to iterate over the training batches.
         clip: The largest norm of the gradients; 0 clips nothing.
+        start: Starts the clock, for a contestant that prepares itself before.
+        losses: Those of training, from a contestant that prepares itself.
     """
 
     model: nn.Module
@@ -83,6 +89,8 @@ class Job:
     scheduler: LRScheduler | None = None
     valid: list[Any] | None = None
     clip: float = 0.0
+    start: Callable[[], None] = lambda: None
+    losses: list[float] = field(default_factory=list)
 
 
 Contestant = Callable[[Job], None]
@@ -130,8 +138,39 @@ def with_dovetail(job: Job) -> None:
         _with_dovetail(job, callbacks=[display])
 
 
+def with_compiled(job: Job) -> None:
+    """Train with one graph for the whole step, made before the clock starts."""
+    trainer = _trainer(job, Trainer.add_on(Compiled), nonfinite="ignore", callbacks=[_StartClock(job)])
+    pieces = (job.model, job.optimizer, *([] if job.scheduler is None else [job.scheduler]))
+    before = [copy.deepcopy(piece.state_dict()) for piece in pieces]
+    trainer.fit(job.train, max_length=Batches(2))
+    for piece, state in zip(pieces, before, strict=True):
+        piece.load_state_dict(state)
+    trainer.reset()
+    if isinstance(job.train, dovetail.data.DataLoader):
+        job.train.generator.manual_seed(SEED)
+    torch.manual_seed(SEED)
+    trainer.fit(job.train, job.valid, max_length=Epochs(job.epochs))
+    job.losses = list(trainer.history.losses)
+
+
+class _StartClock(Callback):
+    """Starts the clock of a job when a run starts: that of the warm-up, and then anew that of the run that counts."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def on_train_start(self, context: Any) -> None:
+        self.job.start()
+
+
 def _with_dovetail(job: Job, **settings: Any) -> None:
-    trainer = Trainer(
+    trainer = _trainer(job, Trainer, **settings)
+    trainer.fit(job.train, job.valid, max_length=Epochs(job.epochs))
+
+
+def _trainer(job: Job, kind: type[Trainer], **settings: Any) -> Trainer:
+    return kind(
         job.model,
         "cpu",
         optimizer=job.optimizer,
@@ -142,7 +181,6 @@ def _with_dovetail(job: Job, **settings: Any) -> None:
         verbose=False,
         **settings,
     )
-    trainer.fit(job.train, job.valid, max_length=Epochs(job.epochs))
 
 
 def with_strategies(job: Job) -> None:
@@ -284,7 +322,7 @@ WORKLOADS = (
         num_batches=(1000, 100),
         epochs=2,
         repeats=(21, 7),
-        bars={OFF: 1.05, DEFAULT: 1.10},
+        bars={OFF: 1.05, DEFAULT: 1.10, COMPILED: 0.30},
     ),
     Workload(
         "memory",
@@ -293,7 +331,7 @@ WORKLOADS = (
         num_batches=(1000, 100),
         epochs=2,
         repeats=(21, 5),
-        bars={OFF: 0.65, DEFAULT: 0.65},
+        bars={OFF: 0.65, DEFAULT: 0.65, COMPILED: 0.30},
     ),
     Workload(
         "cnn",
@@ -302,7 +340,7 @@ WORKLOADS = (
         num_batches=(10, 5),
         epochs=2,
         repeats=(25, 5),
-        bars={OFF: 1.00, DEFAULT: 1.00},
+        bars={OFF: 1.00, DEFAULT: 1.00, COMPILED: 0.90},
         within_noise=True,
     ),
     Workload(
@@ -366,10 +404,13 @@ class Result:
 
 def rehearse(contestant: Contestant, job: Job) -> Result:
     """Run once without a clock, to warm up and to see every loss."""
-    job.criterion = criterion = _Recording(job.criterion)
+    recording = _Recording(job.criterion)
+    if contestant is not with_compiled:
+        # A graph would append no loss.
+        job.criterion = recording
     contestant(job)
     weights = torch.cat([parameter.detach().flatten() for parameter in job.model.parameters()])
-    losses = torch.stack(criterion.losses).tolist() if criterion.losses else []
+    losses = torch.stack(recording.losses).tolist() if recording.losses else job.losses
     return Result(num_steps=len(losses), losses=losses, weights=weights)
 
 
@@ -389,12 +430,15 @@ def timed(contestant: Contestant, job: Job) -> float:
     """Return the seconds from the first forward pass of a run to its end."""
     start = 0.0
 
-    def note_start(module: nn.Module, args: Any) -> None:
+    def note_start(*forward: Any) -> None:
         nonlocal start
-        handle.remove()
+        if handle is not None:
+            handle.remove()
         start = time.perf_counter()
 
-    handle = job.model.register_forward_pre_hook(note_start)
+    # A module with a hook is not compiled.
+    handle = None if contestant is with_compiled else job.model.register_forward_pre_hook(note_start)
+    job.start = note_start
     # As timeit does: when garbage is collected depends on who ran before.
     gc.collect()
     gc.disable()
@@ -463,7 +507,7 @@ def summarise(workload: Workload, results: dict[str, Result]) -> dict[str, Any]:
 
 
 def _verdict(ratio: float, bar: float, noise: float, *, within_noise: bool) -> str:
-    if noise > 0.05:
+    if noise > 0.05 and abs(ratio - bar) <= noise:
         # A busy machine: neither a pass nor a failure would mean anything.
         return "unclear"
     return "ok" if ratio <= bar + (noise if within_noise else 0.0) else "over"
@@ -520,6 +564,7 @@ def main(arguments: list[str] | None = None) -> int:
         OFF: with_dovetail_off,
         DEFAULT: with_dovetail,
         STRATEGIES: with_strategies,
+        COMPILED: with_compiled,
     }
     found: dict[str, Contestant] = {} if options.no_peers else peers.installed()
     console = Console(width=120)
@@ -535,7 +580,8 @@ def main(arguments: list[str] | None = None) -> int:
         show(summaries[-1], console)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "workloads": summaries}, indent=2) + "\n")
-    ours = [row for summary in summaries for row in summary["rows"] if row["contestant"] in OURS]
+    bit_equal = {OFF, DEFAULT, STRATEGIES}
+    ours = [row for summary in summaries for row in summary["rows"] if row["contestant"] in bit_equal]
     return int(any(row["agreement"] != "bit for bit" for row in ours))
 
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from dovetail.callbacks import EMA, LambdaCallback
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
-from dovetail.trainers import processes
+from dovetail.trainers import relay
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.processes import Errand, Seats, TrainingProcessError
 from dovetail.trainers.randomness import rng_state
@@ -222,7 +222,7 @@ def raised(error: Exception) -> Exception:
     try:
         raise error
     except Exception as caught:
-        return processes._rebuilt(processes._described(caught))
+        return relay.rebuilt(relay.described(caught))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_seat_is_given_back_after_an_error() -> None:
 
 
 def test_more_processes_than_cores_have_one_thread_each() -> None:
-    assert processes._share_of_threads(10**6) == 1
+    assert relay.share_of_threads(10**6) == 1
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5])

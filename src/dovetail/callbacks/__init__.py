@@ -14,6 +14,7 @@ from dovetail.callbacks.monitor import Mode, Monitor, mode_of
 from dovetail.callbacks.non_finite import NonFiniteLoss
 from dovetail.callbacks.plateau import ReduceOnPlateau
 from dovetail.callbacks.plato import PlatoAdapter, TrainerCallback
+from dovetail.callbacks.profiler import Profiler
 from dovetail.callbacks.progress import ProgressDisplay
 from dovetail.callbacks.timing import Timer
 
@@ -33,6 +34,7 @@ __all__ = [
     "Monitor",
     "NonFiniteLoss",
     "PlatoAdapter",
+    "Profiler",
     "ProgressDisplay",
     "ReduceOnPlateau",
     "Report",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.errors import ConfigError
 
@@ -43,6 +43,9 @@ class Callback:
         ...     def on_epoch_end(self, context, metrics):
         ...         print(f"epoch {context.progress.epoch}: loss {metrics['train_loss']:.3f}")
     """
+
+    # Whether one process of a run is enough, because the callback shows or writes what all of them know.
+    main_rank_only: ClassVar[bool] = False
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Once, after setup and before the first batch."""
@@ -127,6 +130,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         self._callbacks: list[Callback] = []
+        self._is_main = True
         self._bind()
         self.add(*callbacks)
 
@@ -154,6 +158,11 @@ class Callbacks:
         self._callbacks = [callback for callback in self._callbacks if all(callback is not it for it in callbacks)]
         self._bind()
 
+    def mute(self, *, is_main: bool) -> None:
+        """Call all callbacks in the main process of a run, and in the others those that every process needs."""
+        self._is_main = is_main
+        self._bind()
+
     def __getstate__(self) -> dict[str, Any]:
         # Bound methods are pickled by their names, which those of a class made at run time need not have.
         return {name: value for name, value in self.__dict__.items() if name not in _HOOKS}
@@ -168,6 +177,7 @@ class Callbacks:
                 getattr(callback, hook)
                 for callback in self._callbacks
                 if getattr(type(callback), hook) is not getattr(Callback, hook)
+                and (self._is_main or not callback.main_rank_only)
             )
             setattr(self, hook, tuple(overridden))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.callbacks.base import Callback
+from dovetail.distributed import own_part, part_of
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,14 +118,14 @@ class EMA(Callback):
                 parameters = [
                     parameter.to(target.dtype) for parameter, target in zip(parameters, self._targets, strict=True)
                 ]
-            torch._foreach_lerp_(self._targets, parameters, 1 - decay)
+            torch._foreach_lerp_(_own(self._targets), _own(parameters), 1 - decay)
 
     def on_validation_start(self, context: TrainingContext) -> None:
         """Lend the model the average."""
         if self.validate_with_average:
             self._training_weights = [parameter.detach().clone() for parameter in self._parameters]
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, self._targets)
+                torch._foreach_copy_(_own(self._parameters), _own(self._targets))
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         """Give the model its training weights back."""
@@ -141,7 +142,7 @@ class EMA(Callback):
     def _give_back(self) -> None:
         if self._training_weights is not None:
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, self._training_weights)
+                torch._foreach_copy_(_own(self._parameters), _own(self._training_weights))
             self._training_weights = None
 
     def _bind(self, model: nn.Module) -> None:
@@ -157,7 +158,7 @@ class EMA(Callback):
                     f"the parameter {tuple(parameter.shape)}: it is of another model"
                 )
             else:
-                self._averages[name] = known.to(parameter.device, dtype)
+                self._averages[name] = part_of(known.to(parameter.device, dtype), parameter)
         # A parameter that was frozen again keeps its average out of the model, and waits here.
         self._parameters = list(trainable.values())
         self._targets = [self._averages[name] for name in trainable]
@@ -174,3 +175,8 @@ class EMA(Callback):
         self._averages = {name: average.detach().clone() for name, average in state["averages"].items()}
         self.num_averaged = int(state["num_averaged"])
         self._is_loaded = True
+
+
+def _own(tensors: list[Tensor]) -> list[Tensor]:
+    # Of a model that several processes hold in parts, each averages its own.
+    return [own_part(tensor) for tensor in tensors]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from dovetail.callbacks.base import Callback
+from dovetail.distributed import whole
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class GradientClipping(Callback):
         self._tallies.clear()
 
     def _count(self, context: TrainingContext, optimizer: Optimizer, size: Tensor, limit: float) -> None:
+        size = whole(size)
         # On the device: reading the norm at every step would wait for it.
         place = next(index for index, known in enumerate(context.optimizers) if known is optimizer)
         entry = torch.stack([size, (size > limit).to(size.dtype), torch.ones_like(size)])

@@ -32,6 +32,8 @@ class _RowLogger(Callback, ABC):
         path: The file; folders on the way are created.
     """
 
+    main_rank_only = True
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._rows: list[dict[str, Any]] = []

@@ -50,6 +50,8 @@ class ProgressDisplay(Callback):
         epoch 1  train loss 0.5000  valid loss 0.2500  ...s
     """
 
+    main_rank_only = True
+
     def __init__(self, refresh_per_second: float = 4.0, console: Console | None = None) -> None:
         if not refresh_per_second > 0:
             raise ConfigError(f"ProgressDisplay: refresh_per_second: expected more than 0, got {refresh_per_second!r}")

@@ -12,7 +12,8 @@ JSON takes what it can hold exactly. Everything else becomes an object with one 
 | Counter | `{"$counter": [[key, value], …]}` |
 | numpy scalar | `{"$scalar": ["float32", "<hexadecimal>"]}` |
 | tensor, numpy array | `{"$tensor": "<name>"}`, `{"$array": "<name>"}` |
-| the same of complex128 | `{"$complex": <its real view>}` |
+| tensor that several processes hold in parts | `{"$shard": "<name>"}` |
+| tensor, numpy array of complex128 | `{"$complex": <its real view>}` |
 
 The table is closed: no tag names a class or a module.
 """
@@ -22,9 +23,10 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dovetail.checkpoint.strict_json import dump_json, parse_json
@@ -46,14 +48,21 @@ _Path = tuple[Any, object]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """State in the form in which it is stored."""
+    """State in the form in which it is stored.
+
+    Attributes:
+        text: The JSON text.
+        blocks: The tensors that it names.
+        shards: Those of which this process holds a part only (`torch.distributed.tensor.DTensor`), by their names.
+    """
 
     text: bytes
     blocks: list[Block]
+    shards: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def copy(self) -> Encoded:
         """Return the same state, independent of the tensors that it came from."""
-        return Encoded(self.text, [block.copy() for block in self.blocks])
+        return Encoded(self.text, [block.copy() for block in self.blocks], dict(self.shards))
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:
@@ -66,7 +75,7 @@ def encode(state: Mapping[str, Any]) -> Encoded:
         raise CheckpointError(f"a checkpoint holds a dict, got {type(state).__name__}")
     encoder = _Encoder()
     tree = encoder.value(state, None, 0)
-    return Encoded(dump_json(tree), encoder.blocks)
+    return Encoded(dump_json(tree), encoder.blocks, encoder.shards)
 
 
 def encode_plain(value: Mapping[str, Any], what: str) -> Any:
@@ -75,8 +84,8 @@ def encode_plain(value: Mapping[str, Any], what: str) -> Any:
         raise CheckpointError(f"{what}: expected a dict, got {type(value).__name__}")
     encoder = _Encoder()
     tree = encoder.value(value, (None, what), 0)
-    if encoder.blocks:
-        raise CheckpointError(f"{encoder.blocks[0].name}: expected a plain number, got a tensor")
+    for name in (*(block.name for block in encoder.blocks), *encoder.shards):
+        raise CheckpointError(f"{name}: expected a plain number, got a tensor")
     return tree
 
 
@@ -115,7 +124,10 @@ class _Encoder:
         import torch
 
         self._np, self._torch = np, torch
+        # Whoever holds a part of a tensor has imported this; importing it here would cost everybody else a second.
+        self._sharding = sys.modules.get("torch.distributed.tensor")
         self.blocks: list[Block] = []
+        self.shards: dict[str, torch.Tensor] = {}
         self._names: dict[object, str] = {}
         # Names that are taken; the first one is the format's own.
         self._taken = {"__metadata__"}
@@ -138,6 +150,8 @@ class _Encoder:
             return self._items(value, path, depth)
         if isinstance(value, tuple):
             return {"$tuple": self._items(value, path, depth)}
+        if self._sharding is not None and isinstance(value, self._sharding.DTensor):
+            return self._shard(value, path)
         if isinstance(value, self._torch.Tensor):
             return self._tensor("$tensor", value, path)
         if type(value) in (self._np.ndarray, self._np.memmap):
@@ -192,6 +206,12 @@ class _Encoder:
             self.blocks.append(block)
         return {tag: self._names[key]}
 
+    def _shard(self, tensor: torch.Tensor, path: _Path | None) -> Any:
+        name = self._unused(_spell(path))
+        self._taken.add(name)
+        self.shards[name] = tensor.detach()
+        return {"$shard": name}
+
     def _unused(self, name: str) -> str:
         count, candidate = 1, name
         while candidate in self._taken:
@@ -216,6 +236,8 @@ class _Decoder:
             "$scalar": lambda pair, _: self._scalar(pair),
             "$tensor": lambda name, _: self._tensor(name),
             "$array": lambda name, _: self._find(name).numpy(),
+            # Its parts lie where they belong already.
+            "$shard": lambda name, _: self._find(name),
             "$complex": lambda real, depth: self._complex(real, depth),
         }
 

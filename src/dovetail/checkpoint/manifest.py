@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,6 +21,7 @@ from dovetail.errors import CheckpointError
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST",
+    "SHARDS",
     "STATE",
     "TENSORS",
     "CheckpointInfo",
@@ -34,9 +36,12 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = "tensors.safetensors"
+SHARDS = "shards.json"
+"""Which parts of tensors the files of `shard_file` hold, if there are any."""
 
 _FORMAT = "dovetail-checkpoint"
 _CONTENTS = {STATE, TENSORS}
+_SHARD = re.compile(r"shard-\d{5,9}-of-\d{5,9}\.safetensors")
 _KEYS = {"format", "format_version", "dovetail_version", "created", "files", "summary", "sha256"}
 _MAX_MANIFEST = 16 << 20
 _STEP_KEYS = ("step", "batches", "updates", "epoch")
@@ -88,7 +93,17 @@ class CheckpointInfo:
         return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
-def make_manifest(files: Mapping[str, Digest], summary: Any) -> bytes:
+def shard_file(rank: int, size: int) -> str:
+    """Return the name of the file that one of `size` processes writes its parts of tensors to."""
+    return f"shard-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def is_shard_file(name: str) -> bool:
+    """Whether `name` is one that `shard_file` gives."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def make_manifest(files: Mapping[str, Digest | StoredFile], summary: Any) -> bytes:
     """Return the text of a manifest.
 
     Args:
@@ -160,12 +175,16 @@ def is_replaceable(directory: Path) -> bool:
         names = set(os.listdir(directory))
     except NotADirectoryError:
         return False
-    return not directory.is_symlink() and names <= {MANIFEST, *_CONTENTS}
+    return not directory.is_symlink() and all(map(_belongs, names))
 
 
 def looks_like_checkpoint(directory: Path) -> bool:
     """Whether `directory` holds any file of a checkpoint."""
     return any((directory / file).exists() for file in (MANIFEST, *_CONTENTS))
+
+
+def _belongs(file: str) -> bool:
+    return file in {MANIFEST, SHARDS, *_CONTENTS} or is_shard_file(file)
 
 
 def _dovetail_version() -> str:
@@ -182,7 +201,7 @@ def _list_files(directory: Path, name: Path) -> dict[str, int]:
     sizes = {}
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name not in {MANIFEST, *_CONTENTS}:
+            if not _belongs(entry.name):
                 raise CheckpointError(f"{name / entry.name}: a file that does not belong to a checkpoint")
             if not entry.is_file(follow_symlinks=False):
                 raise CheckpointError(f"{name / entry.name}: not a regular file")
@@ -231,7 +250,7 @@ def _parse(text: bytes, name: Path) -> CheckpointInfo:
 
 
 def _stored_file(file: str, entry: Any, where: str) -> StoredFile:
-    if file not in _CONTENTS:
+    if file == MANIFEST or not _belongs(file):
         raise CheckpointError(f"{where}: lists {file!r}, which does not belong to a checkpoint")
     match entry:
         case {"size": int(size), "sha256": str(digest), **rest} if not rest and size >= 0:

@@ -8,6 +8,9 @@ How a save commits, and what a reader finds if it is cut at any moment:
 3. The temporary directory is renamed to NAME and the parent directory is fsynced: the save is done.
 4. What is left of this save and of dead ones is removed.
 
+Processes that hold parts of one state write it together: the first of them does all of the above, and while it holds
+the temporary directory, each writes its own parts there.
+
 A writer holds a lock on its temporary directory. The kernel drops it with the process; the next save removes
 temporary directories that nobody holds.
 """
@@ -18,7 +21,7 @@ import contextlib
 import errno
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -41,17 +44,22 @@ from dovetail.checkpoint.files import (
 from dovetail.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
+    SHARDS,
     STATE,
     TENSORS,
     CheckpointInfo,
+    StoredFile,
     check_digest,
     is_replaceable,
+    is_shard_file,
     looks_like_checkpoint,
     make_manifest,
     read_manifest,
+    shard_file,
     summarize,
     verify_file,
 )
+from dovetail.checkpoint.shards import Peers, parse_index, plan_shards, read_shards, together
 from dovetail.checkpoint.tensors import read_tensors, stream, stream_size
 from dovetail.errors import CheckpointError, ConfigError
 
@@ -94,6 +102,7 @@ def save(
     summary: Mapping[str, Any] | None = None,
     on_error: Literal["raise"] = "raise",
     files: Files = DISK,
+    peers: Peers | None = None,
 ) -> Path: ...
 @overload
 def save(
@@ -103,6 +112,7 @@ def save(
     summary: Mapping[str, Any] | None = None,
     on_error: _OnError,
     files: Files = DISK,
+    peers: Peers | None = None,
 ) -> Path | None: ...
 def save(
     path: _Path,
@@ -111,6 +121,7 @@ def save(
     summary: Mapping[str, Any] | None = None,
     on_error: _OnError = "raise",
     files: Files = DISK,
+    peers: Peers | None = None,
 ) -> Path | None:
     """Write `state` to the directory `path`, wholly or not at all.
 
@@ -128,6 +139,8 @@ def save(
         on_error: Whether a disk that refuses raises an error or is warned about. State that has no stored
             form raises in either case.
         files: The file operations; tests put failing ones here.
+        peers: The processes that hold the state in parts (`DTensor`), if they do. All of them save together: each
+            writes its own parts, and the first one all the rest.
 
     Returns:
         `path`, or None if the checkpoint could not be written and `on_error` is `"warn"`.
@@ -147,7 +160,7 @@ def save(
     encoded = encode(state)
     described = summarize(summary)
     try:
-        write(target, encoded, described, files)
+        write(target, encoded, described, files, peers)
     except CheckpointError as error:
         if on_error == "raise":
             raise
@@ -156,20 +169,36 @@ def save(
     return target
 
 
-def load(path: _Path, *, map_location: str | torch.device = "cpu", verify: bool = True) -> dict[str, Any]:
+def load(
+    path: _Path,
+    *,
+    map_location: str | torch.device = "cpu",
+    verify: bool = True,
+    peers: Peers | None = None,
+) -> dict[str, Any]:
     """Return the state of the checkpoint `path`.
 
-    Nothing in it is executed, unpickled or imported.
+    Nothing in it is executed, unpickled or imported. Tensors that several processes wrote in parts come back whole.
 
     Args:
         path: A checkpoint.
         map_location: The device of the tensors. Each owns its memory.
         verify: Whether to compare every byte with the checksums of the manifest.
+        peers: The processes that load it together, if they want such tensors in parts again. They may be more or fewer
+            than those that wrote them.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
     """
-    return _reading(Path(path), lambda directory: _load(directory, Path(path), map_location, verify))
+
+    def read() -> dict[str, Any]:
+        return _reading(Path(path), lambda directory: _load(directory, Path(path), map_location, verify, peers))
+
+    if peers is None:
+        return read()
+    found: list[dict[str, Any]] = []
+    together(peers, lambda: found.append(read()))
+    return found[0]
 
 
 def verify(path: _Path) -> None:
@@ -210,12 +239,14 @@ def latest(directory: _Path) -> Path | None:
     return newest and newest[0]
 
 
-def load_latest(directory: _Path, *, map_location: str | torch.device = "cpu") -> tuple[Path, dict[str, Any]] | None:
+def load_latest(
+    directory: _Path, *, map_location: str | torch.device = "cpu", peers: Peers | None = None
+) -> tuple[Path, dict[str, Any]] | None:
     """Return the path and the state of the newest whole checkpoint in `directory`, or None.
 
     Equal to loading `latest(directory)`, but reads the files once.
     """
-    return _newest(Path(directory), lambda path: load(path, map_location=map_location))
+    return _newest(Path(directory), lambda path: load(path, map_location=map_location, peers=peers))
 
 
 def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
@@ -251,31 +282,96 @@ def _oldest_first(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
     )
 
 
-def write(target: Path, encoded: Encoded, summary: Any, files: Files) -> None:
+def write(target: Path, encoded: Encoded, summary: Any, files: Files, peers: Peers | None = None) -> None:
     """Write encoded state to the directory `target`.
 
     Raises:
         CheckpointError: The disk refused; its own error is the cause.
     """
+    if peers is not None:
+        _write_together(target, encoded, summary, files, peers)
+        return
+    if encoded.shards:
+        raise CheckpointError(f"{min(encoded.shards)}: several processes hold it in parts, and must save together")
+    with _begun(target, encoded, files) as temporary:
+        _commit(temporary, target, encoded, summary, files, {})
+
+
+def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, peers: Peers) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> str | None:
+            if peers.rank != 0:
+                return None
+            return os.path.abspath(stack.enter_context(_begun(target, encoded, files)))
+
+        temporary = Path(together(peers, begin)[0])
+        blocks, index = plan_shards(encoded.shards, peers)
+        file = shard_file(peers.rank, peers.size)
+
+        def write_own() -> list[Any]:
+            with _refusals(target):
+                written = write_file(files, temporary / file, stream(blocks))
+            return [file, written.size, written.sha256]
+
+        shards = {name: StoredFile(size, sha256) for name, size, sha256 in together(peers, write_own)}
+
+        def finish() -> None:
+            if peers.rank == 0:
+                with stack.pop_all(), _refusals(target):
+                    indexed = write_file(files, temporary / SHARDS, [index])
+                    _commit(temporary, target, encoded, summary, files, {**shards, SHARDS: indexed})
+
+        together(peers, finish)
+
+
+@contextlib.contextmanager
+def _begun(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
+    """Lend a temporary directory in which a checkpoint can be written; clean up after it."""
     if is_temporary(target.name):
         raise CheckpointError(f"{target}: the name is of the kind that is removed as rubbish; choose another")
-    try:
+    with _refusals(target):
         make_parents(files, target.parent)
         sweep(files, target.parent)
-        _check_free_space(files, target, stream_size(encoded.blocks) + len(encoded.text) + _MARGIN)
+        needed = stream_size(encoded.blocks) + len(encoded.text) + sum(map(_num_bytes, encoded.shards.values()))
+        _check_free_space(files, target, needed + _MARGIN)
         with reserve(files, target) as temporary:
-            written = {
-                TENSORS: write_file(files, temporary / TENSORS, stream(encoded.blocks)),
-                STATE: write_file(files, temporary / STATE, [encoded.text]),
-            }
-            write_file(files, temporary / MANIFEST, [make_manifest(written, summary)])
-            files.sync_directory(temporary)
-            _take_name(files, temporary, target)
+            yield temporary
         files.sync_directory(target.parent)
         sweep(files, target.parent)
+
+
+def _commit(
+    temporary: Path,
+    target: Path,
+    encoded: Encoded,
+    summary: Any,
+    files: Files,
+    written: Mapping[str, Digest | StoredFile],
+) -> None:
+    """Write all but the shards, and give the temporary directory its name."""
+    written = {
+        **written,
+        TENSORS: write_file(files, temporary / TENSORS, stream(encoded.blocks)),
+        STATE: write_file(files, temporary / STATE, [encoded.text]),
+    }
+    write_file(files, temporary / MANIFEST, [make_manifest(written, summary)])
+    files.sync_directory(temporary)
+    _take_name(files, temporary, target)
+
+
+@contextlib.contextmanager
+def _refusals(target: Path) -> Iterator[None]:
+    """Say of a disk's own error which checkpoint it is about."""
+    try:
+        yield
     # torch and the C++ below it report some failures of a disk or a device as RuntimeError.
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{target}: the checkpoint could not be written: {error}") from error
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def check_on_error(on_error: str) -> None:
@@ -328,7 +424,7 @@ def _take_name(files: Files, temporary: Path, target: Path) -> None:
                 raise
 
 
-def _load(directory: Path, name: Path, map_location: Any, verified: bool) -> dict[str, Any]:
+def _load(directory: Path, name: Path, map_location: Any, verified: bool, peers: Peers | None = None) -> dict[str, Any]:
     info = read_manifest(directory, name)
     text = (directory / STATE).read_bytes()
     if verified:
@@ -340,10 +436,31 @@ def _load(directory: Path, name: Path, map_location: Any, verified: bool) -> dic
         tensors = read_tensors(file, info.files[TENSORS].size, str(name / TENSORS), digest)
     if verified:
         check_digest(digest, name / TENSORS, info.files[TENSORS])
+    if SHARDS in info.files:
+        tensors |= _load_shards(directory, name, info, map_location, verified, peers)
     state = decode_text(text, str(name / STATE), tensors, map_location)
     if not isinstance(state, dict):
         raise CheckpointError(f"{name / STATE}: expected a dict, got {type(state).__name__}")
     return migrate(state, info.format_version)
+
+
+def _load_shards(
+    directory: Path, name: Path, info: CheckpointInfo, map_location: Any, verified: bool, peers: Peers | None
+) -> dict[str, torch.Tensor]:
+    import torch
+
+    if verified:
+        verify_file(directory, name, SHARDS, info.files[SHARDS])
+        # Processes that load together each look at some of the files.
+        first, step = (0, 1) if peers is None else (peers.rank, peers.size)
+        for file in sorted(filter(is_shard_file, info.files))[first::step]:
+            verify_file(directory, name, file, info.files[file])
+
+    def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=map_location)
+
+    index = parse_index((directory / SHARDS).read_bytes(), info.files, str(name / SHARDS))
+    return read_shards(index, directory, name, zeros if peers is None else peers.zeros)
 
 
 def _verify(directory: Path, name: Path) -> None:

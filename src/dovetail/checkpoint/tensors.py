@@ -20,7 +20,7 @@ from dovetail.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "Block", "make_block", "read_tensors", "stream", "stream_size"]
+__all__ = ["DTYPES", "Block", "TensorFile", "make_block", "read_tensors", "stream", "stream_size"]
 
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
@@ -109,6 +109,58 @@ def read_tensors(file: BinaryIO, size: int, where: str, digest: Digest) -> dict[
     """
     import torch
 
+    tensors = {}
+    for name, dtype, shape, nbytes in _read_header(file, size, where, digest)[1]:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        _fill(_bytes_of(memory), file, where, digest)
+        if dtype == "bool" and bool((memory > 1).any()):
+            raise CheckpointError(f"{where}: tensor {name!r} holds bytes that are neither true nor false")
+        tensors[name] = memory.view(getattr(torch, dtype)).reshape(shape)
+    return tensors
+
+
+class TensorFile:
+    """A safetensors file of which parts are read.
+
+    Args:
+        file: The file, at its beginning.
+        size: Its size, which bounds everything that its header may claim.
+        where: The file's name, for the errors.
+
+    Raises:
+        CheckpointError: The header is not what the format allows.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, where: str) -> None:
+        self._file = file
+        self._where = where
+        self._places: dict[str, tuple[str, list[int], int]] = {}
+        begin, layout = _read_header(file, size, where, Digest())
+        for name, dtype, shape, nbytes in layout:
+            self._places[name] = dtype, shape, begin
+            begin += nbytes
+
+    def shape(self, name: str) -> tuple[str, list[int]] | None:
+        """Return dtype and shape of a tensor, or None if it is not in the file."""
+        place = self._places.get(name)
+        return place and place[:2]
+
+    def rows(self, name: str, begin: int, number: int) -> torch.Tensor:
+        """Return `number` rows of a tensor of one dimension or more."""
+        import torch
+
+        dtype, (_, *shape), offset = self._places[name]
+        row_bytes = math.prod(shape) * DTYPES[dtype][1]
+        memory = torch.empty(number * row_bytes, dtype=torch.uint8)
+        self._file.seek(offset + begin * row_bytes)
+        _fill(_bytes_of(memory), self._file, self._where, Digest())
+        return memory.view(getattr(torch, dtype)).reshape([number, *shape])
+
+
+def _read_header(
+    file: BinaryIO, size: int, where: str, digest: Digest
+) -> tuple[int, list[tuple[str, str, list[int], int]]]:
+    """Return where the first tensor begins, and name, dtype, shape and bytes of all in their order."""
     prefix = file.read(8)
     digest.update(prefix)
     length = int.from_bytes(prefix, "little")
@@ -116,14 +168,7 @@ def read_tensors(file: BinaryIO, size: int, where: str, digest: Digest) -> dict[
         raise CheckpointError(f"{where}: the header is longer than the file or than {_MAX_HEADER:,} bytes")
     raw = file.read(length)
     digest.update(raw)
-    tensors = {}
-    for name, dtype, shape, nbytes in _layout(parse_json(raw, where), size - 8 - length, where):
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        _fill(_bytes_of(memory), file, where, digest)
-        if dtype == "bool" and bool((memory > 1).any()):
-            raise CheckpointError(f"{where}: tensor {name!r} holds bytes that are neither true nor false")
-        tensors[name] = memory.view(getattr(torch, dtype)).reshape(shape)
-    return tensors
+    return 8 + length, _layout(parse_json(raw, where), size - 8 - length, where)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Batches of any structure: move them, count their samples, split them into inputs and targets, join outputs.
+"""Batches of any structure: move them, count and cut their samples, split them into inputs and targets, join outputs.
 
 A *structure* is a tuple, a named tuple, a list, a mapping or a dataclass instance, nested at will. Anything
 else is a *leaf*: tensors and arrays, and strings, numbers and `None`, which are kept as they are.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dovetail.errors import DataError
 
-__all__ = ["batch_length", "concat", "split_batch", "to_device"]
+__all__ = ["batch_length", "concat", "map_tensors", "slice_batch", "split_batch", "to_device"]
 
 _TARGET_KEYS = ("labels", "label", "target", "targets", "y")
 
@@ -55,6 +55,22 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     return _with_parts(batch, moved)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Return `batch` with `function` applied to every tensor; the very same object when none of them changed.
+
+    Example:
+        >>> map_tensors(torch.neg, {"x": torch.ones(2), "name": "a"})
+        {'x': tensor([-1., -1.]), 'name': 'a'}
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    parts = _parts(batch)
+    mapped = [map_tensors(function, part) for part in parts]
+    if all(new is old for new, old in zip(mapped, parts, strict=True)):
+        return batch
+    return _with_parts(batch, mapped)
+
+
 def batch_length(batch: Any) -> int:
     """Return the number of samples in `batch`.
 
@@ -81,6 +97,35 @@ def batch_length(batch: Any) -> int:
         f"cannot tell the number of samples in a batch of type {type(batch).__name__}: expected a tensor or "
         "an array with at least one dimension, or a list, somewhere in it"
     )
+
+
+def slice_batch(batch: Any, start: int, stop: int, length: int | None = None) -> Any:
+    """Return the samples from `start` up to `stop` of `batch`, in the same structure.
+
+    Tensors and arrays with one row per sample are cut, and so are lists and tuples with one item per sample in which
+    nothing else can be cut, such as a list of strings. Everything else is whole in every slice: a scale, a name, None.
+
+    Args:
+        batch: A tensor, an array, or a structure that holds some.
+        start: The first sample.
+        stop: The one after the last.
+        length: The samples in `batch`; None for `batch_length(batch)`.
+
+    Raises:
+        DataError: Nothing in the batch has one row or item per sample, or it is packed.
+
+    Example:
+        >>> slice_batch({"x": torch.arange(4), "name": ["a", "b", "c", "d"], "scale": 2.0}, 1, 3)
+        {'x': tensor([1, 2]), 'name': ['b', 'c'], 'scale': 2.0}
+    """
+    length = batch_length(batch) if length is None else length
+    cut = _cut(batch, start, stop, length)
+    if cut is batch:
+        raise DataError(
+            f"cannot cut a batch of type {type(batch).__name__}: expected a tensor, an array or a list with one entry "
+            f"for each of its {length} samples"
+        )
+    return cut
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
@@ -142,6 +187,20 @@ def concat(outputs: Sequence[Any]) -> Any:
         columns = zip(*map(_parts, outputs), strict=True)
         return _with_parts(first, [_joined(column) for column in columns])
     return outputs
+
+
+def _cut(batch: Any, start: int, stop: int, length: int) -> Any:
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return batch[start:stop] if batch.ndim and batch.shape[0] == length else batch
+    if isinstance(batch, PackedSequence):
+        raise DataError("cannot cut a packed sequence: pack inside of the step, and give padded tensors and lengths")
+    parts = _parts(batch)
+    cut = [_cut(part, start, stop, length) for part in parts]
+    if any(new is not old for new, old in zip(cut, parts, strict=True)):
+        return _with_parts(batch, cut)
+    if isinstance(batch, (list, tuple)) and len(batch) == length and not isinstance(batch, _NamedTuple):
+        return type(batch)(batch[start:stop])
+    return batch
 
 
 def _joined(column: Sequence[Any]) -> Any:

@@ -1,7 +1,21 @@
-"""Trainers: the loop, the verbs, and the trainer that works alone."""
+"""Trainers: the loop, the verbs, the trainer that works alone, and those that decorate it."""
 
 from dovetail.trainers.basic import SingleProcess, Trainer
+from dovetail.trainers.capabilities import find_batch_size
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.decorators import (
+    AbstractTrainerDecorator,
+    AMPTrainer,
+    AutoBatchTrainer,
+    DDPTrainer,
+    FSDPTrainer,
+    PrivateTrainer,
+    SingleProcessAMP,
+    SingleProcessAmp,
+    TimedTrainer,
+    TrainerDecorator,
+    build_trainer,
+)
 from dovetail.trainers.lr_finder import LRFinder
 from dovetail.trainers.metrics import accuracy
 from dovetail.trainers.options import TrainerOptions
@@ -9,12 +23,24 @@ from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.spellings import ProgressChecker
 
 __all__ = [
+    "AMPTrainer",
+    "AbstractTrainerDecorator",
+    "AutoBatchTrainer",
+    "DDPTrainer",
+    "FSDPTrainer",
     "LRFinder",
+    "PrivateTrainer",
     "ProgressChecker",
     "SingleProcess",
+    "SingleProcessAMP",
+    "SingleProcessAmp",
+    "TimedTrainer",
     "Trainer",
+    "TrainerDecorator",
     "TrainerOptions",
     "TrainingContext",
     "accuracy",
+    "build_trainer",
+    "find_batch_size",
     "seed_everything",
 ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,7 +19,14 @@ from dovetail.trainers.context import Plan, Stage, TrainingContext
 from dovetail.trainers.metrics import Meter
 from dovetail.units import TrainUnit
 
-__all__ = ["Trainer"]
+__all__ = ["Launcher", "Trainer"]
+
+
+class Launcher(Protocol):
+    """Runs an entry point of a trainer in other processes, and brings what it did back into the caller's objects."""
+
+    def __call__(self, trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> Any:
+        """Return what the entry point, `fit`, `evaluate` or `predict`, returns."""
 
 
 class Trainer(ABC):
@@ -144,7 +152,7 @@ class Trainer(ABC):
             from dovetail.trainers.dry_run import dry_run as try_out
 
             return try_out(
-                self,
+                self._spoken_to(),
                 train_data,
                 val_data,
                 resume=resume,
@@ -152,39 +160,53 @@ class Trainer(ABC):
                 validation_period=validation_period,
                 checkpoint_period=checkpoint_period,
             )
-        return loop.fit(
-            self,
-            train_data,
-            val_data,
-            resume=resume,
-            max_length=max_length,
-            validation_period=validation_period,
-            checkpoint_period=checkpoint_period,
+        return cast(
+            History,
+            self._enter(
+                "fit",
+                train_data=train_data,
+                val_data=val_data,
+                resume=resume,
+                max_length=max_length,
+                validation_period=validation_period,
+                checkpoint_period=checkpoint_period,
+            ),
         )
 
     def explain(self) -> str:
         """Return, as a tree, what this trainer is made of and what its next epoch will do; nothing changes."""
         from dovetail.trainers.explain import explain
 
-        return explain(self)
+        return explain(self._spoken_to())
 
     def evaluate(self, data: Any = None, stage: Stage = "test") -> dict[str, float]:
         """Return the metrics over `data`, leaving modes, randomness, counters and logs as they were."""
-        return loop.evaluate(self, data, stage)
+        return cast("dict[str, float]", self._enter("evaluate", data=data, stage=stage))
 
     def predict(self, data: Any = None) -> Any:
         """Return the predictions for `data`, in its order, joined over the batches."""
-        return loop.predict(self, data)
+        return self._enter("predict", data=data)
 
     def save_checkpoint(self, path: str | Path) -> Path:
         """Write everything that training needs to go on exactly into the directory `path`."""
-        return saving.save(self, Path(path))
+        return saving.save(self._spoken_to(), Path(path))
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Take all state from a checkpoint; the next `fit` goes on from there."""
-        saving.load(self, Path(path))
+        saving.load(self._spoken_to(), Path(path))
 
-    # Seams with an obvious default.
+    # Seams with an obvious default: one process, the whole run.
+
+    def settle(self) -> None:  # noqa: B027 - nothing to do where there is one process
+        """Let every process of the run know what any of them was told, such as to stop. Called between updates."""
+
+    def gather(self, parts: list[Any]) -> list[Any]:
+        """Return the parts that all processes made of their batches, in the order of the batches."""
+        return parts
+
+    def launcher(self) -> Launcher | None:
+        """Return who runs an entry point in other processes, or None to run it in this one."""
+        return None
 
     def batch_length(self, batch: Any) -> int:
         """Return how many samples a batch holds; override it for batches of a form of your own."""
@@ -212,7 +234,41 @@ class Trainer(ABC):
             built = apply(built) if apply is not None else mount(add_on, built)
         return built
 
+    def _enter(self, entry: Literal["fit", "evaluate", "predict"], **arguments: Any) -> Any:
+        trainer = self._spoken_to()
+        launch = trainer.launcher()
+        return getattr(loop, entry)(trainer, **arguments) if launch is None else launch(trainer, entry, arguments)
 
-def mount(add_on: type[Any], base: type[Any]) -> type[Any]:
-    """Return a class in which `add_on` answers first and `base` what it passes on."""
-    return type(f"{add_on.__name__}{base.__name__}", (add_on, base), {"__module__": add_on.__module__})
+    def _spoken_to(self) -> Trainer:
+        """The layer that runs; else the one that the caller spoke to when a layer below it answers; else this one."""
+        return self.context.trainer or self.context.addressed or self
+
+
+def _mount(add_on: type[Any], base: type[Any]) -> type[Any]:
+    """Return a class in which `add_on` answers first and `base` what it passes on; the same one for the same two."""
+    names = {"__module__": add_on.__module__, "__parts__": (add_on, base), "__reduce_ex__": _reduced}
+    return type(f"{add_on.__name__}{base.__name__}", (add_on, base), names)
+
+
+mount = cast("Callable[[type[Any], type[Any]], type[Any]]", cache(_mount))
+
+
+def _reduced(trainer: Any, protocol: Any) -> Any:
+    """Pickle an instance of a mounted class, which no module has, as what it is made of."""
+    base, add_ons = _taken_apart(type(trainer))
+    if not add_ons:
+        return object.__reduce_ex__(trainer, protocol)
+    return _put_together, (base, *add_ons), trainer.__getstate__()
+
+
+def _taken_apart(cls: type[Any]) -> tuple[type[Any], tuple[type[Any], ...]]:
+    if "__parts__" not in vars(cls):
+        return cls, ()
+    add_on, base = vars(cls)["__parts__"]
+    base, add_ons = _taken_apart(base)
+    return base, (*add_ons, add_on)
+
+
+def _put_together(base: type[Any], *add_ons: type[Any]) -> Any:
+    made: Any = reduce(lambda built, add_on: mount(add_on, built), add_ons, base)
+    return made.__new__(made)

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dovetail.callbacks.base import Callbacks
+from dovetail.data import Share
 from dovetail.history import History
 from dovetail.trainers.metrics import Meter, Metric
 from dovetail.trainers.precision import Precision
 from dovetail.units import Progress, TrainUnit
 
 if TYPE_CHECKING:
+    from dovetail.checkpoint.shards import Peers
     from dovetail.trainers.base import Trainer
     from dovetail.trainers.saving import Saver
 
@@ -88,6 +90,16 @@ class Window:
                 self._expected = num_items * self.size
             self._items = self._items + num_items
         return num_items / self._expected
+
+    @property
+    def items(self) -> Any:
+        """Items of the window so far, where several batches share it."""
+        return self._items
+
+    @property
+    def expected(self) -> Any:
+        """Items that a loss of the window is divided by, where several batches share it."""
+        return self._expected
 
     def normalise(self, optimizer: Optimizer) -> None:
         """Make the gradients those of one large batch, once the window's items are all known."""
@@ -191,6 +203,11 @@ class _Notes:
     """What the loop notes about the running batch."""
 
     batch: int = 0
+    # Samples of this process's batch, and of all processes' batches.
+    num_samples: int = 0
+    num_records: int = 0
+    # Items of all processes in the running update, where several average their gradients.
+    num_averaged: float = 0.0
     optimized: bool = False
     stepped: list[Optimizer] = field(default_factory=list)
 
@@ -223,12 +240,19 @@ class TrainingContext:
         run_id: Tells the checkpoints of this run from others in the same folder; kept when the run is resumed.
         saver: Where and how checkpoints are kept, or None.
         meter: The training metrics of the running epoch.
-        stop_reason: Why training was asked to end, or None.
+        stop_reason: Why training ends, or None.
         signal: The signal that asked for it, or None.
+        addressed: The layer that the caller speaks to, while a method of a layer below it runs.
+        share: Which of the batches are this process's.
+        is_main: Whether this process writes, shows and tells; with several, the first of them alone.
+        peers: The processes that write and read checkpoints together, where each holds a part of the state; else None.
+        has_peers: Whether a wish to stop waits until every process of the run knows of it.
+        wish: Why this process was asked to stop, and by which signal, before all know of it.
         participants: Further objects whose state is kept in checkpoints, by name.
     """
 
     __slots__ = (
+        "addressed",
         "callbacks",
         "checked",
         "client_id",
@@ -237,8 +261,10 @@ class TrainingContext:
         "current_round",
         "data",
         "device",
+        "has_peers",
         "history",
         "interrupted",
+        "is_main",
         "meter",
         "metrics",
         "metrics_are_default",
@@ -248,12 +274,14 @@ class TrainingContext:
         "num_items",
         "optimizers",
         "participants",
+        "peers",
         "plan",
         "precision",
         "progress",
         "run_id",
         "saver",
         "schedulers",
+        "share",
         "signal",
         "stage",
         "state",
@@ -262,6 +290,7 @@ class TrainingContext:
         "validated_at",
         "validation",
         "window",
+        "wish",
     )
 
     def __init__(self, model: nn.Module | None = None, device: torch.device | None = None) -> None:
@@ -291,6 +320,12 @@ class TrainingContext:
         self.notes = _Notes()
         self.stop_reason: str | None = None
         self.signal: int | None = None
+        self.addressed: Trainer | None = None
+        self.share = Share()
+        self.is_main = True
+        self.peers: Peers | None = None
+        self.has_peers = False
+        self.wish: tuple[str, int | None] | None = None
         self.participants: dict[str, Stateful] = {}
         self.interrupted = False
         self.checked = Progress()
@@ -302,7 +337,7 @@ class TrainingContext:
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew where a copy is used: optimizers, schedulers and loaders, and what only a running batch has.
-        made = {"optimizers": [], "schedulers": [], "notes": _Notes(), "closure": None}
+        made = {"optimizers": [], "schedulers": [], "notes": _Notes(), "closure": None, "addressed": None}
         shared = {name: value for name, value in self.state.items() if name != "train_loader"}
         return {name: getattr(self, name) for name in self.__slots__} | made | {"state": shared}
 
@@ -325,10 +360,23 @@ class TrainingContext:
         """Whether the running batch made a real optimizer step."""
         return bool(self.notes.stepped)
 
-    def stop(self, reason: str) -> None:
-        """Ask training to end after the running update; the first reason is kept."""
+    def stop(self, reason: str, signal: int | None = None) -> None:
+        """Ask training to end after the running update, in every process of the run; the first reason is kept.
+
+        Args:
+            reason: Why.
+            signal: The signal that asks for it, if one does.
+        """
+        if self.has_peers:
+            self.wish = self.wish or (reason, signal)
+        else:
+            self.end(reason, signal)
+
+    def end(self, reason: str, signal: int | None = None) -> None:
+        """Make training end after the running update; whoever calls this does so in every process."""
         if self.stop_reason is None:
             self.stop_reason = reason
+        self.signal = self.signal or signal
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate a loss through every layer of the trainer.
@@ -345,6 +393,11 @@ class TrainingContext:
         notes.optimized = True
         assert self.trainer is not None, _NOT_RUNNING
         self.trainer.backward(loss, **kwargs)
+
+    def note_update(self, optimizer: Optimizer) -> None:
+        """Tell the loop that `train_step` made a whole update without the verbs, as a compiled graph does."""
+        self.notes.optimized = True
+        self.notes.stepped.append(optimizer)
 
     def step(self, *optimizers: Optimizer, zero_grad: bool = True) -> bool:
         """Clip and step optimizers, all of them by default, when the accumulation window closes.

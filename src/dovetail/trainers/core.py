@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,18 @@ from torch.utils.data import Dataset
 
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, ImprovementWindow, NonFiniteLoss, ProgressDisplay, StopWhen
-from dovetail.data import DataLoader, as_loader, iterate_from, num_batches, split_batch, to_device
+from dovetail.data import (
+    DataLoader,
+    Share,
+    as_loader,
+    is_shared_already,
+    iterate_from,
+    num_batches,
+    shared,
+    split_batch,
+    to_device,
+)
+from dovetail.data.batches import map_tensors
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.trainers import base, loop
 from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
@@ -125,11 +137,12 @@ class CoreTrainer(base.Trainer):
         context.metrics_are_default = metrics is None
         self._train_step = train_step
         self._test_step = test_step
+        self._move = to_device if self.options.memory_format is None else _to_device_channels_last
         self._loaders: dict[str, tuple[Any, Any]] = {}
+        self._parts: dict[int, tuple[Any, Any, int]] = {}
         self._epoch_start: dict[str, Any] | None = None
         self._restored_order: dict[str, Any] | None = None
         self._step_strategy: TrainingStepStrategy | None = None
-        self._order_seed = self.options.seed if self.options.seed is not None else torch.initial_seed() % 2**63
         self.strategies = Strategies(
             loss=_if_given(as_loss_strategy, loss_strategy),
             optimizer=_if_given(as_optimizer_strategy, optimizer_strategy),
@@ -143,7 +156,8 @@ class CoreTrainer(base.Trainer):
         refuse_both(self.strategies, {*options, *(name for name, piece in pieces.items() if piece is not None)})
         if isinstance(callbacks, str):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
-        context.state["order_seed"] = self._order_seed
+        seed = self.options.seed
+        context.state["order_seed"] = torch.initial_seed() % 2**63 if seed is None else seed
         self.strategies.setup(context)
         self._closing = weakref.finalize(self, self.strategies.teardown, context)
         # Strategies change what is computed, so they come before those who watch.
@@ -191,7 +205,7 @@ class CoreTrainer(base.Trainer):
                 shuffle=self.options.shuffle,
                 drop_last=drop_last,
                 num_workers=self.options.num_workers,
-                seed=self._order_seed,
+                seed=self.context.state["order_seed"],
                 sampler=sampler,
             )
 
@@ -206,7 +220,7 @@ class CoreTrainer(base.Trainer):
             batch_size=batch_size,
             num_workers=self.options.num_workers,
             sampler=sampler,
-            seed=self._order_seed,
+            seed=self.context.state["order_seed"],
         )
 
     def process_outputs(self, outputs: Any) -> Any:
@@ -263,7 +277,7 @@ class CoreTrainer(base.Trainer):
         is_fresh = context.progress.batches == 0
         if context.stage == "train" and is_fresh and self.options.seed is not None:
             seed_everything(self.options.seed)
-        context.model.to(context.device)
+        self._place_model(context.model)
         if self.criterion is None:
             self.criterion = self.get_loss_criterion()
         if isinstance(self.criterion, nn.Module):
@@ -286,11 +300,13 @@ class CoreTrainer(base.Trainer):
             raise ConfigError("the trainer has no model to load the state into: give it one, Trainer(model, …)")
         if self.options.device_map is not None:
             context.device = as_device(self.options.device_map)
-        context.model.to(context.device)
+        self._place_model(context.model)
         self._build_optimizers()
         check_fits(context, state)
         context.model.load_state_dict(state["model"])
         for optimizer, optimizer_state in zip(context.optimizers, state["optimizers"], strict=True):
+            if self.options.memory_format is not None:
+                optimizer_state = map_tensors(_channels_last, optimizer_state)
             optimizer.load_state_dict(optimizer_state)
         for scheduler, scheduler_state in zip(context.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(scheduler_state)
@@ -314,9 +330,10 @@ class CoreTrainer(base.Trainer):
         context.validated_at, context.validation = state["validated_at"], dict(state["validation"])
         context.checked = context.progress.copy()
         context.run_id = state["run_id"]
-        self._order_seed, self._epoch_start = state["order_seed"], state["epoch_start"]
-        self._restored_order = state["epoch_start"]
-        context.state["order_seed"] = self._order_seed
+        context.state["order_seed"] = state["order_seed"]
+        self._epoch_start = self._restored_order = state["epoch_start"]
+        begun = context.progress.batch
+        context.share = replace(context.share, begun=begun, used=state.get("used", begun))
         set_rng_state(state["rng"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,8 +355,10 @@ class CoreTrainer(base.Trainer):
             "validated_at": context.validated_at,
             "validation": dict(context.validation),
             "run_id": context.run_id,
-            "order_seed": self._order_seed,
+            "order_seed": self.context.state["order_seed"],
             "epoch_start": self._place_in_data(),
+            # Batches of the running epoch that are used: with several processes, more than one a step.
+            "used": context.share.position(context.progress.batch),
             "rng": rng_state(),
         }
 
@@ -358,10 +377,14 @@ class CoreTrainer(base.Trainer):
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage; for training, from the running batch of the running epoch on."""
+        context, progress = self.context, self.context.progress
         loader: Any = self.loader(stage)
         if stage != "train":
-            return cast(Iterable[Any], loader)
-        progress = self.context.progress
+            return cast(Iterable[Any], self._shared(loader, context.share.rank))
+        if progress.batch == 0:
+            context.share = replace(context.share, begun=0, used=0)
+        rank, start = context.share.turn(progress.batch)
+        loader = self._shared(loader, rank)
         if isinstance(loader, DataLoader):
             loader.set_epoch(progress.epoch)
         restored, self._restored_order = self._restored_order, None
@@ -378,13 +401,17 @@ class CoreTrainer(base.Trainer):
         if self._epoch_start is not None:
             set_rng_state(self._epoch_start["rng"])
             _set_sources(loader, self._epoch_start)
-        rest = iterate_from(loader, progress.batch)
+        rest = iterate_from(loader, start)
         set_rng_state(now)
         return rest
 
     def num_batches(self, stage: Stage) -> int | None:
-        """Return the length of a stage's loader, or None where it has none."""
-        return num_batches(self.loader(stage))
+        """Return the steps that all the processes of a run make in a pass, or None where the data has no length."""
+        loader, share = self.loader(stage), self.context.share
+        total = num_batches(loader)
+        if total is None or is_shared_already(loader):
+            return total
+        return share.num_steps(total) if stage == "train" else Share(share.num_replicas).num_steps(total)
 
     def train_epoch(self) -> Mapping[str, float] | None:
         """Run one pass over the training data. An override may return its mean metrics."""
@@ -400,7 +427,7 @@ class CoreTrainer(base.Trainer):
 
     def to_device(self, batch: Any) -> Any:
         """Move every tensor of a batch to the trainer's device."""
-        return to_device(batch, self.context.device)
+        return self._move(batch, self.context.device)
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the loss of the model on a batch of inputs and targets."""
@@ -579,6 +606,7 @@ class CoreTrainer(base.Trainer):
     def forget_loaders(self) -> None:
         """Form every stage's batches anew when they are next asked for."""
         self._loaders.clear()
+        self._parts.clear()
 
     def register(self, name: str, participant: Stateful) -> None:
         """Keep the state of any object with `state_dict` and `load_state_dict` in this trainer's checkpoints."""
@@ -618,7 +646,7 @@ class CoreTrainer(base.Trainer):
         # What `setup` and the first batch make is made anew where a copy is used.
         made = {"criterion": None} if self.strategies.loss is not None else {}
         kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
-        return {**kept, **made, "_loaders": {}}
+        return {**kept, **made, "_loaders": {}, "_parts": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -627,6 +655,12 @@ class CoreTrainer(base.Trainer):
         self._closing.detach()
 
     # ------------------------------------------------------------------ private
+
+    def _place_model(self, model: nn.Module) -> None:
+        model.to(self.context.device)
+        if self.options.memory_format is not None:
+            # Parameters stay the same objects, so optimizers keep theirs.
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
 
     def _build_optimizers(self) -> None:
         context = self.context
@@ -673,6 +707,22 @@ class CoreTrainer(base.Trainer):
     def _classifies(self) -> bool:
         strategy = self.strategies.loss
         return classifies(self.criterion) if strategy is None else strategy.is_classification
+
+    def _shared(self, loader: Any, rank: int) -> Any:
+        """This process's part of a loader."""
+        share = self.context.share
+        if share.num_replicas == 1 or is_shared_already(loader):
+            return loader
+        if _keeps_place(loader):
+            raise DataError(
+                "a loader that keeps its own place cannot be shared by several processes: give the dataset, or a "
+                "loader whose sampler is a DistributedSampler"
+            )
+        known, part, of = self._parts.get(rank, (None, None, 0))
+        if known is not loader or of != share.num_replicas:
+            part = shared(loader, share.num_replicas, rank, self.context.state["order_seed"])
+            self._parts[rank] = (loader, part, share.num_replicas)
+        return part
 
     def _place_in_data(self) -> dict[str, Any]:
         """What the rest of the running epoch, or the whole next one, is read from."""
@@ -731,6 +781,14 @@ _NO_TARGETS = "the batch has no targets: override train_step and test_step, or p
 _KEEP = ("keep_last", "keep_best", "keep_every")
 
 _WISHES = ("max_length", "validation_period", "checkpoint_period")
+
+
+def _to_device_channels_last(batch: Any, device: torch.device) -> Any:
+    return map_tensors(_channels_last, to_device(batch, device))
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def _if_given(coerce: Callable[[Any], _S], piece: Any) -> _S | None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +20,10 @@ from dovetail.trainers.strategies.nesting import shown
 from dovetail.trainers.untouched import kept, layers, strategies_of
 from dovetail.units import Epochs
 
-__all__ = ["Explanation", "Outlook", "count_parameters", "explain", "look_ahead"]
+if TYPE_CHECKING:
+    from dovetail.trainers.capabilities.timed import Spent
+
+__all__ = ["Explanation", "Measured", "Outlook", "count_parameters", "explain", "look_ahead"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,15 @@ def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
         )
 
 
+@runtime_checkable
+class Measured(Protocol):
+    """A layer that knows where the time of the last run went, such as `Timed`."""
+
+    @property
+    def verb_times(self) -> Mapping[str, Spent]:
+        """Seconds and calls by verb; empty before the first run."""
+
+
 class Explanation(str):
     """A tree as text, which a prompt or a notebook shows as it is meant to be seen."""
 
@@ -142,6 +154,8 @@ def explain(trainer: Trainer) -> Explanation:
         nodes.append(("strategies", [f"{role}: {getattr(strategies, role)!r}" for role in roles]))
     names = [_shown_callback(callback) for callback in context.callbacks]
     nodes.append(("callbacks, in order" if names else "no callbacks", names))
+    if times := next((layer.verb_times for layer in layers(trainer) if isinstance(layer, Measured)), {}):
+        nodes.append(_shown_times(times))
     nodes.append(_shown_epoch(trainer, look_ahead(trainer)))
     return Explanation("\n".join([type(trainer).__name__, *_branches(nodes)]))
 
@@ -277,12 +291,19 @@ def _shown_layers(trainer: Trainer) -> list[str]:
 def _classes(layer: Trainer) -> list[type[Any]]:
     """The classes that a user mounted, wrote or named, the outermost first."""
     line = type(layer).__mro__
+    is_decorator = "trainer" in vars(layer)
     return [
         cls
         for cls in line[: line.index(Trainer)]
-        if cls.__module__ not in ("dovetail.trainers.spellings", "dovetail.trainers.addons.core")
-        and not _is_mounted(cls)
+        if cls.__module__ not in _UNNAMED
+        and cls.__name__ != "TrainerDecorator"
+        # The name of a decorator says which capability it is.
+        and not (is_decorator and not issubclass(cls, Trainer))
+        and (is_decorator or not _is_mounted(cls))
     ]
+
+
+_UNNAMED = ("dovetail.trainers.spellings", "dovetail.trainers.addons.core", "dovetail.trainers.capabilities.core")
 
 
 def _is_mounted(cls: type[Any]) -> bool:
@@ -355,6 +376,15 @@ def _shown_callback(callback: Any) -> str:
     text = repr(callback)
     # The default shows nothing but an address.
     return type(callback).__name__ if text == object.__repr__(callback) else text
+
+
+def _shown_times(times: Mapping[str, Spent]) -> _Node:
+    total = sum(spent.seconds for spent in times.values())
+    return f"time of the last run: {total:.3f} s", [
+        f"{name}: {spent.seconds:.3f} s, {spent.seconds / total:.0%}"
+        + (f", {spent.seconds / spent.calls * 1e6:,.0f} µs per call" if name != "rest" and spent.calls else "")
+        for name, spent in times.items()
+    ]
 
 
 def _shown_epoch(trainer: Trainer, ahead: Outlook) -> _Node:

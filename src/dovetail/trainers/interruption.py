@@ -43,15 +43,16 @@ def heeding_signals(context: TrainingContext) -> Iterator[None]:
         yield
         return
     defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    heard: list[int] = []
     replaced = {number: handler for number, handler in defaults.items() if signal.getsignal(number) == handler}
 
     def heed(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if context.signal is not None:
+        if heard:
             _say(f"\n{name} again: leaving at once")
             raise Interrupted(number, at_once=True)
-        context.signal = number
-        context.stop(f"interrupted by {name}")
+        heard.append(number)
+        context.stop(f"interrupted by {name}", number)
         _say(f"\n{name}: finishing the running update, then leaving (again to leave at once)")
 
     for number in replaced:
@@ -74,6 +75,8 @@ def leave_if_signalled(context: TrainingContext) -> None:
     number, context.signal = context.signal, None
     if number is None:
         return
+    if not context.is_main:
+        raise Interrupted(number)
     progress, saver = context.progress, context.saver
     if saver is None:
         saved = "nothing is saved (no checkpoint_dir)"

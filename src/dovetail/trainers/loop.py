@@ -22,7 +22,7 @@ from dovetail.history import History
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.interruption import heeding_signals, leave_if_signalled
-from dovetail.trainers.metrics import Meter, compute_metrics, warn_if_empty
+from dovetail.trainers.metrics import MeanOf, Meter, compute_metrics, warn_if_empty
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.units import Batches, Epochs, Progress, TrainUnit
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Seconds after which a report is made even though its period has not ended: a display must not look frozen.
 _SLOWEST_REPORT = 1.0
 
-__all__ = ["evaluate", "fit", "looking", "predict", "train_epoch", "val_epoch"]
+__all__ = ["evaluate", "fit", "looking", "offer_data", "predict", "train_epoch", "val_epoch"]
 
 
 def fit(
@@ -79,9 +79,9 @@ def fit(
         wishes: `max_length`, `validation_period` and `checkpoint_period`; `trainer.plan` fills in the rest.
     """
     context = trainer.context
-    _offer_data(context, train=train_data, valid=val_data)
+    offer_data(context, train=train_data, valid=val_data)
     context.plan = plan = trainer.plan(**wishes)
-    context.stop_reason, context.signal = None, None
+    context.stop_reason, context.signal, context.wish = None, None, None
     with _running(trainer, "train"), heeding_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if resume is not None:
@@ -95,11 +95,12 @@ def fit(
             )
         if progress.batches == 0 or not context.run_id:
             context.run_id = uuid4().hex
-        if context.saver is not None:
+        if context.saver is not None and context.is_main:
             context.saver.attach(context.history)
         context.checked = progress.copy()
         for on_train_start in callbacks.on_train_start:
             on_train_start(context)
+        trainer.settle()
         while context.stop_reason is None and not plan.max_length.reached(progress):
             _epoch(trainer, plan)
         if context.signal is None and plan.validate is not None and context.validated_at != progress.batches:
@@ -140,6 +141,7 @@ def _epoch(trainer: Trainer, plan: Plan) -> None:
     trainer.scheduler_step("epoch", metrics)
     for on_epoch_end in callbacks.on_epoch_end:
         on_epoch_end(context, metrics)
+    trainer.settle()
     saving.checkpoint(trainer, due=saves)
 
 
@@ -182,7 +184,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         for hook in on_step_start:
             hook(context, batch)
         batch = to_device(batch)
-        context.num_items = num_samples = batch_length(batch)
+        context.num_items = notes.num_samples = notes.num_records = batch_length(batch)
         if accumulates:
             is_last = lookahead.is_last if lookahead is not None else progress.batch + 1 == total
             window.begin(is_last=is_last or _ends_after(plan.max_length, progress))
@@ -196,8 +198,9 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             _check_output(output, optimized=notes.optimized)
             is_first = False
         if not notes.optimized:
+            if "num_items" in output:
+                context.num_items = output["num_items"]
             if accumulates:
-                context.num_items = output.get("num_items", num_samples)
                 backward(output["loss"] * window.weight(context.num_items, first_of_batch=True))
             else:
                 backward(output["loss"])
@@ -218,10 +221,10 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         after_step(output)
         stepped.clear()
 
-        meter.add(output, num_samples)
+        meter.add(output, notes.num_samples)
         progress.batch += 1
         progress.batches += 1
-        progress.records += num_samples
+        progress.records += notes.num_records
         for end_hook in on_step_end:
             end_hook(context, output)
         until_report -= 1
@@ -255,6 +258,7 @@ def _act(trainer: Trainer) -> None:
         _report(trainer.context)
         _validate(trainer)
         _train_mode(trainer.context.model)
+        trainer.settle()
     if validates or saves:
         _report(trainer.context)
         saving.checkpoint(trainer, due=saves)
@@ -318,7 +322,7 @@ def predict(trainer: Trainer, data: Any = None) -> Any:
     context = trainer.context
     with _lent_data(context, "predict", data), _running(trainer, "predict"), _evaluating(context, "predict"):
         to_device, predict_step = trainer.to_device, trainer.predict_step
-        return concat([predict_step(to_device(batch)) for batch in trainer.batches("predict")])
+        return concat(trainer.gather([predict_step(to_device(batch)) for batch in trainer.batches("predict")]))
 
 
 @contextmanager
@@ -350,9 +354,15 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
             num_batches += 1
             if num_batches % 256 == 0:
                 meter.flush()
-        warn_if_empty(num_batches, stage)
-        means = trainer.reduce(meter).compute() if num_batches else {"loss": math.nan}
-        return {**means, **compute_metrics(metrics, num_batches)}
+        # The means that functions of outputs and targets have, too, are sums that add up over processes.
+        for name, metric in metrics.items():
+            if isinstance(metric, MeanOf):
+                meter.include(name, metric.meter)
+        means = trainer.reduce(meter).compute()
+        if not means:
+            warn_if_empty(0, stage)
+            return {"loss": math.nan, **dict.fromkeys(metrics, math.nan)}
+        return {**means, **compute_metrics(metrics)}
 
 
 _OUTPUTS = {"output", "target"}
@@ -483,14 +493,15 @@ def _position(progress: Progress) -> dict[str, int]:
     return {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates}
 
 
-def _offer_data(context: TrainingContext, **data: Any) -> None:
+def offer_data(context: TrainingContext, **data: Any) -> None:
+    """Set the data of stages, by stage; None leaves what is there."""
     context.data.update({stage: source for stage, source in data.items() if source is not None})
 
 
 @contextmanager
 def _lent_data(context: TrainingContext, stage: Stage, data: Any) -> Iterator[None]:
     before = context.data.get(stage)
-    _offer_data(context, **{stage: data})
+    offer_data(context, **{stage: data})
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError
 
-__all__ = ["Meter", "Metric", "accuracy", "as_metrics"]
+__all__ = ["MeanOf", "Meter", "Metric", "accuracy", "as_metrics"]
 
 
 @runtime_checkable
@@ -35,11 +35,13 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
     Example:
         >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
-        tensor(0.5000)
+        tensor(0.5000, dtype=torch.float64)
     """
     if targets.is_floating_point() and targets.shape == outputs.shape:
         targets = targets.argmax(dim=1)
-    return (outputs.argmax(dim=1) == targets).float().mean()
+    right = outputs.argmax(dim=1) == targets
+    # In double precision, so that it does not matter how samples are batched; one kind of device has none.
+    return right.to(torch.float32 if right.device.type == "mps" else torch.float64).mean()
 
 
 class Meter:
@@ -91,6 +93,12 @@ class Meter:
             self.values.setdefault(name, array("d")).extend(numbers)
         return fresh
 
+    def include(self, name: str, mean: Meter) -> None:
+        """Take in, under a name, what another meter has of its one value."""
+        mean.flush()
+        for value, total in mean.sums.items():
+            self.sums[name], self.counts[name] = total, mean.counts[value]
+
     def compute(self) -> dict[str, float]:
         """Return the mean of every name over the samples so far; NaN where there was none."""
         self.flush()
@@ -140,7 +148,7 @@ def as_metrics(metrics: Any) -> dict[str, Metric]:
     return {name: _as_metric(name, metric) for name, metric in named}
 
 
-class _MeanOf:
+class MeanOf:
     """The sample-weighted mean of a function of outputs and targets."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
@@ -148,14 +156,17 @@ class _MeanOf:
         self._meter = Meter()
 
     def update(self, outputs: Any, targets: Any) -> None:
+        """Take in one batch."""
         self._meter.add({"value": self.function(outputs, targets)}, len(targets))
         if len(self._meter) >= 256:
             self._meter.flush()
 
     def compute(self) -> float:
+        """Return the mean so far."""
         return self._meter.compute().get("value", math.nan)
 
     def reset(self) -> None:
+        """Forget every batch."""
         self._meter.reset()
 
     @property
@@ -168,7 +179,7 @@ def _as_metric(name: str, metric: Any) -> Metric:
     if isinstance(metric, Metric):
         return metric
     if callable(metric):
-        return _MeanOf(metric)
+        return MeanOf(metric)
     raise ConfigError(
         f"metrics: {name!r}: expected a torchmetrics object or a function of outputs and targets, got {metric!r}"
     )
@@ -178,12 +189,11 @@ def _name(metric: Any) -> str:
     return getattr(metric, "__name__", None) or type(metric).__name__
 
 
-def compute_metrics(metrics: Mapping[str, Metric], num_batches: int) -> dict[str, float]:
-    """Return the value of every metric, NaN for a pass without batches; nested results are flattened by name."""
+def compute_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the value of every metric that is not a mean, which a meter has; nested results are flattened by name."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
-        if num_batches == 0:
-            values[name] = math.nan
+        if isinstance(metric, MeanOf):
             continue
         result = metric.compute()
         parts = result.items() if isinstance(result, Mapping) else [(name, result)]

@@ -44,6 +44,8 @@ class TrainerOptions:
         device_id: -1 for the CPU, else the number of a CUDA device. Where neither this nor `device` is given, the
             best device there is.
         device_map: Where checkpoints are loaded to; None for the trainer's own device.
+        memory_format: `channels_last` lays images, in batches and in the parameters of convolutions, pixel by pixel,
+            which many devices convolve faster; None leaves them as they are.
         verbose: Whether to show progress.
         log_bar: The same, by its other name; progress is shown where both are true.
         print_every: Batches between two reports of the running loss.
@@ -89,6 +91,7 @@ class TrainerOptions:
     drop_last: bool = True
     device_id: int = -1
     device_map: Any = None
+    memory_format: Literal["channels_last"] | None = None
     verbose: bool = True
     log_bar: bool = True
     print_every: int = 10
@@ -119,6 +122,8 @@ class TrainerOptions:
             raise ConfigError(f"max_concurrency: expected a number that is at least 1, or None, got {limit!r}")
         if self.nonfinite not in ("raise", "stop", "warn", "ignore"):
             raise ConfigError(f"nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got {self.nonfinite!r}")
+        if self.memory_format not in (None, "channels_last"):
+            raise ConfigError(f"memory_format: expected 'channels_last' or None, got {self.memory_format!r}")
         if self.early_stop is not None and set(self.early_stop) != {"num_epochs", "improv"}:
             raise ConfigError(f"early_stop: expected the keys 'num_epochs' and 'improv', got {sorted(self.early_stop)}")
 

@@ -90,6 +90,13 @@ class Precision:
         if self.scaler is not None and state:
             self.scaler.load_state_dict(dict(state))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy watches optimizers of its own.
+        return {**self.__dict__, "_watched": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _watched=WeakSet())
+
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped = True
 

@@ -6,7 +6,6 @@ somebody wrote. What comes back is data only, a checkpoint in a temporary folder
 
 from __future__ import annotations
 
-import builtins
 import io
 import json
 import multiprocessing
@@ -14,10 +13,8 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,12 +27,11 @@ from typing import Any
 import torch
 
 from dovetail import checkpoint as store
-from dovetail import errors
 from dovetail.callbacks import ProgressDisplay
-from dovetail.checkpoint.encoding import encode
-from dovetail.errors import CheckpointError, ConfigError, DovetailError, add_note
+from dovetail.errors import ConfigError
 from dovetail.trainers.basic import Trainer
 from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.relay import TrainingProcessError, described, is_storable, rebuilt, share_of_threads
 
 __all__ = ["Errand", "Seats", "TrainingProcessError", "train_in_process"]
 
@@ -43,10 +39,6 @@ _RESULT, _FAILURE = "result", "failure.json"
 
 # Seconds that a child has, after Ctrl-C, to finish its update and to save.
 _GRACE = 30.0
-
-
-class TrainingProcessError(DovetailError):
-    """Training in a process of its own brought no result; where the child could tell why, a note has its traceback."""
 
 
 class Seats:
@@ -151,7 +143,7 @@ class Errand:
             "seconds": seconds,
             "trainer": trainer.state_dict(),
             "payload": {} if update is None else update.get_update_payload(context),
-            "shared": {name: value for name, value in context.state.items() if _is_storable(name, value)},
+            "shared": {name: value for name, value in context.state.items() if is_storable(name, value)},
             "stop_reason": context.stop_reason,
         }
 
@@ -234,10 +226,10 @@ def train_in_process(
         _CHILDREN.taken(limit),
         TemporaryDirectory(prefix="dovetail-training-", ignore_cleanup_errors=True) as folder,
     ):
-        exit_code = _spawn(errand.pack(), folder, _share_of_threads(limit))
+        exit_code = _spawn(errand.pack(), folder, share_of_threads(limit))
         failure = Path(folder, _FAILURE)
         if failure.exists():
-            raise _rebuilt(json.loads(failure.read_text(encoding="utf-8")))
+            raise rebuilt(json.loads(failure.read_text(encoding="utf-8")))
         if exit_code != 0:
             raise TrainingProcessError(_ending(exit_code))
         result = store.load(Path(folder, _RESULT))
@@ -285,7 +277,7 @@ def _work(cargo: Connection, folder: str, num_threads: int) -> None:
     try:
         store.save(Path(folder, _RESULT), Errand.unpack(cargo.recv_bytes()).run())
     except Exception as error:
-        Path(folder, _FAILURE).write_text(json.dumps(_described(error)), encoding="utf-8")
+        Path(folder, _FAILURE).write_text(json.dumps(described(error)), encoding="utf-8")
         raise SystemExit(1) from None
     finally:
         caller = multiprocessing.parent_process()
@@ -300,12 +292,6 @@ def _end_with_caller() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _share_of_threads(limit: int) -> int:
-    """Threads for each of `limit` processes; more than there are cores wait for each other, spinning."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), cores // limit))
-
-
 # ------------------------------------------------------------------ what can be sent, and what comes back
 
 
@@ -318,51 +304,6 @@ class _Alone(pickle.Pickler):
 
     def persistent_id(self, piece: Any) -> str | None:
         return "trainer" if any(piece is it for it in self._known) else None
-
-
-def _is_storable(name: str, value: Any) -> bool:
-    try:
-        encode({name: value})
-    except CheckpointError:
-        return False
-    return True
-
-
-def _described(error: Exception) -> dict[str, Any]:
-    kind = type(error)
-    return {
-        "module": kind.__module__,
-        "name": kind.__qualname__,
-        "message": str(error),
-        "args": [it for it in error.args if isinstance(it, (str, int, float))],
-        "notes": list(getattr(error, "__notes__", [])),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-
-
-def _rebuilt(described: Mapping[str, Any]) -> Exception:
-    """Return the child's error: of its own type where that is Python's or ours and says the same again."""
-    module, name, message = described["module"], described["name"], described["message"]
-    known = {"builtins": builtins, "dovetail.errors": errors}.get(module)
-    kind = vars(known).get(name) if known is not None else None
-    error: Exception | None = None
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        error = _saying(message, kind, described["args"])
-    if error is None:
-        error = TrainingProcessError(f"training in a process of its own failed: {module}.{name}: {message}")
-    for note in (*described["notes"], f"In the training process:\n{described['traceback']}"):
-        add_note(error, note)
-    return error
-
-
-def _saying(message: str, kind: type[Exception], arguments: list[Any]) -> Exception | None:
-    # KeyError shows its argument's repr, and UnknownNameError makes its sentence from several: no one way suits all.
-    for given in (arguments, [message]):
-        with suppress(Exception):
-            error = kind.__new__(kind, *given)
-            if str(error) == message:
-                return error
-    return None
 
 
 def _ending(exit_code: int) -> str:

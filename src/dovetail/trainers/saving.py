@@ -131,6 +131,10 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
 def save(trainer: Trainer, path: Path) -> Path:
     """Write the whole state of a trainer, seen from its outermost layer, and tell the callbacks."""
     context, saver = trainer.context, trainer.context.saver
+    # Every process of a run has a part in its state, and one of them writes it, unless it is in parts.
+    state = trainer.state_dict()
+    if not context.is_main and context.peers is None:
+        return path
     context.history.sync()
     summary = {
         "run": context.run_id,
@@ -141,12 +145,13 @@ def save(trainer: Trainer, path: Path) -> Path:
     if saver is not None and saver.in_background:
         finish(trainer)
         saver.writer = saver.writer or store.AsyncWriter(on_error=saver.on_error)
-        saver.writer.submit(path, trainer.state_dict(), summary=summary)
+        saver.writer.submit(path, state, summary=summary)
         saver.writing = path
         return path
     on_error = saver.on_error if saver is not None else "raise"
-    if store.save(path, trainer.state_dict(), summary=summary, on_error=on_error) is not None:
-        _tell(trainer, path)
+    if store.save(path, state, summary=summary, on_error=on_error, peers=context.peers) is not None:
+        if context.is_main:
+            _tell(trainer, path)
     elif saver is not None:
         saver.saved_at = None
     return path
@@ -178,7 +183,7 @@ def _tell(trainer: Trainer, path: Path) -> None:
 
 def load(trainer: Trainer, path: Path) -> None:
     """Give a trainer the whole state of a checkpoint."""
-    trainer.load_state_dict(store.load(path))
+    trainer.load_state_dict(store.load(path, peers=trainer.context.peers))
 
 
 def resume(trainer: Trainer, source: str | Path) -> None:
@@ -189,7 +194,7 @@ def resume(trainer: Trainer, source: str | Path) -> None:
     context, saver = trainer.context, trainer.context.saver
     if saver is None:
         raise CheckpointError("resume='auto' needs a folder to look in: give the trainer a checkpoint_dir")
-    newest = store.load_latest(saver.directory)
+    newest = store.load_latest(saver.directory, peers=context.peers)
     if newest is None:
         return
     path, state = newest
@@ -197,9 +202,14 @@ def resume(trainer: Trainer, source: str | Path) -> None:
     # The best one is no substitute: where training ends, the checkpoint of that moment is written beside it.
     if path == saver.path(context.progress):
         saver.saved_at = _place(context.progress)
+    # Nothing is written or removed before every process has read.
+    trainer.settle()
     if saver.owes:
-        saver.attach(context.history)
+        if context.is_main:
+            saver.attach(context.history)
         checkpoint(trainer, due=True)
+    if not context.is_main:
+        return
     # Killed after its last write, a run has nothing more to save that would clear away what is left over.
     saver.prune(context.validation)
     sweep(DISK, saver.directory)

@@ -1,0 +1,133 @@
+"""Where the time goes, operator by operator."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.callbacks.base import Callback
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["Profiler"]
+
+# The profiler says on the terminal that it starts and stops, at level 5, unless the environment says otherwise when
+# a process first uses it.
+_LOG_LEVEL, _QUIET = "KINETO_LOG_LEVEL", "6"
+
+
+class Profiler(Callback):
+    """Record some training steps with `torch.profiler`: a trace to look at, and a table of the slowest operators.
+
+    A cycle is `wait` steps that are left alone, `warmup` steps that are recorded and dropped, and `active` steps that
+    are kept. Each cycle that ends, and a last one that has begun to record, writes a trace into the folder, which
+    https://ui.perfetto.dev and `chrome://tracing` show. Nothing is printed, and nothing is kept in checkpoints.
+
+    Args:
+        folder: Where the traces `trace_1.json`, `trace_2.json`, … are written.
+        wait: Steps at the start of a cycle that cost nothing.
+        warmup: Steps in which the profiler itself settles.
+        active: Steps that are recorded.
+        repeat: How many cycles; 0 for as many as there are.
+        sort_by: What the table is sorted by, such as `self_cpu_time_total` or `self_cuda_time_total`.
+        rows: Rows of the table.
+        memory: Whether to record what operators allocate.
+        shapes: Whether to record the shapes of their inputs.
+        stacks: Whether to record which lines of Python called them.
+
+    Attributes:
+        table: The operators of the last cycle as text, the slowest first; empty before there was one.
+        traces: The files that were written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from dovetail.trainers import Trainer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     profiler = Profiler(folder, active=2)
+        ...     trainer = Trainer(torch.nn.Linear(4, 2), "cpu", callbacks=[profiler], batch_size=8, verbose=False)
+        ...     history = trainer.fit((torch.zeros(64, 4), torch.zeros(64, dtype=torch.long)))
+        >>> "aten::addmm" in profiler.table, [trace.name for trace in profiler.traces]
+        (True, ['trace_1.json'])
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        repeat: int = 1,
+        sort_by: str = "self_cpu_time_total",
+        rows: int = 15,
+        memory: bool = False,
+        shapes: bool = False,
+        stacks: bool = False,
+    ) -> None:
+        self._cycle = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+        for name, number in self._cycle.items():
+            least = int(name == "active")
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ConfigError(f"Profiler: {name}: expected a number that is at least {least}, got {number!r}")
+        self.folder = Path(folder)
+        self.table = ""
+        self.traces: list[Path] = []
+        self._records: dict[str, Any] = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stacks}
+        self._sort_by, self._rows = sort_by, rows
+        # After it nothing is recorded, and nothing need be asked.
+        self._last_step = (wait + warmup + active) * repeat
+        self._steps = 0
+        self._profiler: profile | None = None
+        self._sets_level = False
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Begin the first cycle."""
+        from torch.profiler import profile, schedule
+
+        self._steps = 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sets_level = _LOG_LEVEL not in os.environ
+        if self._sets_level:
+            os.environ[_LOG_LEVEL] = _QUIET
+        self._profiler = profile(schedule=schedule(**self._cycle), on_trace_ready=self._keep, **self._records)
+        self._profiler.start()
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        """Go one step further in the cycle."""
+        if self._profiler is None:
+            return
+        with warnings.catch_warnings():
+            # That a cycle begins anew is what was asked for.
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+            self._profiler.step()
+        self._steps += 1
+        if self._steps == self._last_step:
+            self._stop()
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Keep what was recorded since the last cycle, and stop."""
+        self._stop()
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        """Keep what was recorded since the last cycle, and stop."""
+        self._stop()
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+        if self._sets_level:
+            os.environ.pop(_LOG_LEVEL, None)
+            self._sets_level = False
+
+    def _keep(self, profiler: profile) -> None:
+        path = self.folder / f"trace_{len(self.traces) + 1}.json"
+        profiler.export_chrome_trace(str(path))
+        self.traces.append(path)
+        self.table = profiler.key_averages().table(sort_by=self._sort_by, row_limit=self._rows)

@@ -1,0 +1,293 @@
+"""Tensors that several processes hold in parts: each writes its own, and any number of processes reads them.
+
+Who writes what, and which stored parts make up a part that is wanted, is planned by `torch.distributed.checkpoint`. Its
+own files are not used: their index is a pickle. Here the parts of a process are a safetensors file, and the index is
+JSON:
+
+    {"tensors": {"model.weight": {
+        "dtype": "float32", "shape": [4, 2],
+        "parts": [{"file": "shard-00000-of-00002.safetensors", "offsets": [0, 0], "sizes": [2, 2]}, …]}}}
+
+In its file a part has the name of the tensor and its offsets: `model.weight@0.0`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dovetail.checkpoint.manifest import is_shard_file, shard_file
+from dovetail.checkpoint.strict_json import dump_json, parse_json
+from dovetail.checkpoint.tensors import DTYPES, Block, TensorFile, make_block
+from dovetail.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+__all__ = ["Peers", "parse_index", "plan_shards", "read_shards", "together"]
+
+_MAX_ELEMENTS = 1 << 58
+
+
+class Peers(Protocol):
+    """The processes that write and read checkpoints together, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return everyone's message, in the order of the ranks."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of which this process holds its part."""
+
+
+def together(peers: Peers, work: Callable[[], Any]) -> list[Any]:
+    """Let every process do its part, and return what each has to tell; what fails in one of them fails in all.
+
+    Raises:
+        CheckpointError: The error of this process, or else of the first that has one.
+    """
+    told, problem = None, None
+    try:
+        told = work()
+    except CheckpointError as error:
+        problem = error
+    everyone = peers.exchange({"told": told, "problem": None if problem is None else str(problem)})
+    if problem is not None:
+        raise problem
+    for rank, each in enumerate(everyone):
+        if each["problem"] is not None:
+            raise CheckpointError(f"{each['problem']} (rank {rank})")
+    return [each["told"] for each in everyone]
+
+
+def plan_shards(shards: Mapping[str, torch.Tensor], peers: Peers) -> tuple[list[Block], bytes]:
+    """Agree on who writes what; every process calls this with the same names.
+
+    Returns:
+        What this process writes into its file, and the index of all files.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(shards), is_coordinator=peers.rank == 0)
+    plans = together(peers, lambda: [_described(item) for item in planner.create_local_plan().items])
+    chosen, _ = planner.create_global_plan([_save_plan(plan, shards) for plan in plans])
+    tensors: dict[str, Any] = {
+        name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape), "parts": []}
+        for name, tensor in shards.items()
+    }
+    for rank, plan in enumerate(chosen):
+        for item in plan.items:
+            name, offsets, sizes = _described(item)
+            part = {"file": shard_file(rank, peers.size), "offsets": offsets, "sizes": sizes}
+            tensors[name]["parts"].append(part)
+    blocks = [_block(item, planner.resolve_data(item)) for item in planner.finish_plan(chosen[peers.rank]).items]
+    return blocks, dump_json({"tensors": tensors})
+
+
+def parse_index(text: bytes, files: Iterable[str], where: str) -> Index:
+    """Return the index of shards.
+
+    Args:
+        text: The contents of its file.
+        files: The files of the checkpoint: no other is named in it.
+        where: The name of its file, for the errors.
+
+    Raises:
+        CheckpointError: It is none that `plan_shards` makes.
+    """
+    shard_files = {file for file in files if is_shard_file(file)}
+    match parse_json(text, where):
+        case {"tensors": dict(tensors), **rest} if not rest:
+            return Index({name: _stored(name, entry, shard_files, where) for name, entry in tensors.items()})
+    raise CheckpointError(f"{where}: expected an object of tensors")
+
+
+def read_shards(
+    index: Index, directory: Path, name: Path, zeros: Callable[[Sequence[int], torch.dtype], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of an index, whole or in other parts than they were stored in.
+
+    Args:
+        index: What is stored.
+        directory: Where the files lie.
+        name: What the checkpoint is called.
+        zeros: Makes a tensor; of one that several processes hold, only this process's part is read.
+
+    Raises:
+        CheckpointError: A file does not hold what the index says.
+    """
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    tensors = {key: zeros(stored.shape, getattr(torch, stored.dtype)) for key, stored in index.tensors.items()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), index.as_metadata(), is_coordinator=True)
+    with ExitStack() as stack:
+        opened: dict[str, TensorFile] = {}
+        for item in planner.create_local_plan().items:
+            key, offset = item.storage_index.fqn, item.storage_index.offset
+            stored = index.tensors[key]
+            assert offset is not None
+            part = stored.part_at(offset)
+            if part.file not in opened:
+                file = stack.enter_context(open(directory / part.file, "rb", buffering=0))
+                opened[part.file] = TensorFile(file, os.fstat(file.fileno()).st_size, str(name / part.file))
+            values = _read(opened[part.file], name / part.file, key, stored.dtype, part, item)
+            target = planner.resolve_tensor(item)
+            target.detach().copy_(values)
+            planner.commit_tensor(item, target)
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, and the file that holds it."""
+
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor and where its parts are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def part_at(self, offsets: Sequence[int]) -> Part:
+        """Return the part that begins somewhere."""
+        return next(part for part in self.parts if part.offsets == tuple(offsets))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """All tensors that are stored in parts."""
+
+    tensors: dict[str, Stored]
+
+    def as_metadata(self) -> Metadata:
+        """Return it as torch's planners know it."""
+        import torch
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            Metadata,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, stored.dtype)),
+                    torch.Size(stored.shape),
+                    [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in stored.parts],
+                )
+                for name, stored in self.tensors.items()
+            }
+        )
+
+
+def _described(item: WriteItem) -> tuple[str, list[int], list[int]]:
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return item.index.fqn, list(chunk.offsets), list(chunk.sizes)
+
+
+def _save_plan(described: list[Any], shards: Mapping[str, torch.Tensor]) -> SavePlan:
+    """The plan of a process, from what it told of it. Parts without elements are nobody's to write."""
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    return SavePlan(
+        [
+            WriteItem(
+                MetadataIndex(name, offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+                    TensorProperties(dtype=shards[name].dtype),
+                    shards[name].size(),
+                ),
+            )
+            for name, offsets, sizes in described
+            if math.prod(sizes)
+        ]
+    )
+
+
+def _block(item: WriteItem, values: Any) -> Block:
+    name, offsets, sizes = _described(item)
+    # A single number is stored as a row of one.
+    return make_block(_part_name(name, offsets), values.reshape(sizes or [1]))
+
+
+def _read(file: TensorFile, where: Path, key: str, dtype: str, part: Part, item: Any) -> torch.Tensor:
+    name, shape = _part_name(key, part.offsets), list(part.sizes) or [1]
+    if file.shape(name) != (dtype, shape):
+        raise CheckpointError(f"{where}: does not hold the part of {key!r} at {list(part.offsets)}")
+    begins, lengths = list(item.storage_offsets) or [0], list(item.lengths) or [1]
+    values = file.rows(name, begins[0], lengths[0])
+    for dimension in range(1, len(begins)):
+        values = values.narrow(dimension, begins[dimension], lengths[dimension])
+    return values.reshape(list(item.lengths))
+
+
+def _stored(name: str, entry: Any, files: set[str], where: str) -> Stored:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "parts": [*entries], **rest} if (
+            dtype in DTYPES
+            and not rest
+            and _are_lengths(shape)
+            # With a zero among them, absurd lengths would make a product of nothing.
+            and math.prod(length or 1 for length in shape) < _MAX_ELEMENTS
+        ):
+            parts = tuple(_part(part, shape, files) for part in entries)
+            found = [part for part in parts if part is not None]
+            boxes = {part.offsets for part in found}
+            if len(boxes) == len(parts) and sum(math.prod(part.sizes) for part in found) == math.prod(shape):
+                return Stored(dtype, tuple(shape), tuple(found))
+    raise CheckpointError(f"{where}: describes tensor {name!r} in a form that cannot be")
+
+
+def _part(entry: Any, shape: list[int], files: set[str]) -> Part | None:
+    match entry:
+        case {"file": str(file), "offsets": [*offsets], "sizes": [*sizes], **rest} if (
+            not rest
+            and file in files
+            and _are_lengths(offsets)
+            and _are_lengths(sizes)
+            and len(offsets) == len(sizes) == len(shape)
+            and all(begin + size <= whole for begin, size, whole in zip(offsets, sizes, shape, strict=True))
+        ):
+            return Part(file, tuple(offsets), tuple(sizes))
+    return None
+
+
+def _are_lengths(numbers: list[Any]) -> bool:
+    return len(numbers) <= 64 and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in numbers)
+
+
+def _part_name(name: str, offsets: Sequence[int]) -> str:
+    return f"{name}@{'.'.join(map(str, offsets))}"
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

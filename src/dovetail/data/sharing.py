@@ -1,0 +1,128 @@
+"""Which batches of an epoch are one process's, when several share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch.utils.data as torch_data
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+
+from dovetail.data.loader import DataLoader, iterate_from
+from dovetail.data.sources import num_batches
+from dovetail.errors import DataError
+
+__all__ = ["Share", "is_shared_already", "shared"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The place of one process among those that share the batches of an epoch, one batch each in every step.
+
+    The shares of all processes together are exactly the batches of one process alone. Where their number does not
+    divide, some processes have nothing of their own in the last step.
+
+    An epoch that was begun by another number of processes is shared anew from where it stood.
+
+    Attributes:
+        num_replicas: How many share.
+        rank: Which of them this is.
+        begun: Steps of the running epoch that were made before it was shared in this way.
+        used: Batches that those steps used.
+
+    Example:
+        >>> share = Share(num_replicas=2, rank=1)
+        >>> share.num_steps(5), share.num_own(5)
+        (3, 2)
+    """
+
+    num_replicas: int = 1
+    rank: int = 0
+    begun: int = 0
+    used: int = 0
+
+    def position(self, step: int) -> int:
+        """Return how many batches of the epoch all processes have used before a step."""
+        return self.used + (step - self.begun) * self.num_replicas
+
+    def num_steps(self, total: int) -> int:
+        """Return the steps of an epoch of `total` batches."""
+        return self.begun - (self.used - total) // self.num_replicas
+
+    def num_own(self, total: int) -> int:
+        """Return the steps, the earlier ones counted in, that this process has a batch of its own for."""
+        return self.begun + len(range(self.used + self.rank, total, self.num_replicas))
+
+    def turn(self, step: int) -> tuple[int, int]:
+        """Return, from a step on: whose turn this process takes, and how many of those batches are behind it."""
+        done, rank = divmod(self.position(step) + self.rank, self.num_replicas)
+        return rank, done
+
+
+def is_shared_already(loader: Any) -> bool:
+    """Whether a loader has a sampler of torch that gives each process its own samples."""
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def shared(loader: Iterable[Any], num_replicas: int, rank: int, seed: int) -> Iterable[Any]:
+    """Return every `num_replicas`-th batch of a loader from number `rank` on, in an order that all processes agree on.
+
+    Args:
+        loader: Any iterable of batches.
+        num_replicas: How many processes share it.
+        rank: Which of them this is.
+        seed: Where torch's global generator, which differs between processes, would order the samples: the order is a
+            function of this seed and of the epoch instead.
+    """
+    if isinstance(loader, torch_data.DataLoader) and type(loader).__iter__ in _ITERATIONS:
+        if isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return DataLoader.from_torch(loader, num_replicas=num_replicas, rank=rank)
+        sampler = loader.sampler
+        if isinstance(sampler, RandomSampler) and sampler.generator is None and loader.batch_size is not None:
+            if sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]  # Sized here
+                raise DataError(
+                    "give the RandomSampler a generator: processes that share its samples must agree on them"
+                )
+            loader = DataLoader(
+                loader.dataset,
+                loader.batch_size,
+                shuffle=True,
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                drop_last=loader.drop_last,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                prefetch_factor=loader.prefetch_factor,
+                persistent_workers=loader.persistent_workers,
+                seed=seed,
+            )
+        return DataLoader.from_torch(loader, num_replicas=num_replicas, rank=rank)
+    return _EveryNth(loader, num_replicas, rank)
+
+
+_ITERATIONS = (torch_data.DataLoader.__iter__, DataLoader.__iter__)
+
+
+class _EveryNth:
+    """Every n-th batch of an iterable that has to be read as a whole."""
+
+    def __init__(self, batches: Iterable[Any], num_replicas: int, rank: int) -> None:
+        self._batches = batches
+        self._num_replicas = num_replicas
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._batches, (list, tuple)):
+            return iter(self._batches[self._rank :: self._num_replicas])
+        return islice(iterate_from(self._batches, 0), self._rank, None, self._num_replicas)
+
+    def __len__(self) -> int:
+        total = num_batches(self._batches)
+        if total is None:
+            raise TypeError("the number of batches is not known")
+        return len(range(self._rank, total, self._num_replicas))

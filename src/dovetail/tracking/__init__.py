@@ -1,0 +1,25 @@
+"""Tracking: what a run measures, written to TensorBoard, Weights & Biases, Neptune, MLflow and plain files."""
+
+from __future__ import annotations
+
+from dovetail.tracking.base import Histogram, Logger, Run, Status, Value
+from dovetail.tracking.files import FolderLogger
+from dovetail.tracking.mlflow import MLflowLogger
+from dovetail.tracking.neptune import NeptuneLogger
+from dovetail.tracking.tensorboard import TensorBoardLogger
+from dovetail.tracking.tracker import Tracker
+from dovetail.tracking.wandb import WandBLogger
+
+__all__ = [
+    "FolderLogger",
+    "Histogram",
+    "Logger",
+    "MLflowLogger",
+    "NeptuneLogger",
+    "Run",
+    "Status",
+    "TensorBoardLogger",
+    "Tracker",
+    "Value",
+    "WandBLogger",
+]

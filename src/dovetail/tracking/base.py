@@ -1,0 +1,182 @@
+"""What a logger is, and the values it is given."""
+
+from __future__ import annotations
+
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Histogram", "Logger", "Run", "Scalar", "Sorted", "Status", "Value", "check_name", "quiet", "sort"]
+
+Scalar: TypeAlias = "str | int | float | bool | None"
+"""A hyperparameter."""
+
+Value: TypeAlias = "float | Histogram | Figure"
+"""What can be logged: a number, a distribution, or a figure of matplotlib."""
+
+Status: TypeAlias = Literal["finished", "failed"]
+"""How a run ended."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that a logger is to write.
+
+    Attributes:
+        id: Tells this run from all others; the same again when a run is resumed.
+        step: How many batches the run has behind it: 0 when it is new. What was logged after this step was lost with
+            the process that logged it.
+        hyperparameters: Flat names and plain values; secrets are masked already.
+
+    Example:
+        >>> Run("3f2a9c").is_resumed, Run("3f2a9c", step=100).is_resumed
+        (False, True)
+    """
+
+    id: str
+    step: int = 0
+    hyperparameters: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # It becomes a part of paths and queries, and comes from a checkpoint.
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.id):
+            raise ConfigError(f"run id: expected letters, digits, '-' and '_', 64 at most, got {self.id!r}")
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether there is something to go on from."""
+        return self.step > 0
+
+
+class Logger(ABC):
+    """Writes one run at a time to one place. `Tracker` calls it; an error in any method only turns the logger off.
+
+    A logger opens nothing and imports nothing before `start`, so that it can be sent to another process, and holds
+    nothing open after `finish`.
+
+    Example:
+        >>> class Print(Logger):
+        ...     def start(self, run):
+        ...         print("start", dict(run.hyperparameters))
+        ...     def log(self, values, step):
+        ...         print(step, dict(values))
+        ...     def finish(self, status):
+        ...         print(status)
+        >>> logger = Print()
+        >>> logger.start(Run("1", hyperparameters={"lr": 0.1}))
+        start {'lr': 0.1}
+        >>> logger.log({"train_loss": 0.5}, step=10)
+        10 {'train_loss': 0.5}
+        >>> logger.finish("finished")
+        finished
+    """
+
+    @abstractmethod
+    def start(self, run: Run) -> None:
+        """Open a run when training starts: a new one, or the same again where one is resumed."""
+
+    @abstractmethod
+    def log(self, values: Mapping[str, Value], step: int) -> None:
+        """Write values that belong to a step: the number of batches that were trained on. Steps never decrease."""
+
+    @abstractmethod
+    def finish(self, status: Status) -> None:
+        """Write what is left and close the run."""
+
+
+class Histogram:
+    """The distribution of numbers: how many lie in each of a number of equal bins.
+
+    NaN and infinities lie in no bin; `num_not_finite` counts them.
+
+    Args:
+        values: A tensor or an array of any shape, on any device.
+        bins: How many bins.
+
+    Attributes:
+        counts: How many values each bin holds.
+        edges: Where the bins begin and end; one more than there are bins.
+
+    Example:
+        >>> histogram = Histogram([0.0, 1.0, 1.0, 4.0], bins=2)
+        >>> histogram.counts.tolist(), histogram.edges.tolist()
+        ([3, 1], [0.0, 2.0, 4.0])
+    """
+
+    __slots__ = ("counts", "edges", "num_not_finite", "sum", "sum_squares")
+
+    def __init__(self, values: Any, bins: int = 64) -> None:
+        if isinstance(values, Tensor):
+            # Numpy knows no bfloat16; what is wider than float32 keeps its width.
+            values = values.detach().cpu()
+            values = (values if values.dtype.itemsize >= 4 else values.float()).numpy()
+        numbers = np.asarray(values, dtype=np.float64).ravel()
+        finite = numbers[np.isfinite(numbers)]
+        self.num_not_finite = len(numbers) - len(finite)
+        self.counts, self.edges = np.histogram(finite, bins)
+        self.sum, self.sum_squares = float(finite.sum()), float(np.square(finite).sum())
+
+    def as_dict(self) -> dict[str, list[float]]:
+        """Return counts and edges as lists."""
+        return {"counts": self.counts.tolist(), "edges": self.edges.tolist()}
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Values by their kind."""
+
+    numbers: dict[str, float]
+    histograms: dict[str, Histogram]
+    figures: dict[str, Figure]
+
+
+def sort(values: Mapping[str, Value]) -> Sorted:
+    """Tell numbers, histograms and figures apart.
+
+    Raises:
+        ConfigError: A value is none of them, or a figure's name cannot be that of a file.
+    """
+    found = Sorted({}, {}, {})
+    for name, value in values.items():
+        if isinstance(value, Histogram):
+            found.histograms[name] = value
+        elif isinstance(value, (int, float, np.number)) or (isinstance(value, Tensor) and value.numel() == 1):
+            found.numbers[name] = float(value)
+        elif any(kind.__module__ == "matplotlib.figure" for kind in type(value).__mro__):
+            found.figures[check_name(name)] = value
+        else:
+            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ConfigError(f"log: {name!r}: expected a number, a Histogram or a figure of matplotlib, got {shown}")
+    return found
+
+
+def check_name(name: str) -> str:
+    """Return a name that is about to become a path; one that would leave its folder is an error."""
+    parts = name.split("/")
+    if any(part in ("", ".", "..") or not re.fullmatch(r"[^\\:\x00-\x1f]+", part) for part in parts):
+        raise ConfigError(f"figure: expected a name such as 'confusion' or 'valid/confusion', got {name!r}")
+    return name
+
+
+@contextmanager
+def quiet(logger: str) -> Iterator[None]:
+    """Keep a package's news off the terminal while we call it; its warnings still come."""
+    talker = logging.getLogger(logger)
+    level = talker.level
+    talker.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        talker.setLevel(level)

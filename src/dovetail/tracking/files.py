@@ -1,0 +1,167 @@
+"""Runs as folders of plain files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from abc import ABC
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.tracking.base import Logger, Run, Status, Value, check_name, sort
+
+__all__ = ["FolderLogger", "InFolders"]
+
+
+class InFolders(Logger, ABC):
+    """Base of loggers that give every run a folder of its own: nothing that an earlier run has written is touched.
+
+    The name of a run's folder is its label and the first digits of its id, such as `run-3f2a9c1b`.
+
+    Args:
+        root: Where the folders of the runs are.
+        label: How their names begin.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], label: str) -> None:
+        if "/" in check_name(label):
+            raise ConfigError(f"{type(self).__name__}: label: expected one name without '/', got {label!r}")
+        self.root = Path(root)
+        self.label = label
+        self._path: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The folder of the run that was started last."""
+        if self._path is None:
+            raise ConfigError(f"{type(self).__name__} has no folder yet: training gives it one when it starts")
+        return self._path
+
+    def _enter(self, run: Run) -> Path:
+        """Return the folder of a run, which is there already if the run is resumed."""
+        self._path = self.root / f"{self.label}-{run.id[:8]}"
+        self._path.mkdir(parents=True, exist_ok=True)
+        return self._path
+
+
+class FolderLogger(InFolders):
+    """Write a run to plain files, which need no package and no service to be read.
+
+    In the folder of a run (`logger.path`) there are
+
+    - `run.json`: its id, its status (`running`, `finished`, `failed`) and the hyperparameters,
+    - `metrics.jsonl`: an object for every step that had something to say, `{"step": 10, "train_loss": 0.5}`; or
+      `metrics.csv`: a line `step,name,value` for every number, which never needs a new column,
+    - `histograms.jsonl`: the same with counts and edges, if there were histograms,
+    - `figures/name/step.png`, if there were figures.
+
+    JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A run that is resumed
+    goes on in its files; what was written after the step of its checkpoint is dropped.
+
+    Args:
+        root: Where the folders of the runs are.
+        format: How the metrics are written: `"jsonl"` or `"csv"`.
+        label: How the name of a run's folder begins.
+
+    Example:
+        >>> import tempfile
+        >>> logger = FolderLogger(tempfile.mkdtemp(), format="csv")
+        >>> logger.start(Run("3f2a9c"))
+        >>> logger.log({"train_loss": 0.5, "epoch": 1}, step=10)
+        >>> logger.finish("finished")
+        >>> print((logger.path / "metrics.csv").read_text(), end="")
+        step,name,value
+        10,train_loss,0.5
+        10,epoch,1.0
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] = "runs",
+        format: Literal["jsonl", "csv"] = "jsonl",
+        label: str = "run",
+    ) -> None:
+        if format not in ("jsonl", "csv"):
+            raise UnknownNameError("format of FolderLogger", str(format), ("jsonl", "csv"))
+        super().__init__(root, label)
+        self.format = format
+        self._run: Run | None = None
+
+    def start(self, run: Run) -> None:
+        """Make the folder, or cut its files to what the resumed run has behind it."""
+        folder, self._run = self._enter(run), run
+        self._write_status("running")
+        if self.format == "csv":
+            _cut(folder / "metrics.csv", lambda line: int(line.partition(",")[0]) <= run.step, "step,name,value\n")
+        else:
+            _cut(folder / "metrics.jsonl", lambda line: json.loads(line)["step"] <= run.step)
+        if (folder / "histograms.jsonl").exists():
+            _cut(folder / "histograms.jsonl", lambda line: json.loads(line)["step"] <= run.step)
+
+    def log(self, values: Mapping[str, Value], step: int) -> None:
+        """Append to the files."""
+        found = sort(values)
+        if found.numbers and self.format == "csv":
+            text = io.StringIO(newline="")
+            csv.writer(text, lineterminator="\n").writerows((step, *item) for item in found.numbers.items())
+            _append(self.path / "metrics.csv", text.getvalue())
+        elif found.numbers:
+            _append(self.path / "metrics.jsonl", _json_line(step, found.numbers))
+        if found.histograms:
+            counts = {name: histogram.as_dict() for name, histogram in found.histograms.items()}
+            _append(self.path / "histograms.jsonl", _json_line(step, counts))
+        for name, figure in found.figures.items():
+            target = self.path / "figures" / check_name(name) / f"{step}.png"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(target)
+
+    def finish(self, status: Status) -> None:
+        """Write the status."""
+        self._write_status(status)
+        self._run = None
+
+    def _write_status(self, status: str) -> None:
+        assert self._run is not None
+        hyperparameters = {name: _finite(value) for name, value in self._run.hyperparameters.items()}
+        content = {"id": self._run.id, "status": status, "hyperparameters": hyperparameters}
+        _replace(self.path / "run.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _append(path: Path, text: str) -> None:
+    # Opened for each report, which is a few times a second at most: a file that is not open cannot be left half-written
+    # by a killed process for longer than this line, and goes to no child process.
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+def _cut(path: Path, stays: Callable[[str], bool], head: str = "") -> None:
+    """Keep the whole lines of a file that satisfy `stays`; make it with its head if it is not there."""
+    lines = []
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            # A killed process may have left its last line unfinished.
+            lines = [line for line in list(file)[1 if head else 0 :] if line.endswith("\n") and stays(line)]
+    _replace(path, head + "".join(lines))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file beside its name first, so that a reader never sees half of it."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8", newline="")
+    unfinished.replace(path)
+
+
+def _json_line(step: int, values: Mapping[str, Any]) -> str:
+    row = {"step": step, **{name: _finite(value) for name, value in values.items()}}
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,99 @@
+"""Hyperparameters as trackers show them: flat names, plain values, no secrets."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dovetail.tracking.base import Scalar
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["flatten", "hyperparameters_of", "without_passwords"]
+
+MASK = "***"
+
+_SECRET_WORDS = frozenset(
+    ("apikey", "auth", "authorization", "credential", "credentials", "passphrase", "passwd", "password", "pwd")
+) | {"secret", "secrets", "tkn", "token"}
+_SECRET_KEYS = frozenset(("access", "api", "private", "secret", "signing", "ssh"))
+_LONGEST = 500
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return nested settings under dotted names, with plain values; what a secret's name holds is masked.
+
+    Example:
+        >>> flatten({"optimizer": {"lr": 0.1, "kind": torch.optim.SGD}, "wandb": {"api_key": "1234"}})
+        {'optimizer.lr': 0.1, 'optimizer.kind': 'SGD', 'wandb.api_key': '***'}
+    """
+    return dict(_flat("", values))
+
+
+def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
+    """Return what a run is made of: the options that were given, the configuration, and the pieces in use."""
+    trainer, model = context.trainer, context.model
+    options, given = getattr(trainer, "options", None), getattr(trainer, "given", ())
+    settings: dict[str, Any] = {name: getattr(options, name) for name in sorted(given)}
+    settings.update(context.config)
+    if model is not None:
+        parameters = list(model.parameters())
+        settings["model"] = {"": type(model).__name__, "parameters": sum(each.numel() for each in parameters)}
+    for place, optimizer in enumerate(context.optimizers):
+        # The rate that a run starts with: a schedule has moved that of the groups already.
+        used = {name: value for name, value in optimizer.defaults.items() if value is not None and value is not False}
+        settings[f"optimizer{place or ''}"] = {"": type(optimizer).__name__, **used}
+    if context.plan is not None:
+        settings["max_length"] = repr(context.plan.max_length)
+    return flatten(settings)
+
+
+def without_passwords(text: str) -> str:
+    """Return a text in which addresses such as `postgresql://me:secret@host` do not say who and with which password."""
+    return re.sub(r"://[^/@\s]+@", f"://{MASK}@", text)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Scalar]]:
+    if _is_secret(name):
+        yield name, MASK
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(".".join(filter(None, (name, str(key)))), inner)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield name, type(value).__name__
+        for field in dataclasses.fields(value):
+            yield from _flat(f"{name}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, partial):
+        yield from _flat(name, {"": value.func, **value.keywords})
+    else:
+        yield name, _plain(value)
+
+
+def _plain(value: Any) -> Scalar:
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return _plain(value.item())
+    if isinstance(value, (str, PurePath, torch.device, torch.dtype)):
+        return without_passwords(str(value))[:_LONGEST]
+    if isinstance(value, (Sequence, set, frozenset)) and len(value) <= 32:
+        members = [_plain(member) for member in value]
+        return f"[{', '.join(map(str, members))}]"[:_LONGEST]
+    # Whatever else it is (data, modules, functions), its content is no hyperparameter.
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
+def _is_secret(name: str) -> bool:
+    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return not _SECRET_WORDS.isdisjoint(words) or any(
+        kind in _SECRET_KEYS and key == "key" for kind, key in pairwise(words)
+    )

@@ -1,0 +1,100 @@
+"""Neptune."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dovetail.errors import ConfigError
+from dovetail.extras import require
+from dovetail.tracking.base import Logger, Run, Status, Value, quiet, sort
+
+__all__ = ["NeptuneLogger"]
+
+# What the package would collect by itself: nothing, unless it is asked for.
+_MODEST: dict[str, Any] = {
+    "capture_stdout": False,
+    "capture_stderr": False,
+    "capture_traceback": False,
+    "capture_hardware_metrics": False,
+    "git_ref": False,
+    "source_files": [],
+}
+
+
+class NeptuneLogger(Logger):
+    """Log to Neptune, or to the folder `.neptune`, which `neptune sync` sends there later (`mode="offline"`).
+
+    Numbers are series under their names, hyperparameters fields under `hyperparameters`, figures series of images.
+    Neptune has no histograms: each is a JSON file under its name and step. NaN and infinities, which it refuses, are
+    left out. A run that is resumed goes on in the same run there, which keeps what it has and ignores what it is told
+    again.
+
+    Needs the extra `neptune`, and online a token: the environment variable `NEPTUNE_API_TOKEN`, or `api_token`.
+
+    Args:
+        project: The project, `workspace/name`; None for that of the environment.
+        api_token: The token; None for that of the environment.
+        mode: `"async"`, `"sync"`, `"offline"`, or None for that of the environment.
+        options: Whatever else `neptune.init_run` takes: `name`, `tags`, `capture_hardware_metrics`, …
+
+    Attributes:
+        run: The run of neptune while one is open, for all that this class does not cover; else None.
+
+    Example:
+        >>> from dovetail.tracking import Tracker
+        >>> tracker = Tracker(NeptuneLogger("team/digits", mode="offline", tags=["baseline"]))
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        api_token: str | None = None,
+        mode: Literal["async", "sync", "offline", "debug"] | None = None,
+        **options: Any,
+    ) -> None:
+        if taken := sorted({"custom_run_id", "with_id"} & options.keys()):
+            raise ConfigError(f"NeptuneLogger: {taken[0]} follows from the run")
+        self.project = project
+        self.api_token = api_token
+        self.mode = mode
+        self.options = options
+        self.run: Any = None
+
+    def start(self, run: Run) -> None:
+        """Open the run."""
+        neptune = require("neptune", "neptune")
+        with quiet("neptune"):
+            self.run = neptune.init_run(
+                **{**_MODEST, **self.options},
+                project=self.project,
+                api_token=self.api_token,
+                mode=self.mode,
+                custom_run_id=run.id,
+            )
+        if not run.is_resumed:
+            for name, value in run.hyperparameters.items():
+                self.run["hyperparameters"][name] = "None" if value is None else value
+
+    def log(self, values: Mapping[str, Value], step: int) -> None:
+        """Append to the series."""
+        found, run = sort(values), self.run
+        for name, number in found.numbers.items():
+            if math.isfinite(number):
+                run[name].append(number, step=step)
+        if found.histograms or found.figures:
+            file = require("neptune.types", "neptune").File
+            for name, histogram in found.histograms.items():
+                content = json.dumps(histogram.as_dict())
+                run[f"{name}/{step}"].upload(file.from_content(content, extension="json"))
+            for name, figure in found.figures.items():
+                run[name].append(file.as_image(figure), step=step)
+
+    def finish(self, status: Status) -> None:
+        """Send what is left, and close the run."""
+        run, self.run = self.run, None
+        with quiet("neptune"):
+            run["sys/failed"] = status == "failed"
+            run.stop()

@@ -1,0 +1,193 @@
+"""The callback that gives loggers something to write."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from dovetail.callbacks.base import Callback, Report
+from dovetail.errors import ConfigError
+from dovetail.tracking.base import Histogram, Logger, Run, Status, Value, sort
+from dovetail.tracking.hyperparameters import flatten, hyperparameters_of, without_passwords
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch.optim import Optimizer
+
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.units import Progress
+
+__all__ = ["Tracker"]
+
+
+class Tracker(Callback):
+    """Log hyperparameters, metrics, learning rates and, on request, histograms and figures with any loggers.
+
+    The step of everything is the number of batches that were trained on. Metrics have the names of the history:
+    `train_loss` and `epoch` after every epoch, `valid_loss` after every validation. In between, at every report of the
+    loop, there are the running means of the epoch, `running_loss`, and the rates of the next update, `lr/group0`.
+
+    A logger that fails, for whatever reason, says so in one warning and is off for the rest of the run: tracking never
+    stops training. Only the main process logs.
+
+    A run that is resumed from a checkpoint goes on in the same run of every logger.
+
+    Args:
+        loggers: Where to write.
+        hyperparameters: Settings to log besides those of the trainer, nested as you like. Values under names such as
+            `api_key` or `password` are masked.
+        histograms_every: Log histograms of all weights, and of the gradients that led to them, after every n-th update;
+            0 for none.
+
+    Example:
+        >>> import json, tempfile, torch
+        >>> from dovetail import Trainer
+        >>> from dovetail.tracking import FolderLogger
+        >>> x, y = torch.randn(32, 4), torch.zeros(32, dtype=torch.long)
+        >>> logger = FolderLogger(tempfile.mkdtemp())
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), callbacks=[Tracker(logger)], num_epochs=1, verbose=False)
+        >>> history = trainer.fit((x, y), (x, y))
+        >>> rows = [json.loads(line) for line in (logger.path / "metrics.jsonl").read_text().splitlines()]
+        >>> sorted({name for row in rows for name in row})
+        ['epoch', 'lr/group0', 'running_loss', 'step', 'train_loss', 'valid_accuracy', 'valid_loss']
+    """
+
+    main_rank_only = True
+
+    def __init__(
+        self, *loggers: Logger, hyperparameters: Mapping[str, Any] | None = None, histograms_every: int = 0
+    ) -> None:
+        for logger in loggers:
+            if not isinstance(logger, Logger):
+                raise ConfigError(f"Tracker: expected loggers such as TensorBoardLogger('runs'), got {logger!r}")
+        if isinstance(histograms_every, bool) or not isinstance(histograms_every, int) or histograms_every < 0:
+            raise ConfigError(
+                f"Tracker: histograms_every: expected a number of updates, 0 for never, got {histograms_every!r}"
+            )
+        self.loggers = loggers
+        self.hyperparameters = dict(hyperparameters or {})
+        self.histograms_every = histograms_every
+        self._writing: list[Logger] = []
+        self._progress: Progress | None = None
+        self._gradients: dict[str, Histogram] = {}
+
+    def log(self, values: Mapping[str, Value], step: int | None = None) -> None:
+        """Log numbers, histograms and figures of your own; call it while training runs, from a callback or a step.
+
+        Args:
+            values: By name; a `/` in a name makes a group.
+            step: Where they belong; None for the batches that were trained on. Services drop what comes out of order.
+        """
+        sort(values)
+        if self._progress is None:
+            # On the other ranks, where a callback of the user's may call this just the same, no run is ever open.
+            if _is_main_rank():
+                raise ConfigError("Tracker.log: no run is open: call it while training runs")
+            return
+        self._log(values, self._progress.batches if step is None else step)
+
+    def log_figure(self, name: str, figure: Figure, step: int | None = None) -> None:
+        """Log a figure of matplotlib; see `log`."""
+        self.log({name: figure}, step)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Open the runs."""
+        hyperparameters = {**hyperparameters_of(context), **flatten(self.hyperparameters)}
+        run = Run(context.run_id, context.progress.batches, hyperparameters)
+        self._close("failed")
+        self._progress = context.progress
+        self._writing = list(self.loggers)
+        for logger in self.loggers:
+            self._attempt(logger, logger.start, run)
+
+    def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
+        """Keep the distributions of the gradients: after the step they may be gone."""
+        if self._histograms_due(context.progress.updates + 1):
+            assert context.model is not None
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for name, parameter in context.model.named_parameters():
+                if id(parameter) in stepped and parameter.grad is not None:
+                    self._gradients[f"gradients/{name}"] = Histogram(parameter.grad)
+
+    def on_update(self, context: TrainingContext) -> None:
+        """Log the histograms of an update that really happened."""
+        if self._histograms_due(context.progress.updates):
+            assert context.model is not None
+            weights = {f"weights/{name}": Histogram(it) for name, it in context.model.named_parameters()}
+            # The running batch is not counted yet, but it has made this update.
+            self._log({**weights, **self._gradients}, context.progress.batches + 1)
+        self._gradients = {}
+
+    def on_report(self, context: TrainingContext, report: Report) -> None:
+        """Log the running means and the learning rates."""
+        running = {f"running_{name}": value for name, value in report.metrics.items()}
+        self._log({**running, **_rates(context)}, context.progress.batches)
+
+    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a validation."""
+        self._log(metrics, context.progress.batches)
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Log the means of an epoch; those of its validation are logged already."""
+        own = {name: value for name, value in metrics.items() if not name.startswith("valid_")}
+        self._log({"epoch": context.progress.epoch, **own}, context.progress.batches)
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        """Close the runs as failed."""
+        self._close("failed")
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Close the runs."""
+        self._close("finished")
+
+    def _histograms_due(self, update: int) -> bool:
+        return bool(self._writing) and self.histograms_every > 0 and update % self.histograms_every == 0
+
+    def _log(self, values: Mapping[str, Value], step: int) -> None:
+        for logger in [*self._writing]:
+            self._attempt(logger, logger.log, values, step)
+
+    def _close(self, status: Status) -> None:
+        for logger in [*self._writing]:
+            self._attempt(logger, logger.finish, status)
+        self._writing, self._progress, self._gradients = [], None, {}
+
+    def _attempt(self, logger: Logger, method: Callable[..., None], *arguments: Any) -> None:
+        try:
+            method(*arguments)
+        except Exception as error:
+            self._writing.remove(logger)
+            if method == logger.log:
+                # What it has written so far may still be saved.
+                with suppress(Exception):
+                    logger.finish("failed")
+            warnings.warn(
+                f"{type(logger).__name__} is off for the rest of this run, training goes on: "
+                f"{method.__name__} failed with {type(error).__name__}: {_cause(error)}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _rates(context: TrainingContext) -> dict[str, float]:
+    return {
+        f"lr/{f'optimizer{place}_' if place else ''}group{number}": float(group["lr"])
+        for place, optimizer in enumerate(context.optimizers)
+        for number, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _cause(error: Exception) -> str:
+    """Return the first sentence of a message; some packages write pages, in colours and with rules."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", without_passwords(str(error)))
+    lines = (line.strip() for line in plain.splitlines())
+    return next((line for line in lines if line and not line.startswith("---")), "no reason given")[:300]
+
+
+def _is_main_rank() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -1,0 +1,100 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from dovetail.errors import ConfigError
+from dovetail.extras import require
+from dovetail.tracking.base import Logger, Run, Status, Value, sort
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["WandBLogger"]
+
+
+class WandBLogger(Logger):
+    """Log to Weights & Biases, or to a folder that `wandb sync` sends there later (`mode="offline"`).
+
+    A run that is resumed goes on in the same run there, which keeps what it has and ignores what it is told again.
+
+    Needs the extra `wandb`, and online a key: `wandb login`, or the environment variable `WANDB_API_KEY`. A server that
+    does not answer is waited for as long as `settings={"init_timeout": seconds}` says, 90 by default.
+
+    Args:
+        project: The project; None for that of the environment.
+        mode: `"online"`, `"offline"`, or None for that of the environment.
+        options: Whatever else `wandb.init` takes: `entity`, `name`, `tags`, `dir`, `settings`, …
+
+    Attributes:
+        run: The run of wandb while one is open, for all that this class does not cover; else None.
+
+    Example:
+        >>> from dovetail.tracking import Tracker
+        >>> tracker = Tracker(WandBLogger("digits", mode="offline", tags=["baseline"]))
+    """
+
+    def __init__(
+        self, project: str | None = None, mode: Literal["online", "offline", "disabled"] | None = None, **options: Any
+    ) -> None:
+        if taken := sorted({"id", "resume", "reinit", "config"} & options.keys()):
+            raise ConfigError(f"WandBLogger: {taken[0]} follows from the run; hyperparameters go to Tracker")
+        self.project = project
+        self.mode = mode
+        self.options = options
+        self.run: Any = None
+
+    def start(self, run: Run) -> None:
+        """Open the run."""
+        if (self.mode or os.environ.get("WANDB_MODE")) == "offline":
+            # Or else the package sends reports about its own errors.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        wandb = require("wandb", "wandb")
+        given = self.options.get("settings", {})
+        settings = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
+        if folder := self.options.get("dir"):
+            os.makedirs(folder, exist_ok=True)
+        self.run = wandb.init(
+            **{
+                **self.options,
+                "project": self.project,
+                "mode": self.mode,
+                "id": run.id,
+                "resume": "allow",
+                # Two trainers in one process have a run each.
+                "reinit": "create_new",
+                "config": dict(run.hyperparameters),
+                "settings": wandb.Settings(**{"silent": True, "console": "off", **settings}),
+            }
+        )
+
+    def log(self, values: Mapping[str, Value], step: int) -> None:
+        """Log values; those of the same step make one row."""
+        found, wandb = sort(values), require("wandb", "wandb")
+        self.run.log(
+            {
+                **found.numbers,
+                **{
+                    name: wandb.Histogram(np_histogram=(each.counts, each.edges))
+                    for name, each in found.histograms.items()
+                },
+                **{name: wandb.Image(_picture(figure)) for name, figure in found.figures.items()},
+            },
+            step=step,
+        )
+
+    def finish(self, status: Status) -> None:
+        """Send what is left, and close the run."""
+        run, self.run = self.run, None
+        run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def _picture(figure: Figure) -> Any:
+    # Given the figure itself, the package looks for a pyplot that nobody need have imported.
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return require("PIL.Image", "plot").open(content)

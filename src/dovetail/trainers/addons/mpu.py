@@ -1,0 +1,43 @@
+"""An add-on that trains on several devices at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dovetail.trainers.addons.core import AddOnBase
+from dovetail.trainers.capabilities import DataParallel
+
+__all__ = ["MultiGPUAddon"]
+
+
+class MultiGPUAddon(DataParallel, AddOnBase):
+    """Trains on every device of a list, one process each: the capability of `DDPTrainer`, mounted on a class.
+
+    Args:
+        model: A module, or a class or function that makes one.
+        device: A list of devices, one process each; or one, for `torchrun` or for this process alone.
+        num_processes: How many processes to start; None for the length of the list.
+        max_restarts: How often a group that lost a process is started again.
+        init_method: Where the processes meet is found by itself; accepted because older code gives it.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import Trainer
+        >>> trainer = Trainer.add_on(MultiGPUAddon)(torch.nn.Linear(4, 2), ["cpu", "cpu"])
+        >>> trainer.num_processes
+        2
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        device: Any = None,
+        *args: Any,
+        num_processes: int | None = None,
+        init_method: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if num_processes is None and isinstance(device, Sequence) and not isinstance(device, str) and len(device) > 1:
+            num_processes = len(device)
+        super().__init__(model, device, *args, num_processes=num_processes, **kwargs)

@@ -1,0 +1,96 @@
+"""Add-ons that track a run with a web service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.tracking import Logger, NeptuneLogger, Tracker, WandBLogger
+from dovetail.trainers.addons.core import AddOnBase
+
+__all__ = ["NeptuneLoggerAddon", "WandBLoggerAddon"]
+
+
+class _WebLoggerAddon(AddOnBase):
+    """What the web loggers share: the keyword, and one tracker for all of them that are mounted.
+
+    However many are mounted, and with whatever else in between, this class comes once in the order of classes, after
+    all of them: each finds its own settings, and none takes away those of another.
+    """
+
+    service: ClassVar[str] = ""
+
+    def __init__(self, *args: Any, web_logger: Mapping[str, Mapping[str, Any]], **kwargs: Any) -> None:
+        kinds = {kind.service: kind for kind in type(self).__mro__ if issubclass(kind, _WebLoggerAddon)}
+        mounted = {service: kinds[service] for service in sorted(kinds) if service}
+        for service in web_logger:
+            if service not in mounted:
+                raise UnknownNameError("web_logger", service, mounted)
+        for service, kind in mounted.items():
+            if not isinstance(web_logger.get(service), Mapping):
+                raise ConfigError(
+                    f"web_logger: {kind.__name__} needs its settings as {{{service!r}: {{…}}}}, "
+                    f"got {web_logger.get(service)!r}"
+                )
+        self.tracker = Tracker(*(kind._make_logger(**web_logger[service]) for service, kind in mounted.items()))
+        super().__init__(*args, **kwargs)
+        self.context.callbacks.add(self.tracker)
+
+    @staticmethod
+    def _make_logger(**settings: Any) -> Logger:
+        raise NotImplementedError
+
+
+class WandBLoggerAddon(_WebLoggerAddon):
+    """Tracks training with Weights & Biases.
+
+    Args:
+        web_logger: `{"wandb": {…}}` with the arguments of `dovetail.tracking.WandBLogger`. Where another web logger is
+            mounted, too, its settings are in the same dictionary.
+
+    Attributes:
+        tracker: The tracker, for figures and numbers of your own; one for all web loggers.
+
+    Example:
+        >>> from dovetail.trainers import Trainer
+        >>> trainer = Trainer.add_on(WandBLoggerAddon)(web_logger={"wandb": {"project": "digits", "mode": "offline"}})
+        >>> trainer.tracker.loggers[0].project
+        'digits'
+    """
+
+    service = "wandb"
+
+    @staticmethod
+    def _make_logger(**settings: Any) -> Logger:
+        return WandBLogger(**settings)
+
+
+class NeptuneLoggerAddon(_WebLoggerAddon):
+    """Tracks training with Neptune.
+
+    Args:
+        web_logger: `{"neptune": {…}}` with the arguments of `dovetail.tracking.NeptuneLogger`; `project_name` and
+            `api_tkn` are other names for `project` and `api_token`. Where another web logger is mounted, too, its
+            settings are in the same dictionary.
+
+    Attributes:
+        tracker: The tracker, for figures and numbers of your own; one for all web loggers.
+
+    Example:
+        >>> from dovetail.trainers import Trainer
+        >>> trainer = Trainer.add_on(NeptuneLoggerAddon)(
+        ...     web_logger={"neptune": {"project_name": "team/digits", "mode": "offline"}}
+        ... )
+        >>> trainer.tracker.loggers[0].project
+        'team/digits'
+    """
+
+    service = "neptune"
+
+    @staticmethod
+    def _make_logger(**settings: Any) -> Logger:
+        return NeptuneLogger(**{_ZAE_NAMES.get(name, name): value for name, value in settings.items()})
+
+
+_ZAE_NAMES = {"project_name": "project", "api_tkn": "api_token"}

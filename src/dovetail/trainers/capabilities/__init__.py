@@ -1,0 +1,21 @@
+"""Capabilities: where and in which precision a trainer runs, written once and mounted on objects or on classes."""
+
+from dovetail.trainers.capabilities.auto_batch import AutoBatch, find_batch_size
+from dovetail.trainers.capabilities.core import Capability, capabilities_of
+from dovetail.trainers.capabilities.data_parallel import DataParallel
+from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
+from dovetail.trainers.capabilities.privacy import DifferentialPrivacy
+from dovetail.trainers.capabilities.sharded import ShardedDataParallel
+from dovetail.trainers.capabilities.timed import Timed
+
+__all__ = [
+    "AutoBatch",
+    "Capability",
+    "DataParallel",
+    "DifferentialPrivacy",
+    "MixedPrecision",
+    "ShardedDataParallel",
+    "Timed",
+    "capabilities_of",
+    "find_batch_size",
+]

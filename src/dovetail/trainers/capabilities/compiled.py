@@ -1,0 +1,220 @@
+"""Compiled training for any trainer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.nesting import Nesting
+from dovetail.trainers.whole_step import CannotCompileError, WholeStep, check_compiler
+
+__all__ = ["Compiled"]
+
+
+class Compiled(Capability):
+    """Trains with one compiled graph per step, or with a compiled module.
+
+    `step` traces whatever `train_step` computes, once per form of a batch, and makes forward, backward, clipping and
+    the optimizer's update one graph. `model` is `torch.compile` of the module. Hooks, schedules, checkpoints and
+    counters are those of the trainer, and the optimizer's state is its own. Where a step cannot be a graph, training
+    goes on eagerly, and one warning says why.
+
+    Gradients live inside the graph: `parameter.grad` is None after a compiled step.
+
+    Args:
+        mode: `step` or `model`. An add-on hands the trainer's own modes, `train` and `test`, on to it.
+
+    Example:
+        >>> from dovetail.trainers import Trainer
+        >>> trainer = Trainer.add_on(Compiled)(nn.Linear(4, 2), "cpu", mode="step", verbose=False)
+        >>> trainer.graphs
+        0
+    """
+
+    kind = "compilation"
+
+    def __init__(self, *args: Any, mode: Literal["model", "step", "train", "test"] = "step", **kwargs: Any) -> None:
+        if mode in ("train", "test"):
+            mode, kwargs["mode"] = "step", mode
+        if mode not in ("model", "step"):
+            raise ConfigError(f"mode: expected 'model' or 'step', got {mode!r}")
+        self._compiles = mode
+        self._step: WholeStep | None = None
+        self._restored: Mapping[str, Any] | None = None
+        # The epoch for which everything was last looked at; None for a run that begins.
+        self._epoch: int | None = None
+        self._is_eager = False
+        self._told: set[str] = set()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def graphs(self) -> int:
+        """How many forms of batches have a graph of their own."""
+        return 0 if self._step is None else self._step.num_graphs
+
+    def setup(self) -> None:
+        """Compile the module, in `model` mode."""
+        super().setup()
+        self._epoch, self._is_eager = None, self._compiles == "model"
+        model = self.context.model
+        if self._compiles == "step" or self.context.stage != "train" or model is None:
+            return
+        try:
+            check_compiler()
+        except CannotCompileError as cause:
+            self._tell(cause)
+        else:
+            if model._compiled_call_impl is None:
+                # In place: the names of the state stay as they are.
+                model.compile()
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Make a whole update by a graph, or return the loss for an eager one."""
+        context = self.context
+        if self._is_eager:
+            return super().train_step(batch)
+        try:
+            if self._epoch != context.progress.epoch:
+                self._step = self._prepared()
+                self._epoch = context.progress.epoch
+            assert self._step is not None
+            output = self._step(batch)
+        except CannotCompileError as cause:
+            self._tell(cause)
+            self._is_eager, output = True, None
+            # What a trace noted is not what this batch did.
+            context.notes.optimized = False
+        if output is None:
+            return super().train_step(batch)
+        context.note_update(context.optimizers[0])
+        state = context.state
+        if "last_loss" in state:
+            state["last_loss"], state["current_batch"] = output["loss"], context.progress.batch
+        return output
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add which forms of batches have been seen how often."""
+        own = self._step.state_dict() if self._step is not None else dict(self._restored or {})
+        return {**super().state_dict(), "compiled": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compile from here on what the run would have compiled; one that was eager so far decides anew."""
+        super().load_state_dict(state)
+        self._restored, self._step, self._epoch = state.get("compiled"), None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A graph is made anew where a copy is used.
+        return {**super().__getstate__(), "_step": None, "_epoch": None}
+
+    # ------------------------------------------------------------------ private
+
+    def _prepared(self) -> WholeStep:
+        """Return the step of this trainer as it is now."""
+        context = self.context
+        cause = self._why_not()
+        if cause is not None:
+            raise CannotCompileError(cause)
+        assert context.model is not None
+        trainer, (optimizer,) = cast(Any, self), context.optimizers
+        modules = [context.model, *([trainer.criterion] if isinstance(trainer.criterion, nn.Module) else [])]
+        if self._step is not None and self._step.adopt(modules, optimizer):
+            self._step.look_again()
+            return self._step
+        spaces = [(type(it).__name__, vars(it)) for it in (*_layers(context.trainer), *_parts(trainer.strategies))]
+        spaces.append(("context.state", context.state))
+        step = WholeStep(self._computed, modules, optimizer, trainer.options.gradient_clip, spaces)
+        if self._restored:
+            step.load_state_dict(self._restored)
+            self._restored = None
+        return step
+
+    def _computed(self, batch: Any) -> Mapping[str, Any]:
+        """What the layers below compute, and nothing else of what they do."""
+        context = self.context
+        kept = {name: context.state[name] for name in _SHARED if name in context.state}
+        trainer, context.trainer = context.trainer, cast(Trainer, _NoVerbs())
+        try:
+            return super().train_step(batch)
+        finally:
+            context.trainer = trainer
+            for name in _SHARED:
+                context.state.pop(name, None)
+            context.state.update(kept)
+
+    def _why_not(self) -> str | None:
+        """Return what about the run rules a graph out, or None."""
+        context = self.context
+        if context.window.size > 1:
+            return f"{context.window.size} batches share one update"
+        if len(context.optimizers) != 1:
+            return f"there are {len(context.optimizers)} optimizers"
+        if context.needs_closure:
+            return f"the optimizer {type(context.optimizers[0]).__name__} evaluates the loss itself"
+        if context.precision is not None and context.precision.dtype is not torch.float32:
+            return "it trains in mixed precision"
+        if context.has_peers:
+            return "several processes share an update"
+        for hook in context.callbacks.on_gradients:
+            return f"{_owner(hook)} wants to see gradients"
+        for cls in _classes(context.trainer):
+            if cls is Compiled:
+                break
+            if "train_step" in vars(cls):
+                return f"{cls.__name__} changes what train_step returns; put it inside"
+        for verb in ("backward", "clip_gradients", "optimizer_step"):
+            for cls in _classes(context.trainer):
+                if verb in vars(cls) and cls.__module__ not in _PLAIN:
+                    return f"{cls.__name__} has its own {verb}"
+        return None
+
+    def _tell(self, cause: CannotCompileError) -> None:
+        """Say once why training is not compiled."""
+        message = f"training goes on without a graph: {cause}"
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+
+# What the trainer tells strategies about the running batch.
+_SHARED = ("current_batch", "last_loss")
+# Where the verbs are what a graph computes in their place.
+_PLAIN = ("dovetail.trainers.base", "dovetail.trainers.core", "dovetail.trainers.decorators")
+
+
+class _NoVerbs:
+    """Stands for the trainer while a step is traced: an update inside of it is one of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise CannotCompileError(f"train_step optimises by itself, by {name}")
+
+
+def _layers(trainer: Trainer | None) -> Iterator[Trainer]:
+    layer: Any = trainer
+    while isinstance(layer, Trainer):
+        yield layer
+        layer = vars(layer).get("trainer")
+
+
+def _classes(trainer: Trainer | None) -> Iterator[type[Any]]:
+    """The classes of all layers, the outermost first."""
+    for layer in _layers(trainer):
+        yield from type(layer).__mro__
+
+
+def _parts(strategies: Any) -> Iterator[Strategy]:
+    for strategy in strategies:
+        yield strategy
+        if isinstance(strategy, Nesting):
+            yield from _parts(strategy.parts)
+
+
+def _owner(hook: Any) -> str:
+    return type(getattr(hook, "__self__", hook)).__name__

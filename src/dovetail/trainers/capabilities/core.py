@@ -1,0 +1,72 @@
+"""What a capability is: verbs written once against `super()`, mounted on a trainer object or on a trainer class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.base import Trainer
+
+if TYPE_CHECKING:
+    from dovetail.trainers.decorators import TrainerDecorator
+
+    Mounted = TrainerDecorator
+else:
+    Mounted = object
+
+__all__ = ["Capability", "capabilities_of"]
+
+
+class Capability(Mounted):
+    """Base of capabilities: classes that add to the verbs of whatever they are mounted on.
+
+    Over `TrainerDecorator` a capability decorates a trainer object; given to `Trainer.add_on` it extends a trainer
+    class. Its constructor takes its own keywords, sets its own attributes, and passes the rest on:
+
+        class Loud(Capability):
+            kind = "loudness"
+
+            def __init__(self, *args, word="done", **kwargs):
+                self.word = word
+                super().__init__(*args, **kwargs)
+
+            def after_step(self, output):
+                print(self.word)
+                super().after_step(output)
+
+    Attributes:
+        kind: What it is about. A trainer has one capability of a kind at most.
+        conflicts: Kinds that it cannot be combined with, and why not.
+    """
+
+    kind: ClassVar[str]
+    conflicts: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _check(self)
+
+
+def capabilities_of(trainer: Trainer) -> list[type[Capability]]:
+    """Return the capability classes of a trainer and of those it decorates, the outermost first."""
+    return [cls for layer in _layers(trainer) for cls in type(layer).__mro__ if "kind" in vars(cls)]
+
+
+def _layers(trainer: Trainer) -> Iterator[Trainer]:
+    layer: Any = trainer
+    while isinstance(layer, Trainer):
+        yield layer
+        layer = vars(layer).get("trainer")
+
+
+def _check(trainer: Trainer) -> None:
+    found = capabilities_of(trainer)
+    for number, outer in enumerate(found):
+        for inner in found[number + 1 :]:
+            names = f"{outer.__name__} and {inner.__name__}"
+            if outer.kind == inner.kind:
+                raise ConfigError(f"{names} cannot be combined: the trainer has {inner.kind} already")
+            reason = outer.conflicts.get(inner.kind) or inner.conflicts.get(outer.kind)
+            if reason is not None:
+                raise ConfigError(f"{names} cannot be combined: {reason}")

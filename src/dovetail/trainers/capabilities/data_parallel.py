@@ -1,0 +1,420 @@
+"""One model trained by several processes, each on its own batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
+from math import inf
+from operator import attrgetter, is_, itemgetter, methodcaller
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dovetail.data import Share
+from dovetail.distributed import Group, PeerError, is_launched
+from dovetail.errors import ConfigError
+from dovetail.trainers.base import Launcher
+from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.context import Stage
+from dovetail.trainers.metrics import Meter
+from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(Capability):
+    """Trains in several processes that share the batches of every epoch and average their gradients.
+
+    In every step each process takes one batch: n processes with batches of b samples make the updates of one process
+    with batches of n·b. Gradients are averaged over samples (or items, where `train_step` counts those) just before
+    they are clipped, so nothing is sent inside an accumulation window, any number of optimizers and backward passes
+    works, and a process that has no batch left in the last step takes part with nothing. Validation sees every sample
+    once.
+
+    Under `torchrun` the processes are there already. From a plain script or a notebook, `num_processes` starts them,
+    and weights, history and metrics come back into the caller's objects.
+
+    Args:
+        num_processes: How many processes to start; None for those that `torchrun` started, or just this one.
+        max_restarts: How often a group that lost a process is started again; it goes on from the newest checkpoint.
+        bucket_size: Bytes of gradients that are sent at once.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import Trainer
+        >>> trainer = Trainer.add_on(DataParallel)(torch.nn.Linear(4, 2), "cpu", num_epochs=1, verbose=False)
+        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # one process: as ever
+    """
+
+    kind = "data parallel"
+
+    def __init__(
+        self,
+        *args: Any,
+        num_processes: int | None = None,
+        max_restarts: int = 0,
+        bucket_size: int = 25 * 2**20,
+        **kwargs: Any,
+    ) -> None:
+        for name, value, least in (("num_processes", num_processes, 1), ("max_restarts", max_restarts, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"{name}: expected a whole number that is at least {least}, got {value!r}")
+        self.num_processes = num_processes
+        self.max_restarts = max_restarts
+        self._bucket_size = bucket_size
+        self._group: Group | None = None
+        self._turn = _Turn()
+        self._layouts: dict[int, _Layout] = {}
+        super().__init__(*args, **kwargs)
+
+    # ------------------------------------------------------------------ once per run
+
+    def launcher(self) -> Launcher | None:
+        """Start processes, if that is wanted and this is not one of them."""
+        inner = super().launcher()
+        if inner is not None or is_launched() or self.num_processes in (None, 1):
+            return inner
+        # Imported here because it ships trainers of any kind.
+        from dovetail.trainers.launching import ProcessLauncher
+
+        assert self.num_processes is not None
+        return ProcessLauncher(self.num_processes, self.max_restarts)
+
+    def setup(self) -> None:
+        """Meet the other processes, and start from the same weights as the first of them."""
+        context = self.context
+        if not is_launched():
+            super().setup()
+            return
+        if context.device.type == "cuda":
+            context.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(context.device)
+        group = self._group = Group.join(context.device)
+        context.share = replace(context.share, num_replicas=group.size, rank=group.rank)
+        context.is_main, context.has_peers = group.rank == 0, group.size > 1
+        context.callbacks.mute(is_main=context.is_main)
+        is_fresh = context.progress.batches == 0
+        self._divide(group)
+        super().setup()
+        context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
+        self._start_alike(group)
+        if is_fresh and group.rank:
+            # Alike in all but noise: dropout and augmentation draw something else in every process.
+            seed_everything(_seed_of(context.state["order_seed"], 0, group.rank))
+        self._layouts.clear()
+
+    def teardown(self, error: BaseException | None) -> None:
+        """Let the others go on, or tell them why this process leaves."""
+        group, context = self._group, self.context
+        try:
+            if group is not None and isinstance(error, Exception) and not isinstance(error, PeerError):
+                group.tell_failure(error)
+            super().teardown(error)
+        finally:
+            if group is not None:
+                if isinstance(error, Exception):
+                    group.leave()
+                self._group = None
+                done = context.progress.batch
+                context.share = Share(begun=done, used=context.share.position(done))
+                context.is_main, context.has_peers = True, False
+                context.callbacks.mute(is_main=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the randomness of every process."""
+        group, own = self._group, {"rng": rng_state()}
+        everyone = [own] if group is None else group.exchange(own)
+        if group is not None:
+            self._copy_buffers(group)
+        return {**super().state_dict(), "data_parallel": {"rng": [each["rng"] for each in everyone]}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back one's own randomness; another number of processes draws anew, and shares the rest of the epoch."""
+        super().load_state_dict(state)
+        group, kept = self._group, state.get("data_parallel", {}).get("rng", [])
+        if group is None:
+            return
+        if len(kept) == group.size:
+            set_rng_state(kept[group.rank])
+        elif group.rank:
+            seed_everything(_seed_of(self.context.state["order_seed"], self.context.progress.batches, group.rank))
+
+    def settle(self) -> None:
+        """Let every process know whether any was asked to stop."""
+        super().settle()
+        if self._group is not None and self.context.has_peers:
+            flags = torch.tensor(self._flags(), dtype=torch.float64)
+            self._group.sum(flags)
+            self._heed(flags.tolist())
+
+    # ------------------------------------------------------------------ once per pass
+
+    def batches(self, stage: Stage) -> Iterable[Any]:
+        """Return this process's batches; in training, as many as every other process has."""
+        own, group, context = super().batches(stage), self._group, self.context
+        if group is None or not context.has_peers:
+            return own
+        if stage != "train":
+            self._copy_buffers(group)
+            return own
+        self._turn.own = inf
+        return self._padded(group, own, super().num_batches(stage))
+
+    def reduce(self, meter: Meter) -> Meter:
+        """Return the sums over all processes."""
+        meter = super().reduce(meter)
+        if self._group is None or not self.context.has_peers:
+            return meter
+        meter.flush()
+        total = Meter()
+        for each in self._group.exchange({"sums": meter.sums, "counts": meter.counts}):
+            for name, value in each["sums"].items():
+                total.sums[name] = total.sums.get(name, 0.0) + value
+                total.counts[name] = total.counts.get(name, 0) + each["counts"][name]
+        return total
+
+    def gather(self, parts: list[Any]) -> list[Any]:
+        """Return the parts of all processes in the order of the batches."""
+        parts = super().gather(parts)
+        if self._group is None or not self.context.has_peers:
+            return parts
+        everyone = [each["parts"] for each in self._group.exchange({"parts": parts})]
+        return [each[step] for step in range(len(everyone[0])) for each in everyone if step < len(each)]
+
+    # ------------------------------------------------------------------ once per batch
+
+    def clip_gradients(self, optimizer: Optimizer) -> None:
+        """Average the gradients over all processes, then clip."""
+        group = self._group
+        if group is not None:
+            self._average(group, optimizer)
+        super().clip_gradients(optimizer)
+
+    def after_step(self, output: Mapping[str, Any]) -> None:
+        """Count the samples of all processes, and stop if any of them was asked to."""
+        super().after_step(output)
+        group = self._group
+        if group is None:
+            return
+        context, turn = self.context, self._turn
+        notes = context.notes
+        if context.progress.batch >= turn.own:
+            notes.num_samples = 0
+        if not context.window.closes:
+            turn.samples += notes.num_samples
+            notes.num_records = 0
+            return
+        if turn.news is None:
+            # No optimizer stepped, which every process knows.
+            news = torch.tensor([turn.samples + notes.num_samples, *self._flags()], dtype=torch.float64)
+            group.sum(news)
+            turn.news = news.tolist()
+        records, *flags = turn.news
+        turn.samples, turn.news = 0, None
+        notes.num_records = round(records)
+        if flags[0]:
+            self._heed(flags)
+
+    # ------------------------------------------------------------------ private
+
+    def _padded(self, group: Group, own: Iterable[Any], total: int | None) -> Iterator[Any]:
+        """One's own batches and then, while others have more, the last of them again, which counts for nothing."""
+        batches, step = iter(own), self.context.progress.batch
+        batch = next(batches, _END)
+        everyone = group.exchange({"has": batch is not _END, "total": total})
+        if not everyone[0]["has"]:
+            return
+        if not all(each["has"] for each in everyone):
+            # Fewer batches than processes: those that have none compute with the first one's.
+            lent = group.exchange({"batch": batch if group.rank == 0 else None})[0]["batch"]
+            if batch is _END:
+                self._turn.own, batch = step, lent
+        knows_total = total is not None and all(each["total"] == total for each in everyone)
+        while True:
+            randomness = rng_state() if step >= self._turn.own else None
+            yield batch
+            if randomness is not None:
+                # What counts for nothing draws nothing: how much it would draw depends on what was done before.
+                set_rng_state(randomness)
+            step += 1
+            fresh = next(batches, _END)
+            if fresh is _END:
+                self._turn.own = min(self._turn.own, step)
+            else:
+                batch = fresh
+            if step == total if knows_total else not _any(group, fresh is not _END):
+                return
+
+    def _divide(self, group: Group) -> None:
+        """Give every process its part of the model, before optimizers are made: here, all of it."""
+
+    def _start_alike(self, group: Group) -> None:
+        """Give every process the weights of the first."""
+        model = self.context.model
+        assert model is not None
+        with torch.no_grad():
+            group.copy_first([*model.parameters(), *model.buffers()])
+
+    def _copy_buffers(self, group: Group) -> None:
+        model = self.context.model
+        if model is not None:
+            with torch.no_grad():
+                group.copy_first(model.buffers())
+
+    def _average(self, group: Group, optimizer: Optimizer) -> None:
+        """Make an optimizer's gradients the mean over all processes, and tell each other the news with them."""
+        context, turn = self.context, self._turn
+        layout = self._layouts.get(id(optimizer))
+        if layout is None or layout.optimizer is not optimizer or not layout.is_whole:
+            layout = self._layouts[id(optimizer)] = _Layout(optimizer, self._bucket_size)
+        if context.progress.batch >= turn.own:
+            weight, samples = 0, turn.samples
+        else:
+            weight = context.window.items if context.window.size > 1 else context.num_items
+            samples = turn.samples + context.notes.num_samples
+        news = layout.average(group, weight, [samples, *(_NO_WISH if context.wish is None else self._flags())])
+        context.notes.num_averaged = layout.weight
+        if turn.news is None:
+            turn.news = news
+
+    def _news(self, is_idle: bool) -> list[float]:
+        """Samples since the last update."""
+        return [self._turn.samples + (0 if is_idle else self.context.notes.num_samples)]
+
+    def _flags(self) -> list[float]:
+        """Whether this process was asked to stop, and by which signal."""
+        wish = self.context.wish
+        asked = None if wish is None else wish[1]
+        return [wish is not None, asked == signal.SIGINT, asked == signal.SIGTERM]
+
+    def _heed(self, flags: Sequence[float]) -> None:
+        """End training in every process, for the reason of the first that was asked to."""
+        context, group = self.context, self._group
+        if not flags[0] or context.stop_reason is not None:
+            return
+        assert group is not None
+        wishes = [each["wish"] for each in group.exchange({"wish": context.wish})]
+        reason = next(wish[0] for wish in wishes if wish is not None)
+        number = signal.SIGINT if flags[1] else signal.SIGTERM if flags[2] else None
+        context.end(reason, None if number is None else int(number))
+
+
+class _Turn:
+    """What a process knows about the running step."""
+
+    __slots__ = ("news", "own", "samples")
+
+    def __init__(self) -> None:
+        # Steps that this process has a batch of its own for.
+        self.own: float = inf
+        # Samples of the batches of the running accumulation window before this one.
+        self.samples = 0
+        # What all processes said with the first gradients of the running step.
+        self.news: list[float] | None = None
+
+
+class _Layout:
+    """Where the gradients of an optimizer lie in the few flat tensors that are summed.
+
+    Written for the step of a small model, where every Python call counts: `map` and `operator` make none.
+    """
+
+    def __init__(self, optimizer: Optimizer, bucket_size: int) -> None:
+        self.optimizer = optimizer
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
+        # Of all processes, in the average that was made last.
+        self.weight = 0.0
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        # From the last layer to the first, which is the order in which gradients are ready.
+        for parameter in reversed(self.parameters):
+            if parameter.requires_grad:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self.buckets: list[list[Tensor]] = []
+        for parameters in kinds.values():
+            room = 0
+            for parameter in parameters:
+                if room < parameter.nbytes:
+                    self.buckets.append([])
+                    room = bucket_size
+                self.buckets[-1].append(parameter)
+                room -= parameter.nbytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no parameter was frozen, thawed or added since."""
+        groups = self.optimizer.param_groups
+        return sum(map(len, map(_PARAMS, groups))) == len(self.parameters) and self.num_trained == sum(
+            map(_REQUIRES_GRAD, self.parameters)
+        )
+
+    def average(self, group: Group, weight: Any, news: list[float]) -> list[float]:
+        """Replace every gradient by the mean over all processes, and return the sums of `news`."""
+        flats, tails = [], []
+        for bucket in self.buckets:
+            # Behind the gradients: which parameters have one, what there is to tell, and the weight.
+            gradients, has = list(map(_GRAD, bucket)), [1.0] * len(bucket)
+            if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
+                has = [float(gradient is not None) for gradient in gradients]
+                gradients = [_dense(gradient, like) for gradient, like in zip(gradients, bucket, strict=True)]
+            first = bucket[0]
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            tail = torch.tensor([*has, *news, 0.0], dtype=dtype)
+            tail[-1] = weight
+            on_host = first.device.type == "cpu"
+            flat = torch.cat([*map(_FLAT, gradients), tail] if on_host else list(map(_FLAT, gradients))).to(dtype)
+            scaled = flat[: len(flat) - len(tail)] if on_host else flat
+            if isinstance(weight, Tensor) or weight:
+                scaled.mul_(weight)
+            else:
+                # Not times nothing: what an idle process computed may be infinite.
+                scaled.zero_()
+            flats.append(flat)
+            tails.append(tail)
+        if not flats:
+            flats.append(torch.tensor(news, dtype=torch.float64))
+            group.sum(*flats)
+            return cast("list[float]", flats[0].tolist())
+        # The numbers are wanted on the host. Where the gradients are not, they are sent on their own.
+        group.sum(*flats, *(() if flats[0].device.type == "cpu" else tails))
+        numbers: list[float] = []
+        for bucket, flat, tail in zip(self.buckets, flats, tails, strict=True):
+            sizes = list(map(_NUMEL, bucket))
+            *parts, rest = torch.split(flat, [*sizes, len(flat) - sum(sizes)])
+            *numbers, total = (rest if len(rest) else tail).tolist()
+            flat.div_(total)
+            self.weight = total
+            for parameter, part, count in zip(bucket, parts, numbers, strict=False):
+                # A parameter that no process used has no gradient, as ever.
+                parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None
+            numbers = numbers[len(bucket) :]
+        return numbers
+
+
+_GRAD, _REQUIRES_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("is_sparse")
+_PARAMS, _FLAT, _NUMEL = itemgetter("params"), methodcaller("reshape", -1), methodcaller("numel")
+_NO_WISH = (0.0, 0.0, 0.0)
+
+
+def _any(group: Group, holds: bool) -> bool:
+    count = torch.tensor([holds], dtype=torch.float32)
+    group.sum(count)
+    return bool(count.item())
+
+
+_END = object()
+
+
+def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _seed_of(seed: int, batches: int, rank: int) -> int:
+    return hash((seed, batches, rank)) % 2**63

@@ -1,0 +1,103 @@
+"""Mixed precision for any trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.precision import Precision, PrecisionName
+
+__all__ = ["MixedPrecision"]
+
+
+class MixedPrecision(Capability):
+    """Computes forward and loss in lower precision where that is safe, and scales the loss of float16.
+
+    The order is scale, backward, unscale, clip, step. A step that overflowed is skipped and does not count. The scaler
+    adapts once per batch, however many optimizers stepped, and its state is in every checkpoint.
+
+    Args:
+        precision: `bf16`, `fp16` or `fp32`; `auto` for the best of the device, which is `bf16` on a CPU; or a list of
+            them, of which the first that the device has is taken.
+        init_scale: Where the scaler of float16 starts.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import Trainer
+        >>> trainer = Trainer.add_on(MixedPrecision)(torch.nn.Linear(4, 2), "cpu", precision="bf16", verbose=False)
+        >>> trainer.predict(torch.zeros(1, 4)).dtype
+        torch.bfloat16
+    """
+
+    kind = "mixed precision"
+
+    def __init__(
+        self,
+        *args: Any,
+        precision: PrecisionName | Sequence[PrecisionName] = "auto",
+        init_scale: float = 65536.0,
+        **kwargs: Any,
+    ) -> None:
+        names = [precision] if isinstance(precision, str) else list(precision)
+        if not names:
+            raise ConfigError("precision: expected at least one of 'auto', 'fp32', 'fp16' and 'bf16', got none")
+        for name in names:
+            Precision(name)
+        self._names: list[PrecisionName] = names
+        self._init_scale = init_scale
+        self._precision: Precision | None = None
+        super().__init__(*args, **kwargs)
+
+    def setup(self) -> None:
+        """Give the verbs of the trainer their precision."""
+        precision = self._made()
+        if self.context.precision not in (None, precision):
+            raise ConfigError("mixed precision twice: leave out the layer, or the MixedPrecisionStepStrategy")
+        self.context.precision = precision
+        super().setup()
+
+    def teardown(self, error: BaseException | None) -> None:
+        """Take the precision away again."""
+        super().teardown(error)
+        if self.context.precision is self._precision:
+            self.context.precision = None
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Compute under autocast."""
+        with self._made().autocast():
+            return super().train_step(batch)
+
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        """Compute under autocast."""
+        with self._made().autocast():
+            return super().test_step(batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        """Compute under autocast."""
+        with self._made().autocast():
+            return super().predict_step(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the scaler's state."""
+        return {**super().state_dict(), "mixed_precision": self._made().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the scaler's state back; a run that had none starts with a new scale."""
+        super().load_state_dict(state)
+        self._made().load_state_dict(state.get("mixed_precision", {}))
+
+    def _made(self) -> Precision:
+        if self._precision is None:
+            kind = self.context.device.type
+            self._precision = Precision(_first_possible(self._names, kind), kind, self._init_scale)
+        return self._precision
+
+
+def _first_possible(names: Sequence[PrecisionName], device_type: str) -> PrecisionName:
+    import torch
+
+    has_bf16 = device_type != "cuda" or torch.cuda.is_bf16_supported()
+    chosen = next((name for name in names if name != "bf16" or has_bf16), names[-1])
+    return "bf16" if chosen == "auto" and device_type == "cpu" else chosen

@@ -1,0 +1,343 @@
+"""One model that several processes hold in parts, each training on its own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dovetail.distributed import Group, is_part, num_launched, part_of, whole
+from dovetail.errors import ConfigError
+from dovetail.trainers.capabilities.data_parallel import DataParallel
+from dovetail.trainers.context import Plan, Stage
+from dovetail.units import TrainUnit
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ShardedDataParallel"]
+
+Blocks = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
+
+
+class ShardedDataParallel(DataParallel):
+    """Trains in several processes, each of which holds a part of the weights, of the gradients and of the optimizer.
+
+    This is torch's `fully_shard` (FSDP2): a block of the model is put together just before it computes and taken apart
+    after. Batches, averages over samples, validation and `num_processes` are those of `DataParallel`, and so are the
+    numbers. In a checkpoint every process writes its own part; any number of processes, or one alone without this
+    layer, goes on from it. With one process nothing is divided.
+
+    All processes must call the same blocks of the model in every step.
+
+    Args:
+        shard: Which modules are put together and taken apart as a whole, besides the model itself: classes of modules,
+            a function of a module, or None for every direct child of the model that has parameters.
+        reshard_after_forward: Whether a block is taken apart between forward and backward, too, which saves memory and
+            sends its weights twice; None leaves the choice to torch.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import Trainer
+        >>> trainer = Trainer.add_on(ShardedDataParallel)(torch.nn.Linear(4, 2), "cpu", num_epochs=1, verbose=False)
+        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # one process: as ever
+    """
+
+    def __init__(
+        self, *args: Any, shard: Blocks | None = None, reshard_after_forward: bool | None = None, **kwargs: Any
+    ) -> None:
+        if shard is not None and not callable(shard) and not _are_modules(shard):
+            raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
+        self._blocks = shard
+        self._reshard_after_forward = reshard_after_forward
+        self._mesh: DeviceMesh | None = None
+        # Parameters as they were before they were divided, and what they are now.
+        self._divided: list[tuple[Tensor, Tensor]] = []
+        # Items that weigh 1, for losses of about their usual size.
+        self._unit: float | None = None
+        # Items of this process in the batches of the running accumulation window before this one.
+        self._items: Any = 0
+        super().__init__(*args, **kwargs)
+
+    # ------------------------------------------------------------------ once per run
+
+    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Refuse to write checkpoints in the background, where processes could not wait for each other."""
+        plan, saver = super().plan(**wishes), self.context.saver
+        if saver is not None and saver.in_background and num_launched() > 1:
+            raise ConfigError("save_in_background: processes that write a checkpoint together do so in the foreground")
+        return plan
+
+    def teardown(self, error: BaseException | None) -> None:
+        """Save and load alone again."""
+        try:
+            super().teardown(error)
+        finally:
+            self.context.peers = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this process's parts during a run, and after it the whole, which all processes must ask for."""
+        state = super().state_dict()
+        is_in_parts = any(map(is_part, state["model"].values()))
+        return _whole(state) if is_in_parts and self._group is None else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take one's part of a state, which may be whole or in parts."""
+        model = self.context.model
+        present = {} if model is None else model.state_dict()
+        parts = {name: part_of(value, present.get(name)) for name, value in state["model"].items()}
+        super().load_state_dict({**state, "model": parts})
+        for optimizer in self.context.optimizers:
+            _divide_state(optimizer)
+
+    # ------------------------------------------------------------------ once per pass
+
+    def batches(self, stage: Stage) -> Iterable[Any]:
+        """Return this process's batches; where it has fewer than others, it computes along with them."""
+        own = super().batches(stage)
+        if self._mesh is None or self._group is None or stage == "train":
+            return own
+        return self._taken_apart_after(self._attended(self._group, own, stage))
+
+    # ------------------------------------------------------------------ once per batch
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Compute, putting the blocks of the model together."""
+        with self._noticing():
+            return super().train_step(batch)
+
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        """Compute without gradients."""
+        with self._computing():
+            return super().test_step(batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        """Compute without gradients."""
+        with self._computing():
+            return super().predict_step(batch)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Differentiate the loss, weighted by its items; gradients are sent where an accumulation window closes."""
+        group, context = self._group, self.context
+        if group is not None and self._mesh is not None:
+            window = context.window
+            if window.size > 1:
+                model: Any = context.model
+                model.set_requires_gradient_sync(window.closes)
+            items = window.expected if window.size > 1 else context.num_items
+            if isinstance(items, Tensor):
+                # Whole numbers would be divided in float32, which is too coarse for a float64 loss.
+                items = items.double()
+            if self._unit is None:
+                self._unit = _mean(group, items) or 1.0
+            # Torch sums over the processes and divides by their number; the rest follows when all items are known.
+            loss = loss.nan_to_num() * 0.0 if self._is_idle() else loss * (items / self._unit)
+        with self._noticing():
+            super().backward(loss, **kwargs)
+
+    def after_step(self, output: Mapping[str, Any]) -> None:
+        """Count the items of the window."""
+        context = self.context
+        super().after_step(output)
+        self._items = 0 if context.window.closes else self._own_items()
+
+    # ------------------------------------------------------------------ private
+
+    def _divide(self, group: Group) -> None:
+        context, model = self.context, self.context.model
+        self._unit, self._items = None, 0
+        if group.size == 1 or model is None:
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if isinstance(model, FSDPModule):
+            divided: Any = next(filter(is_part, model.parameters()))
+            self._mesh = divided.device_mesh
+            return
+        model.to(context.device)
+        with torch.no_grad():
+            group.copy_first([*model.parameters(), *model.buffers()])
+        self._mesh = init_device_mesh(context.device.type, (group.size,))
+        before = dict(model.named_parameters())
+        # A single number cannot be divided.
+        whole = {parameter for parameter in before.values() if parameter.ndim == 0}
+        for module in (*self._chosen(model), model):
+            fully_shard(
+                module, mesh=self._mesh, reshard_after_forward=self._reshard_after_forward, ignored_params=whole
+            )
+        after = dict(model.named_parameters())
+        self._divided = [(before[name], after[name]) for name in before]
+
+    def _start_alike(self, group: Group) -> None:
+        context = self.context
+        if self._mesh is None:
+            super()._start_alike(group)
+            return
+        if context.needs_closure:
+            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs the whole model: use DDP")
+        divided = {id(before): after for before, after in self._divided}
+        for optimizer in context.optimizers:
+            _replace_parameters(optimizer, divided)
+            _divide_state(optimizer)
+        self._divided = []
+        context.peers = _Parts(group, self._mesh)
+
+    def _chosen(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The blocks, inner ones before those around them."""
+        chosen = self._blocks
+        if chosen is None:
+            yield from (child for child in model.children() if any(True for _ in child.parameters()))
+            return
+        wanted = chosen if callable(chosen) else lambda module: isinstance(module, tuple(chosen))
+        for module in reversed(list(model.modules())):
+            if module is not model and wanted(module):
+                yield module
+
+    def _attended(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
+        """One's own batches; then, while others have more, the last of them again, whose outputs nobody sees."""
+        # The outermost layer, as the loop does for a batch that counts.
+        trainer: Any = self.context.trainer
+        step = trainer.predict_step if stage == "predict" else trainer.test_step
+        batches = iter(own)
+        batch = fresh = next(batches, _END)
+        have = _ask(group, fresh is not _END)
+        if any(have) and not all(have):
+            # Fewer batches than processes: those that have none compute with another one's.
+            lender = have.index(True)
+            lent = group.exchange({"batch": batch if group.rank == lender else None})[lender]["batch"]
+            batch = lent if batch is _END else batch
+        while any(have):
+            if fresh is not _END:
+                yield batch
+            else:
+                step(trainer.to_device(batch))
+            fresh = next(batches, _END)
+            batch = batch if fresh is _END else fresh
+            have = _ask(group, fresh is not _END)
+
+    def _taken_apart_after(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Batches, and behind them no block that waits, put together, for a backward pass."""
+        from torch.distributed.fsdp import FSDPModule
+
+        try:
+            yield from batches
+        finally:
+            assert self.context.model is not None
+            for module in self.context.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _noticing(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._group is None else self._group.noticing()
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        if self._mesh is None:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(self._noticing())
+        # Weights that were put together in inference mode could not be trained any more.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        return stack
+
+    def _is_idle(self) -> bool:
+        return self.context.progress.batch >= self._turn.own
+
+    def _own_items(self) -> Any:
+        return self._items if self._is_idle() else self._items + self.context.num_items
+
+    def _average(self, group: Group, optimizer: Optimizer) -> None:
+        """Finish the average that backward began: torch has summed what each process weighted by its own items."""
+        if self._mesh is None:
+            super()._average(group, optimizer)
+            return
+        turn, window = self._turn, self.context.window
+        samples = turn.samples + (0 if self._is_idle() else self.context.notes.num_samples)
+        sums = torch.tensor([float(self._own_items()), samples, *self._flags()], dtype=torch.float64)
+        group.sum(sums)
+        total, *told = sums.tolist()
+        if turn.news is None:
+            turn.news = told
+        # The window has divided by the items of this process alone.
+        own = float(window.items / window.expected) if window.size > 1 else 1.0
+        factor = (self._unit or 1.0) / total
+        for parameter in (parameter for each in optimizer.param_groups for parameter in each["params"]):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if is_part(gradient):
+                _scale(gradient, own * factor * group.size)
+            else:
+                _scale(gradient, own * factor)
+                group.sum(gradient)
+
+
+class _Parts:
+    """The processes that hold the state of a run in parts."""
+
+    def __init__(self, group: Group, mesh: DeviceMesh) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.exchange = group.exchange
+        self._mesh = mesh
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor that is divided as FSDP divides: by rows."""
+        from torch.distributed.tensor import Replicate, Shard, zeros
+
+        placement = Shard(0) if len(shape) else Replicate()
+        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[placement])
+
+
+_END = object()
+
+
+def _are_modules(chosen: Any) -> bool:
+    return isinstance(chosen, Sequence) and all(isinstance(it, type) and issubclass(it, nn.Module) for it in chosen)
+
+
+def _ask(group: Group, holds: bool) -> list[bool]:
+    """Whether something holds, in every process."""
+    answers = torch.zeros(group.size)
+    answers[group.rank] = holds
+    group.sum(answers)
+    return [bool(answer) for answer in answers.tolist()]
+
+
+def _mean(group: Group, number: Any) -> float:
+    total = torch.tensor([float(number)], dtype=torch.float64)
+    group.sum(total)
+    return total.item() / group.size
+
+
+def _scale(gradient: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        gradient.mul_(factor)
+
+
+def _replace_parameters(optimizer: Optimizer, divided: Mapping[int, Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"][:] = [divided.get(id(parameter), parameter) for parameter in group["params"]]
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) in divided]:
+        optimizer.state[divided[id(parameter)]] = optimizer.state.pop(parameter)
+
+
+def _divide_state(optimizer: Optimizer) -> None:
+    """Divide what an optimizer keeps of every element of a parameter as the parameter is divided."""
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                kept[name] = part_of(value, parameter)
+
+
+def _whole(state: Any) -> Any:
+    """The same state with whole tensors, on the host."""
+    if isinstance(state, Mapping):
+        return {name: _whole(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)([_whole(value) for value in state])
+    return whole(state).cpu() if is_part(state) else state

@@ -1,0 +1,279 @@
+"""A run in processes that are started for it, all of whose results come back.
+
+The trainer and its data go to the workers through a socket that only this user can open, pickled: code and objects of
+our own, never a file that somebody wrote. What comes back is data only, a checkpoint in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import cloudpickle
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from dovetail import checkpoint as store
+from dovetail.distributed import PeerError
+from dovetail.errors import ConfigError
+from dovetail.trainers import loop
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.interruption import Interrupted
+from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.relay import TrainingProcessError, described, is_storable, rebuilt, share_of_threads
+
+__all__ = ["ProcessLauncher", "work"]
+
+_RESULT, _INTERRUPTED = "result", "interrupted"
+
+# Seconds that workers have to finish their update and to save when the caller is interrupted.
+_GRACE = 30
+
+
+@dataclass(frozen=True)
+class ProcessLauncher:
+    """Starts the processes of a run on this machine, by torch's own elastic launcher.
+
+    Attributes:
+        num_processes: How many.
+        max_restarts: How often a group that lost a process is started again.
+    """
+
+    num_processes: int
+    max_restarts: int = 0
+
+    def __call__(self, trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> Any:
+        """Run an entry point of a trainer in the processes, and bring its results into the caller's objects.
+
+        Raises:
+            ConfigError: A piece cannot be sent.
+            TrainingProcessError: A process was killed, or ended by an error that is neither Python's own nor ours;
+                those are raised as what they are. A note has the traceback of the worker.
+            Interrupted: A signal has ended the run, here or in a worker.
+        """
+        cargo = _packed(trainer, entry, arguments)
+        with TemporaryDirectory(prefix="dovetail-run-", ignore_cleanup_errors=True) as folder:
+            with _handing_out(cargo, Path(folder, "socket")), _quiet_elastic():
+                outcome = self._run(folder)
+            if isinstance(outcome, RunResult) and outcome.is_failed():
+                raise _failure(Path(folder), outcome)
+            result = Path(folder, _RESULT)
+            if result.exists():
+                returned = _taken(trainer, entry, arguments, store.load(result))
+            number = _signal_in(Path(folder)) or (outcome if isinstance(outcome, int) else None)
+            if number is not None:
+                raise Interrupted(number)
+            return returned
+
+    def _run(self, folder: str) -> RunResult | int:
+        """Run the workers to their end; return what became of them, or the signal that ended it."""
+        threads = share_of_threads(self.num_processes)
+        spec = WorkerSpec(
+            role="dovetail",
+            local_world_size=self.num_processes,
+            rdzv_handler=_Loopback(Path(folder).name),
+            entrypoint=sys.executable,
+            args=("-m", "dovetail.trainers.worker", folder, str(threads)),
+            max_restarts=self.max_restarts,
+            monitor_interval=0.1,
+        )
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=_GRACE)
+        try:
+            return cast(RunResult, agent.run())
+        except SignalException as error:
+            return int(error.sigval)
+
+
+def work(folder: Path) -> None:
+    """The whole life of a worker."""
+    with Client(str(folder / "socket"), "AF_UNIX") as caller:
+        sys.path[:] = json.loads(caller.recv_bytes())
+        trainer, entry, arguments, state, rng = cloudpickle.loads(caller.recv_bytes())
+    rank = int(os.environ["RANK"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    try:
+        if state is not None:
+            trainer.load_state_dict(state)
+        set_rng_state(rng)
+        if attempt and entry == "fit" and _keeps_checkpoints(trainer, arguments):
+            arguments = {**arguments, "resume": "auto"}
+        returned, number = None, None
+        try:
+            returned = getattr(loop, entry)(trainer, **arguments)
+        except Interrupted as interruption:
+            if interruption.at_once:
+                raise
+            number = interruption.number
+        result = _brought_back(trainer, entry, returned)
+        if rank == 0:
+            store.save(folder / _RESULT, result)
+            if number is not None:
+                (folder / _INTERRUPTED).write_text(str(number), encoding="ascii")
+    except Exception as error:
+        failure = json.dumps({**described(error), "rank": rank})
+        (folder / f"failure-{attempt}-{rank}.json").write_text(failure, encoding="utf-8")
+        raise SystemExit(1) from None
+
+
+# ------------------------------------------------------------------ there and back
+
+
+def _packed(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes:
+    # Optimizers are made anew from the same pieces. Those of a run that goes on are more than their pieces.
+    state = trainer.state_dict() if trainer.context.optimizers else None
+    try:
+        return bytes(cloudpickle.dumps((trainer, entry, dict(arguments), state, rng_state())))
+    except Exception as error:
+        raise ConfigError(f"the trainer or its data cannot be sent to other processes: {error}") from error
+
+
+def _brought_back(trainer: Trainer, entry: str, returned: Any) -> dict[str, Any]:
+    if entry != "fit":
+        return {"returned": returned}
+    context = trainer.context
+    return {
+        "trainer": trainer.state_dict(),
+        "shared": {name: value for name, value in context.state.items() if is_storable(name, value)},
+        "stop_reason": context.stop_reason,
+    }
+
+
+def _taken(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: Mapping[str, Any]) -> Any:
+    """Bring the trainer to where the workers have brought their copies, and return what the entry point returns."""
+    if entry != "fit":
+        return result["returned"]
+    context = trainer.context
+    loop.offer_data(context, train=arguments["train_data"], valid=arguments["val_data"])
+    wishes = {name: arguments[name] for name in ("max_length", "validation_period", "checkpoint_period")}
+    context.plan = trainer.plan(**wishes)
+    trainer.load_state_dict(result["trainer"])
+    context.state.update(result["shared"])
+    context.stop_reason = result["stop_reason"]
+    return context.history
+
+
+def _keeps_checkpoints(trainer: Trainer, arguments: Mapping[str, Any]) -> bool:
+    wishes = {name: arguments[name] for name in ("max_length", "validation_period", "checkpoint_period")}
+    return trainer.plan(**wishes).save is not None
+
+
+def _failure(folder: Path, outcome: RunResult) -> Exception:
+    """The first error of a worker that is not about another worker; else what became of the first that was killed."""
+    told = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("failure-*.json"))]
+    own = [each for each in told if each["name"] != PeerError.__name__]
+    killed = {rank: end for rank, end in outcome.failures.items() if end.exitcode < 0}
+    if not own and killed:
+        ends = " and ".join(f"rank {rank} was ended by {end.signal_name()}" for rank, end in sorted(killed.items()))
+        return TrainingProcessError(f"{ends}, and the run with it")
+    if own or told:
+        return rebuilt((own or told)[-1])
+    codes = " and ".join(f"rank {rank} ended with exit code {end.exitcode}" for rank, end in outcome.failures.items())
+    return TrainingProcessError(f"{codes}, and nothing came back")
+
+
+def _signal_in(folder: Path) -> int | None:
+    path = folder / _INTERRUPTED
+    return int(path.read_text(encoding="ascii")) if path.exists() else None
+
+
+# ------------------------------------------------------------------ around the launcher
+
+
+class _Loopback(RendezvousHandler):
+    """A meeting point on this machine alone, a new one for every attempt."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._store: Any = None
+
+    def get_backend(self) -> str:
+        """Name it."""
+        return "loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers meet at the launcher's store, which outlives any of them."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open a store for the next attempt: the one before holds the addresses of the dead."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it, but not to mypy
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    def is_closed(self) -> bool:
+        """Never: nobody else comes."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to tell anybody."""
+
+    def num_nodes_waiting(self) -> int:
+        """None: there is one machine."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Name the run."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Let the store go."""
+        self._store = None
+        return True
+
+
+@contextmanager
+def _handing_out(cargo: bytes, address: Path) -> Iterator[None]:
+    """Give the cargo to every worker that asks for it, at a socket in a folder that is this user's alone."""
+    listener = Listener(str(address), "AF_UNIX")
+
+    def serve() -> None:
+        # The listener is closed when the run is over.
+        with suppress(OSError):
+            while True:
+                with listener.accept() as worker, suppress(OSError):
+                    worker.send_bytes(json.dumps(sys.path).encode())
+                    worker.send_bytes(cargo)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield
+    finally:
+        # A blocked accept notices a connection, not that the listener is closed.
+        listener._listener._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+        listener.close()
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Keep the launcher's log lines from the terminal, and put back the signal handlers that it replaces."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

@@ -1,0 +1,401 @@
+"""What one process of a group does in `test_data_parallel.py`: `python ranks.py FOLDER`, with torchrun's variables set.
+
+Every case is a function that trains and returns plain values; the results of each rank are written to `FOLDER/<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from dovetail import Batches, Epochs
+from dovetail.callbacks import Callback
+from dovetail.distributed import PeerError
+from dovetail.trainers import AMPTrainer, DDPTrainer, SingleProcessAMP, Trainer
+
+CASES: dict[str, Callable[..., Any]] = {}
+GLOBAL_BATCH = 12
+
+
+def case(function: Callable[..., Any]) -> Callable[..., Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def layer(trainer: Trainer) -> Any:
+    """The trainer of a group, or the plain one where there is none."""
+    return DDPTrainer(trainer) if world() > 1 else trainer
+
+
+def data(size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64).to(dtype)
+    return inputs, (inputs.sum(dim=1) > 0).long()
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).to(dtype)
+
+
+def weights(module: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()]).tolist()
+
+
+SETTINGS: dict[str, Any] = {
+    "optim_function": "SGD",
+    "learning_rate": 0.3,
+    "momentum": 0.9,
+    "weight_decay": 0.0,
+    "seed": 3,
+    "drop_last": False,
+    "verbose": False,
+}
+
+
+def trained(module: nn.Module, source: Any, epochs: int = 2, wrap: Callable[..., Any] = layer, **settings: Any) -> Any:
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), **settings}
+    trainer = wrap(Trainer(module, "cpu", **settings))
+    history = trainer.fit(source, data(17, source[0].dtype), max_length=Epochs(epochs))
+    rows = [history.get_latest_metric(name) for name in ("train_loss", "valid_loss", "valid_accuracy")]
+    return {"weights": weights(module), "metrics": rows, "progress": trainer.context.progress.state_dict()}
+
+
+def one_hot_share(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.softmax(dim=1).gather(1, targets[:, None]) > 0.5).double().mean()
+
+
+# ------------------------------------------------------------------ equalities with one process
+
+
+@case
+def evaluation(folder: Path) -> Any:
+    from torchmetrics.classification import MulticlassF1Score
+
+    metrics = {"f1": MulticlassF1Score(2), "share": one_hot_share}
+    trainer = layer(Trainer(model(), "cpu", metrics=metrics, val_batch_size=2, verbose=False))
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [{name: str(value) for name, value in trainer.evaluate(data(size)).items()} for size in range(34)]
+
+
+@case
+def prediction(folder: Path) -> Any:
+    trainer = layer(Trainer(model(), "cpu", val_batch_size=2, verbose=False))
+    return [trainer.predict(data(size)[0]).tolist() for size in (1, 10)]
+
+
+@case
+def even_batches(folder: Path) -> Any:
+    return trained(model(), data(48))
+
+
+@case
+def uneven_batches(folder: Path) -> Any:
+    return trained(model(), data(53))
+
+
+@case
+def clipping(folder: Path) -> Any:
+    return trained(model(), data(53), gradient_clip=0.05)
+
+
+@case
+def accumulation(folder: Path) -> Any:
+    # Windows of the same samples: of 2 batches of 6 each here, of 2·12/world there.
+    return trained(model(), data(60), accumulation_steps=2, gradient_clip=0.1)
+
+
+@case
+def less_data_than_processes(folder: Path) -> Any:
+    return trained(model(), data(3))
+
+
+@case
+def counted_items(folder: Path) -> Any:
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        kept = targets == 1
+        losses = nn.functional.cross_entropy(trainer.model(inputs), targets, reduction="none")
+        return {"loss": (losses * kept).sum() / kept.sum().clamp(min=1), "num_items": kept.sum()}
+
+    return trained(model(), data(48), train_step=train_step)
+
+
+@case
+def low_precision(folder: Path) -> Any:
+    def wrap(trainer: Trainer) -> Any:
+        return AMPTrainer(layer(trainer), precision="fp16", init_scale=256.0)
+
+    settings = {"accumulation_steps": 2, "gradient_clip": 0.1}
+    return trained(model(torch.float32), data(48, torch.float32), wrap=wrap, **settings)
+
+
+@case
+def other_order_of_layers(folder: Path) -> Any:
+    module = model(torch.float32)
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world()}
+    trainer = layer(SingleProcessAMP(module, "cpu", precision="bf16", **settings))
+    trainer.fit(data(48, torch.float32), max_length=Epochs(2))
+    return weights(module)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = nn.Linear(3, 5), nn.Linear(5, 1)
+
+
+def duel(trainer: Any, batch: Any) -> dict[str, Any]:
+    real, noise = batch
+    context, pair = trainer.context, trainer.model
+    makers, judges = context.optimizers
+    bce = nn.functional.binary_cross_entropy_with_logits
+    fake = pair.maker(noise)
+    truth, lie = pair.judge(real), pair.judge(fake.detach())
+    loss = bce(truth, torch.ones_like(truth)) + bce(lie, torch.zeros_like(lie))
+    context.backward(loss)
+    context.step(judges)
+    doubt = pair.judge(fake)
+    context.backward(bce(doubt, torch.ones_like(doubt)))
+    context.step(makers)
+    return {"loss": loss.detach()}
+
+
+@case
+def two_optimizers(folder: Path) -> Any:
+    torch.manual_seed(5)
+    pair = Pair()
+
+    def make(module: Any) -> list[torch.optim.Optimizer]:
+        parts = (module.maker, module.judge)
+        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.5) for part in parts]
+
+    class Duel(Trainer):
+        def get_optimizer(self, model: nn.Module) -> Any:
+            return make(model)
+
+    settings = {"seed": 3, "drop_last": False, "verbose": False, "batch_size": GLOBAL_BATCH // world()}
+    trainer = AMPTrainer(layer(Duel(pair, "cpu", train_step=duel, **settings)), precision="bf16")
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randn(48, 5, generator=generator), torch.randn(48, 3, generator=generator)
+    trainer.fit(source, max_length=Epochs(2))
+    return weights(pair)
+
+
+# ------------------------------------------------------------------ data of other forms
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        inputs, targets = data(29)
+        yield from zip(inputs, targets, strict=True)
+
+
+class Seen(Callback):
+    """Notes the first feature of every sample that this process trains on and that counts."""
+
+    def __init__(self) -> None:
+        self.samples: list[float] = []
+        self.batches = 0
+
+    def on_step_end(self, context: Any, output: Any) -> None:
+        self.batches += 1
+        if context.notes.num_samples:
+            self.samples += context.state["inputs"]
+
+
+def noting(trainer: Any, batch: Any) -> dict[str, Any]:
+    inputs, targets = batch
+    trainer.context.state["inputs"] = inputs[:, 0].tolist()
+    return {"loss": nn.functional.cross_entropy(trainer.model(inputs), targets)}
+
+
+def seen(source: Any, **settings: Any) -> dict[str, Any]:
+    watch = Seen()
+    settings = {**SETTINGS, "batch_size": 4, "callbacks": [watch], "train_step": noting, **settings}
+    module = model()
+    layer(Trainer(module, "cpu", **settings)).fit(source, max_length=Epochs(1))
+    return {"samples": watch.samples, "batches": watch.batches, "weights": weights(module)}
+
+
+@case
+def stream(folder: Path) -> Any:
+    return seen(DataLoader(Stream(), batch_size=4))
+
+
+@case
+def generator_without_length(folder: Path) -> Any:
+    inputs, targets = data(29)
+
+    class Batched:
+        def __iter__(self) -> Iterator[Any]:
+            return zip(inputs.split(4), targets.split(4), strict=True)
+
+    return seen(Batched(), accumulation_steps=2)
+
+
+@case
+def shuffled_by_torch(folder: Path) -> Any:
+    torch.manual_seed(rank())
+    return seen(DataLoader(TensorDataset(*data(29)), batch_size=4, shuffle=True))
+
+
+@case
+def distributed_sampler(folder: Path) -> Any:
+    dataset = TensorDataset(*data(28))
+    sampler: Any = DistributedSampler(dataset, num_replicas=world(), rank=rank())
+    return seen(DataLoader(dataset, batch_size=4, sampler=sampler))
+
+
+# ------------------------------------------------------------------ agreement
+
+
+class StopsAlone(Callback):
+    """Asks to stop in the last process only."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def _ask(self, context: Any) -> None:
+        if rank() == world() - 1 and context.progress.batches >= 3:
+            context.stop("enough")
+
+    def on_step_end(self, context: Any, output: Any) -> None:
+        if self.hook == "step":
+            self._ask(context)
+
+    def on_epoch_end(self, context: Any, metrics: Any) -> None:
+        if self.hook == "epoch":
+            self._ask(context)
+
+
+@case
+def stop(folder: Path) -> Any:
+    found = []
+    for hook in ("step", "epoch"):
+        settings = {**SETTINGS, "batch_size": 2, "callbacks": [StopsAlone(hook)]}
+        trainer = layer(Trainer(model(), "cpu", **settings))
+        trainer.fit(data(48), max_length=Epochs(4))
+        found.append([trainer.context.stop_reason, trainer.context.progress.state_dict()])
+    return found
+
+
+@case
+def different_noise(folder: Path) -> Any:
+    trainer = layer(Trainer(model(), "cpu", **SETTINGS))
+    trainer.fit(data(24), max_length=Epochs(1))
+    return torch.rand(1).item()
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def noisy_trainer(folder: Path, **settings: Any) -> Any:
+    torch.manual_seed(7)
+    module = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+    settings = {**SETTINGS, "batch_size": 4, "checkpoint_dir": folder, "save_every": 3, **settings}
+    return layer(Trainer(module, "cpu", **settings))
+
+
+@case
+def resumed(folder: Path) -> Any:
+    whole = noisy_trainer(folder / "whole")
+    whole.fit(data(50), data(17), max_length=Epochs(2))
+    first = noisy_trainer(folder / "halves")
+    first.fit(data(50), data(17), max_length=Batches(4))
+    second = noisy_trainer(folder / "halves")
+    second.fit(data(50), data(17), max_length=Epochs(2), resume="auto")
+    states = [{name: value.tolist() for name, value in it.model.state_dict().items()} for it in (whole, second)]
+    return {
+        "whole": states[0],
+        "halves": states[1],
+        "draws": torch.rand(1).item(),
+        "files": sorted(path.name for path in (folder / "halves").iterdir()) if rank() == 0 else [],
+    }
+
+
+@case
+def other_world_size(folder: Path) -> Any:
+    """Two processes leave an epoch in its middle; one and three go on with it."""
+    watch = Seen()
+    settings = {**SETTINGS, "batch_size": 2, "callbacks": [watch], "train_step": noting, "checkpoint_dir": folder}
+    trainer = layer(Trainer(model(), "cpu", **settings))
+    source = DataLoader(TensorDataset(*data(29)), batch_size=2)
+    place = folder.parents[2] / "begun_by_two"
+    if world() == 2:
+        trainer.fit(source, max_length=Batches(4), checkpoint_period=Batches(0))
+        trainer.save_checkpoint(place)
+    else:
+        trainer.fit(source, max_length=Epochs(1), resume=place, checkpoint_period=Batches(0))
+    return {"samples": watch.samples, "progress": trainer.context.progress.state_dict()}
+
+
+@case
+def python_calls(folder: Path) -> Any:
+    """What a layer adds to the calls of Dovetail's own functions in one step."""
+    cost = runpy.run_path(str(Path(__file__).parents[1] / "trainers" / "test_cost.py"))
+
+    def own_calls(wrap: Callable[[Any], Any]) -> float:
+        def prepare() -> Callable[[Any], Any]:
+            trainer = wrap(cost["make_trainer"](nonfinite="ignore"))
+            return lambda batches: trainer.fit(batches * world(), max_length=Epochs(1))
+
+        found: float = cost["calls_per_step"](prepare)[1]
+        return found
+
+    alone = own_calls(layer)
+    return {"amp": own_calls(lambda it: AMPTrainer(layer(it), precision="bf16")) - alone, "all": alone}
+
+
+# ------------------------------------------------------------------ the end
+
+
+@case
+def error_in_one_process(folder: Path) -> Any:
+    class Fails(Callback):
+        def on_step_end(self, context: Any, output: Any) -> None:
+            if rank() == world() - 1 and context.progress.batches == 2:
+                raise ArithmeticError("the last process has had enough")
+
+    trainer = layer(Trainer(model(), "cpu", **SETTINGS, batch_size=2, callbacks=[Fails()]))
+    try:
+        trainer.fit(data(48), max_length=Epochs(2))
+    except (ArithmeticError, PeerError) as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def run_all(folder: Path) -> dict[str, Any]:
+    found = {}
+    for name, function in CASES.items():
+        place = folder / "places" / name
+        place.mkdir(parents=True, exist_ok=True)
+        found[name] = function(place)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    target = Path(sys.argv[1])
+    results = run_all(target)
+    (target / f"{rank()}.json").write_text(json.dumps(results), encoding="utf-8")

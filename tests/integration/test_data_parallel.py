@@ -1,0 +1,182 @@
+"""Several processes against one: real gloo groups of 2 and 3, started as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+Results = dict[int, list[dict[str, Any]]]
+
+
+def run_group(size: int, folder: Path) -> list[dict[str, Any]]:
+    """Run every case in a group, and return the results by rank."""
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {**os.environ, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(size)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(SCRIPT), str(folder)],
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * size, "\n".join(log.read_text() for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("ranks")
+    # In this order: one and three processes go on with what two have begun.
+    found = {2: run_group(2, folder / "2")}
+    return {**found, 3: run_group(3, folder / "3"), 1: [run_alone(folder / "1")]}
+
+
+def run_alone(folder: Path) -> dict[str, Any]:
+    """Run every case in one process, without a group."""
+    folder.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    subprocess.run([sys.executable, str(SCRIPT), str(folder)], env=environment, check=True, timeout=200)
+    found: dict[str, Any] = json.loads((folder / "0.json").read_text())
+    return found
+
+
+def nearly(expected: Any, tolerance: float) -> Any:
+    return pytest.approx(expected, rel=0, abs=tolerance)
+
+
+sizes = pytest.mark.parametrize("size", [2, 3])
+EXACT = ["even_batches", "uneven_batches", "clipping", "accumulation", "less_data_than_processes", "counted_items"]
+
+
+@sizes
+@pytest.mark.parametrize("name", EXACT)
+def test_a_group_trains_as_one_process_on_the_same_global_batches(results: Results, name: str, size: int) -> None:
+    alone = results[1][0][name]
+    for each in results[size]:
+        assert each[name]["weights"] == nearly(alone["weights"], 1e-12)
+        if name != "counted_items":  # whose training loss is a mean over samples of means over items
+            assert each[name]["metrics"] == nearly(alone["metrics"], 1e-12)
+        assert each[name]["progress"] == alone["progress"]
+
+
+@sizes
+def test_float16_with_accumulation_and_clipping_agrees_with_one_process(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["low_precision"]["weights"] == nearly(results[1][0]["low_precision"]["weights"], 2e-3)
+
+
+@sizes
+@pytest.mark.parametrize("name", ["other_order_of_layers", "two_optimizers"])
+def test_layers_combine_in_either_order_and_with_several_optimizers(results: Results, name: str, size: int) -> None:
+    first, *others = [each[name] for each in results[size]]
+    assert first == nearly(results[1][0][name], 2e-2)
+    assert all(other == first for other in others)
+
+
+@sizes
+def test_every_metric_of_an_evaluation_counts_each_sample_once(results: Results, size: int) -> None:
+    for number, alone in enumerate(results[1][0]["evaluation"]):
+        expected = {name: float(value) for name, value in alone.items()}
+        for each in results[size]:
+            found = {name: float(value) for name, value in each["evaluation"][number].items()}
+            assert found == pytest.approx(expected, rel=0, abs=1e-12, nan_ok=True), f"{number} samples"
+
+
+@sizes
+def test_predictions_come_back_whole_and_in_order(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["prediction"] == results[1][0]["prediction"]
+
+
+@sizes
+@pytest.mark.parametrize("name", ["stream", "generator_without_length", "shuffled_by_torch"])
+def test_every_sample_of_any_data_is_seen_once(results: Results, name: str, size: int) -> None:
+    seen = sorted(sample for each in results[size] for sample in each[name]["samples"])
+    assert seen == sorted(results[1][0][name]["samples"])
+    assert len({each[name]["batches"] for each in results[size]}) == 1
+    assert len({json.dumps(each[name]["weights"]) for each in results[size]}) == 1
+
+
+@sizes
+def test_a_sampler_that_shares_already_is_left_alone(results: Results, size: int) -> None:
+    seen = [len(each["distributed_sampler"]["samples"]) for each in results[size]]
+    assert seen == [-(-28 // size)] * size
+
+
+@sizes
+def test_a_wish_to_stop_in_one_process_stops_all_at_the_same_update(results: Results, size: int) -> None:
+    first, *others = [each["stop"] for each in results[size]]
+    assert all(other == first for other in others)
+    (reason, after_steps), (_, after_epochs) = first
+    assert reason == "enough"
+    assert after_steps["updates"] == 4
+    assert after_epochs["epoch"] == 1
+
+
+@sizes
+def test_every_process_draws_its_own_noise(results: Results, size: int) -> None:
+    assert len({each["different_noise"] for each in results[size]}) == size
+
+
+@sizes
+def test_resumed_equals_uninterrupted_with_dropout_in_every_process(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["resumed"]["halves"] == each["resumed"]["whole"]
+
+
+@sizes
+def test_one_process_writes_and_the_others_do_not(results: Results, size: int) -> None:
+    files = results[size][0]["resumed"]["files"]
+    assert "best_ck" in files
+    assert not [name for name in files if name.startswith(".")]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_number_of_processes_goes_on_with_the_rest_of_the_epoch(results: Results, size: int) -> None:
+    begun = [sample for each in results[2] for sample in each["other_world_size"]["samples"]]
+    rest = [sample for each in results[size] for sample in each["other_world_size"]["samples"]]
+    assert len(begun) == 16
+    assert len(set(begun + rest)) == len(begun + rest) == 29
+    assert results[size][0]["other_world_size"]["progress"]["epoch"] == 1
+
+
+@sizes
+def test_a_layer_adds_at_most_eight_python_calls_to_a_step(results: Results, size: int) -> None:
+    bare = results[1][0]["python_calls"]["all"]
+    for each in results[size]:
+        found = each["python_calls"]
+        assert found["all"] - bare <= 8
+        assert found["amp"] <= 8
+
+
+@sizes
+def test_an_error_in_one_process_is_named_in_the_others(results: Results, size: int) -> None:
+    *others, last = [each["error_in_one_process"] for each in results[size]]
+    assert last == ["ArithmeticError", "the last process has had enough"]
+    expected = f"rank {size - 1} failed: ArithmeticError: the last process has had enough"
+    assert others == [["PeerError", expected]] * (size - 1)

@@ -1,0 +1,246 @@
+"""A model in parts against the same model in one process: real gloo groups of 2 and 3, started as torchrun does."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail import Epochs, checkpoint
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.trainers import FSDPTrainer, Trainer, build_trainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded_ranks")]
+
+SCRIPT = Path(__file__).with_name("sharded_ranks.py")
+Results = dict[int, list[dict[str, Any]]]
+
+
+def run_group(size: int, folder: Path) -> list[dict[str, Any]]:
+    """Run every case in a group, or alone without one, and return the results by rank."""
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
+    shared = {**os.environ, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(size)]
+    processes = []
+    for rank, log in enumerate(logs):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
+        with log.open("w") as output:
+            command = [sys.executable, str(SCRIPT), str(folder)]
+            processes.append(
+                subprocess.Popen(command, env={**shared, **place}, stdout=output, stderr=subprocess.STDOUT)
+            )
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * size, "\n".join(log.read_text() for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="session")
+def results(folder: Path) -> Results:
+    # In this order: one and three processes go on with what two have begun.
+    return {size: run_group(size, folder / str(size)) for size in (2, 3, 1)}
+
+
+def nearly(expected: Any, tolerance: float) -> Any:
+    return pytest.approx(expected, rel=0, abs=tolerance)
+
+
+sizes = pytest.mark.parametrize("size", [2, 3])
+
+
+@sizes
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("even_batches", 1e-12),
+        ("uneven_batches", 1e-12),
+        ("clipping", 1e-12),
+        ("accumulation", 1e-12),
+        ("accumulation_that_some_finish_early", 1e-12),
+        ("less_data_than_processes", 1e-12),
+        ("adamw", 1e-10),
+        ("optimizer_made_before", 1e-10),
+        ("add_on_and_other_blocks", 1e-12),
+        ("evaluated_before_and_trained_twice", 1e-12),
+    ],
+)
+def test_a_model_in_parts_trains_as_one_process_does(results: Results, name: str, tolerance: float, size: int) -> None:
+    alone = results[1][0][name]
+    for each in results[size]:
+        assert each[name]["weights"] == nearly(alone["weights"], tolerance)
+        assert each[name]["metrics"] == nearly(alone["metrics"], tolerance)
+        assert each[name]["progress"] == alone["progress"]
+
+
+@sizes
+def test_a_loss_counts_by_its_items(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["counted_items"]["weights"] == nearly(results[1][0]["counted_items"]["weights"], 1e-12)
+
+
+@sizes
+def test_averaged_weights_and_logged_norms_are_those_of_the_whole(results: Results, size: int) -> None:
+    alone = results[1][0]["averages_and_logged_clipping"]
+    for each in results[size]:
+        found = each["averages_and_logged_clipping"]
+        assert torch.tensor(found["weights"][0]).sub(torch.tensor(alone["weights"][0])).abs().max() <= 1e-12
+        assert found["weights"][1] == nearly(alone["weights"][1], 1e-12)
+        assert found["metrics"] == nearly(alone["metrics"], 1e-12)
+
+
+@sizes
+def test_two_optimizers_over_blocks_that_are_called_by_themselves(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["two_optimizers"] == nearly(results[1][0]["two_optimizers"], 1e-12)
+
+
+@sizes
+def test_float16_with_accumulation_and_clipping_agrees_with_one_process(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["low_precision"]["weights"] == nearly(results[1][0]["low_precision"]["weights"], 2e-3)
+
+
+@sizes
+def test_an_overflow_in_one_process_skips_the_step_in_all(results: Results, size: int) -> None:
+    assert [each["overflow_in_one_process"] for each in results[size]] == [[2, 32768.0]] * size
+
+
+@sizes
+@pytest.mark.parametrize("name", ["evaluation", "prediction"])
+def test_every_sample_of_a_pass_counts_once(results: Results, name: str, size: int) -> None:
+    for each in results[size]:
+        for found, expected in zip(each[name], results[1][0][name], strict=True):
+            if name == "evaluation":
+                assert found == nearly(expected, 1e-12)
+            else:
+                assert torch.tensor(found).sub(torch.tensor(expected)).abs().max() <= 1e-12
+
+
+@sizes
+def test_each_process_holds_its_part_of_weights_and_moments(results: Results, size: int) -> None:
+    rows = {2: [50, 50], 3: [34, 34, 32]}[size]
+    assert [each["held_elements"] for each in results[size]] == [[60 * number] * 2 for number in rows]
+
+
+@sizes
+def test_resumed_equals_uninterrupted_with_dropout_in_every_process(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["resumed"]["halves"] == each["resumed"]["whole"]
+
+
+@sizes
+def test_every_process_writes_one_file_and_nothing_is_left_over(results: Results, size: int) -> None:
+    shards = [f"shard-{rank:05d}-of-{size:05d}.safetensors" for rank in range(size)]
+    usual = ["shards.json", "state.json", "tensors.safetensors"]
+    for each in results[size]:
+        assert each["resumed"]["files"] == ["manifest.json", *shards, *usual]
+        assert each["resumed"]["left over"] == []
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_number_of_processes_finds_the_same_weights_and_moments(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["other_world_size"] == results[2][0]["other_world_size"]
+
+
+@sizes
+def test_a_plain_checkpoint_is_taken_over_by_parts(results: Results, size: int) -> None:
+    for each in results[size]:
+        found = each["begun_by_a_plain_trainer"]
+        assert found["loaded"] == found["plain"]
+        assert found["before the run"] == found["in the run"]
+
+
+@sizes
+def test_a_damaged_shard_is_named_in_every_process_and_passed_over(results: Results, size: int) -> None:
+    for each in results[size]:
+        found = each["damaged_shard"]
+        file = f"ck_epoch_0_iter_4/shard-00001-of-{size:05d}.safetensors: the file is damaged"
+        assert file in found["named"]
+        assert any(file in warning for warning in found["warned"])
+        assert found["batches"] == 3
+
+
+@sizes
+def test_an_error_in_one_process_is_named_in_the_others(results: Results, size: int) -> None:
+    *others, last = [each["error_in_one_process"] for each in results[size]]
+    assert last == ["ArithmeticError", "the last process has had enough"]
+    expected = f"rank {size - 1} failed: ArithmeticError: the last process has had enough"
+    assert others == [["PeerError", expected]] * (size - 1)
+
+
+@sizes
+def test_writing_in_the_background_is_refused(results: Results, size: int) -> None:
+    assert all("save_in_background" in each["refused"] for each in results[size])
+
+
+class Malicious:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def test_a_pickled_index_is_refused_and_never_executed(results: Results, folder: Path, tmp_path: Path) -> None:
+    place, marker = folder / "begun_by_two", tmp_path / "executed"
+    pickled = pickle.dumps(Malicious(marker))
+    pickle.loads(pickled)
+    assert marker.exists()
+    marker.unlink()
+    (place / ".metadata").write_bytes(pickled)
+    try:
+        with pytest.raises(CheckpointError, match=r"\.metadata: a file that does not belong to a checkpoint"):
+            checkpoint.load(place)
+    finally:
+        (place / ".metadata").unlink()
+    assert checkpoint.load(place)["progress"]["batches"] == 4
+    assert not marker.exists()
+
+
+def test_processes_that_are_started_here_bring_the_whole_weights_back() -> None:
+    inputs = torch.randn(20, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    targets = (inputs.sum(dim=1) > 0).long()
+
+    def trained(batch_size: int, num_processes: int) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        trainer = FSDPTrainer(
+            Trainer(
+                model, "cpu", optim_function="AdamW", seed=1, batch_size=batch_size, drop_last=False, verbose=False
+            ),
+            num_processes=num_processes,
+        )
+        trainer.fit((inputs, targets), max_length=Epochs(2))
+        return model
+
+    for found, expected in zip(trained(4, 2).parameters(), trained(8, 1).parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_blocks_that_are_no_modules_are_refused() -> None:
+    with pytest.raises(ConfigError, match="shard: expected classes of modules"):
+        build_trainer("fsdp", nn.Linear(2, 2), shard=["linear"])

@@ -1,0 +1,66 @@
+"""One process of a group that a test interrupts: `python group_training.py FOLDER`, with torchrun's variables set.
+
+In its sixth batch it writes a dot and waits for one on its standard input, so that a signal arrives at a known place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail import Epochs
+from dovetail.callbacks import LambdaCallback
+from dovetail.trainers import DDPTrainer, Trainer
+
+WAITS_IN_BATCH = 5
+
+
+def make_trainer(folder: Path, **layer: Any) -> DDPTrainer:
+    """Return a trainer of two processes with dropout, momentum and checkpoints."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(100, 6, generator=generator)
+    trainer = Trainer(
+        model,
+        "cpu",
+        optim_function="SGD",
+        learning_rate=0.1,
+        momentum=0.9,
+        seed=5,
+        batch_size=4,
+        drop_last=False,
+        train_dataset=(inputs, inputs[:, :3].argmax(dim=1)),
+        val_dataset=(inputs[:30], inputs[:30, :3].argmax(dim=1)),
+        checkpoint_dir=folder / "checkpoints",
+        save_every=3,
+        keep_last=3,
+        verbose=False,
+    )
+    return DDPTrainer(trainer, **layer)
+
+
+def weights(trainer: Any) -> list[float]:
+    """Return every number of the model."""
+    found: list[float] = torch.cat([it.flatten() for it in trainer.model.state_dict().values()]).tolist()
+    return found
+
+
+def wait(context: Any, batch: Any) -> None:
+    """Tell the test that the place is reached, and wait until it has done what it wants to."""
+    if context.progress.batches == WAITS_IN_BATCH:
+        os.write(1, b".")
+        os.read(0, 1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    trainer = make_trainer(Path(sys.argv[1]))
+    trainer.callbacks.add(LambdaCallback(on_step_start=wait))
+    trainer.fit(max_length=Epochs(2))
+    print("this is never reached")

@@ -1,0 +1,150 @@
+"""Signals and kills of real processes of a group: who leaves, how fast, saying what, and what a restart makes of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from group_training import make_trainer, weights
+
+from dovetail import Epochs
+from dovetail import checkpoint as store
+from dovetail.callbacks import Callback, LambdaCallback
+from dovetail.trainers.interruption import Interrupted
+from dovetail.trainers.relay import TrainingProcessError
+
+pytestmark = pytest.mark.slow
+
+_HERE = Path(__file__).parent
+_TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
+_ROUNDS = 30 if _TORTURE else 1
+_RESTARTS = 10 if _TORTURE else 1
+
+
+@contextmanager
+def _group(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes that wait inside their sixth batch."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(_HERE / "group_training.py"), str(folder)],
+                    env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+            )
+            for rank in range(2)
+        ]
+        try:
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.read(1) == b".", process.communicate()[1].decode()
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+
+
+@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("round", range(_ROUNDS))
+def test_a_signal_to_one_process_makes_both_leave_with_one_checkpoint(tmp_path: Path, told: int, round: int) -> None:
+    with _group(tmp_path) as processes:
+        processes[told].send_signal(signal.SIGTERM)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(b".")
+            process.stdin.flush()
+        # The bar: both are gone within five seconds.
+        assert [process.wait(timeout=5) for process in processes] == [143, 143]
+        errors = [process.communicate()[1].decode() for process in processes]
+    assert "finishing the running update" in errors[told]
+    assert "interrupted by SIGTERM after 0 epochs and 6 batches: the checkpoint is in" in errors[0]
+    infos = store.list_checkpoints(tmp_path / "checkpoints")
+    assert [info.path.name for info in infos] == ["ck_epoch_0_iter_3", "ck_epoch_0_iter_6"]
+    store.verify(infos[-1].path)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("round", range(_ROUNDS))
+def test_a_killed_process_is_named_by_the_other_which_leaves(tmp_path: Path, killed: int, round: int) -> None:
+    with _group(tmp_path) as processes:
+        survivor = processes[1 - killed]
+        processes[killed].kill()
+        assert survivor.stdin is not None
+        survivor.stdin.write(b".")
+        survivor.stdin.flush()
+        # The bar: it leaves within ten seconds.
+        assert survivor.wait(timeout=10) == 1
+        error = survivor.communicate()[1].decode()
+    assert f"PeerError: rank {killed}" in error
+    assert "gone" in error
+    store.verify(tmp_path / "checkpoints" / "ck_epoch_0_iter_3")
+
+
+class Killed(Callback):
+    """Kills its own process, in the first attempt, when it has come to a batch."""
+
+    def __init__(self, rank: int, batch: int) -> None:
+        self.rank = rank
+        self.batch = batch
+
+    def on_step_end(self, context: Any, output: Any) -> None:
+        """Leave without a word."""
+        here = (context.share.rank, context.progress.batches, os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if here == (self.rank, self.batch, "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    trainer = make_trainer(tmp_path_factory.mktemp("undisturbed"), num_processes=2)
+    trainer.fit(max_length=Epochs(2))
+    return weights(trainer)
+
+
+@pytest.mark.parametrize("round", range(_RESTARTS))
+def test_a_restarted_group_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed: list[float], round: int
+) -> None:
+    draw = random.Random(round)
+    trainer = make_trainer(tmp_path, num_processes=2, max_restarts=1)
+    trainer.callbacks.add(Killed(draw.randrange(2), draw.randrange(4, 20)))
+    trainer.fit(max_length=Epochs(2))
+    assert weights(trainer) == undisturbed
+    assert trainer.context.progress.epoch == 2
+
+
+def test_without_restarts_the_caller_hears_which_process_was_killed(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, num_processes=2)
+    trainer.callbacks.add(Killed(1, 4))
+    with pytest.raises(TrainingProcessError, match="rank 1 was ended by SIGKILL"):
+        trainer.fit(max_length=Epochs(2))
+
+
+def _terminate_second(context: Any, output: Any) -> None:
+    if context.share.rank == 1 and context.progress.batches == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_a_worker_interrupts_the_caller_with_what_was_trained(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, num_processes=2)
+    trainer.callbacks.add(LambdaCallback(on_step_end=_terminate_second))
+    with pytest.raises(Interrupted) as caught:
+        trainer.fit(max_length=Epochs(2))
+    assert caught.value.code == 143
+    assert trainer.context.progress.batches == 6
+    store.verify(tmp_path / "checkpoints" / "ck_epoch_0_iter_6")

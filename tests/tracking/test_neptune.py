@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+
+from dovetail.callbacks import LambdaCallback
+from dovetail.errors import ConfigError
+from dovetail.tracking import Histogram, NeptuneLogger, Run, Tracker
+from dovetail.units import Epochs
+
+pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver is deprecated:DeprecationWarning")
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Reads every offline run back from the queue of its operations, the oldest first."""
+    pytest.importorskip("neptune", reason="neptune is not installed; its boto3 needs python-dateutil below 3")
+    monkeypatch.chdir(tmp_path)
+
+    def read():
+        folders = sorted((tmp_path / ".neptune" / "offline").iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
+        return [Read(folder) for folder in folders]
+
+    return read
+
+
+class Read:
+    def __init__(self, folder):
+        self.folder = folder
+        self.fields: dict = {}
+        self.series: dict = {}
+        self.files: dict = {}
+        decoder = json.JSONDecoder()
+        text = "".join(path.read_text() for path in sorted(folder.glob("data-*.log")))
+        while text := text.lstrip():
+            entry, end = decoder.raw_decode(text)
+            text = text[end:]
+            self.take(entry["obj"])
+
+    def take(self, operation):
+        name, kind = "/".join(operation["path"]), operation["type"]
+        if kind.startswith("Assign"):
+            self.fields[name] = operation["value"]
+        elif kind.startswith("Log"):
+            points = [(int(value["step"]), value["value"]) for value in operation["values"]]
+            self.series.setdefault(name, []).extend(points)
+        elif kind.startswith("UploadFile") and name != "source_code/files":
+            self.files[name] = operation
+
+
+def test_the_metrics_are_those_of_the_history(read, make):
+    history = make(Tracker(NeptuneLogger(mode="offline"))).fit(max_length=Epochs(2))
+    (run,) = read()
+    for name in ("train_loss", "valid_loss"):
+        assert run.series[name] == list(zip([5, 10], history.get_metric_values(name), strict=True))
+    assert run.fields["sys/failed"] is False
+
+
+def test_the_hyperparameters_are_fields(read, make):
+    tracker = Tracker(NeptuneLogger(mode="offline", name="first"), hyperparameters={"token": "hunter2", "none": None})
+    make(tracker).fit(max_length=Epochs(1))
+    (run,) = read()
+    assert run.fields["sys/name"] == "first"
+    assert run.fields["hyperparameters/optimizer.lr"] == 0.1
+    assert run.fields["hyperparameters/token"] == "***"
+    assert run.fields["hyperparameters/none"] == "None"
+
+
+def test_a_run_that_breaks_off_has_failed(read):
+    logger = NeptuneLogger(mode="offline")
+    logger.start(Run("a"))
+    logger.finish("failed")
+    assert read()[0].fields["sys/failed"] is True
+
+
+def test_histograms_and_figures_are_files(read, figure):
+    logger = NeptuneLogger(mode="offline")
+    logger.start(Run("a"))
+    logger.log({"weights/w": Histogram([0.0, 1.0, 1.0, 4.0], bins=2), "confusion": figure}, 7)
+    logger.finish("finished")
+    (run,) = read()
+    ((step, image),) = run.series["confusion"]
+    assert step == 7
+    assert image["data"].startswith("iVBOR")
+    upload = run.files["weights/w/7"]
+    content = next(run.folder.rglob(upload["tmp_file_name"])).read_text()
+    assert json.loads(content) == {"counts": [3, 1], "edges": [0.0, 2.0, 4.0]}
+
+
+def test_numbers_that_neptune_refuses_are_left_out(read):
+    logger = NeptuneLogger(mode="offline")
+    logger.start(Run("a"))
+    logger.log({"x": math.nan, "y": math.inf, "z": 1.0}, 1)
+    logger.finish("finished")
+    assert read()[0].series == {"z": [(1, 1.0)]}
+
+
+def test_a_resumed_run_goes_on_where_it_was(read, make):
+    states = []
+    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    make(Tracker(NeptuneLogger(mode="offline")), keep).fit(max_length=Epochs(1))
+    trainer = make(Tracker(NeptuneLogger(mode="offline")))
+    trainer.load_state_dict(states[0])
+    trainer.fit(max_length=Epochs(2))
+    assert [step for run in read() for step, _ in run.series["train_loss"]] == [5, 10]
+
+
+@pytest.mark.usefixtures("read")
+def test_a_bad_token_does_not_stop_training(make):
+    trainer = make(Tracker(NeptuneLogger("team/digits", api_token="wrong", mode="async")))
+    with pytest.warns(UserWarning, match="start failed with .*: The provided API token is invalid.") as told:
+        trainer.fit(max_length=Epochs(1))
+    assert len(told) == 1
+    assert trainer.context.progress.epoch == 1
+
+
+@pytest.mark.usefixtures("read")
+def test_nothing_is_printed(make, capfd):
+    make(Tracker(NeptuneLogger(mode="offline"))).fit(max_length=Epochs(1))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_follows_from_the_run_is_not_an_option():
+    with pytest.raises(ConfigError, match="NeptuneLogger: with_id follows from the run"):
+        NeptuneLogger("digits", with_id="a")

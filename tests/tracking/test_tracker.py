@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from dovetail.callbacks import Callback, LambdaCallback
+from dovetail.errors import ConfigError
+from dovetail.tracking import (
+    FolderLogger,
+    Histogram,
+    Logger,
+    MLflowLogger,
+    NeptuneLogger,
+    TensorBoardLogger,
+    Tracker,
+    WandBLogger,
+)
+from dovetail.units import Batches, Epochs
+
+
+def test_metrics_are_those_of_the_history(make, memory):
+    logger = memory()
+    history = make(Tracker(logger)).fit(max_length=Epochs(3))
+    for name in ("train_loss", "valid_loss", "valid_accuracy"):
+        assert logger.series(name) == list(zip([5, 10, 15], history.get_metric_values(name), strict=True))
+    assert logger.series("epoch") == [(5, 1), (10, 2), (15, 3)]
+
+
+def test_running_means_and_rates_come_with_every_report(make, memory):
+    logger = memory()
+    history = make(Tracker(logger)).fit(max_length=Epochs(1))
+    first, second, last = logger.series("running_loss")
+    assert [step for step, _ in (first, second, last)] == [2, 4, 5]
+    assert first[1] == pytest.approx(sum(history.losses[:2]) / 2)
+    assert logger.series("lr/group0") == [(2, 0.1), (4, 0.1), (5, 0.1)]
+
+
+def test_validations_inside_an_epoch_are_logged_where_they_happen(make, memory):
+    logger = memory()
+    make(Tracker(logger)).fit(max_length=Epochs(1), validation_period=Batches(2))
+    assert [step for step, _ in logger.series("valid_loss")] == [2, 4, 5]
+
+
+def test_no_name_has_two_values_at_a_step(make, memory):
+    logger = memory()
+    make(Tracker(logger, histograms_every=2)).fit(max_length=Epochs(2), validation_period=Batches(5))
+    seen = [(step, name) for step, values in logger.rows for name in values]
+    assert len(seen) == len(set(seen))
+
+
+def test_steps_never_decrease(make, memory):
+    logger = memory()
+    make(Tracker(logger, histograms_every=1)).fit(max_length=Epochs(2), validation_period=Batches(2))
+    steps = [step for step, _ in logger.rows]
+    assert steps == sorted(steps)
+
+
+def test_hyperparameters_are_those_of_the_trainer_and_of_the_user(make, memory):
+    logger = memory()
+    make(Tracker(logger, hyperparameters={"note": "first", "token": "hunter2"})).fit(max_length=Epochs(1))
+    found = logger.runs[0].hyperparameters
+    assert (found["note"], found["token"], found["batch_size"], found["optimizer.lr"]) == ("first", "***", 8, 0.1)
+
+
+def test_histograms_are_only_made_on_request(make, memory):
+    logger = memory()
+    make(Tracker(logger)).fit(max_length=Epochs(1))
+    assert not any(isinstance(value, Histogram) for _, values in logger.rows for value in values.values())
+
+
+def test_histograms_are_those_of_the_weights_and_of_the_gradients_that_led_to_them(make, memory):
+    logger = memory()
+    gradients, weights = [], []
+
+    class Watch(Callback):
+        def on_gradients(self, context, optimizer):
+            gradients.append(context.model[0].weight.grad.clone())
+
+        def on_update(self, context):
+            weights.append(context.model[0].weight.detach().clone())
+
+    make(Tracker(logger, histograms_every=2), Watch()).fit(max_length=Epochs(1))
+    for name, tensors in (("gradients/0.weight", gradients), ("weights/0.weight", weights)):
+        (step, first), (_, second) = logger.series(name)
+        assert step == 2
+        assert first.as_dict() == Histogram(tensors[1]).as_dict()
+        assert second.as_dict() == Histogram(tensors[3]).as_dict()
+
+
+def test_gradients_of_a_step_that_was_skipped_are_not_shown(make, memory):
+    logger = memory()
+
+    class Skipping(type(make())):
+        def optimizer_step(self, optimizer):
+            return super().optimizer_step(optimizer) if self.context.progress.batches != 1 else False
+
+    make(Tracker(logger, histograms_every=1), kind=Skipping).fit(max_length=Epochs(1))
+    assert [step for step, _ in logger.series("gradients/0.weight")] == [1, 3, 4, 5]
+
+
+def test_a_figure_of_the_user_is_logged_at_the_running_step(make, memory, figure):
+    logger = memory()
+    tracker = Tracker(logger)
+    draw = LambdaCallback(on_validation_end=lambda context, metrics: tracker.log_figure("valid/confusion", figure))
+    make(tracker, draw).fit(max_length=Epochs(2))
+    assert logger.series("valid/confusion") == [(5, figure), (10, figure)]
+
+
+def test_numbers_of_the_user_are_logged(make, memory):
+    logger = memory()
+    tracker = Tracker(logger)
+    count = LambdaCallback(on_epoch_end=lambda context, metrics: tracker.log({"mine": torch.tensor(3.0)}, step=99))
+    make(tracker, count).fit(max_length=Epochs(1))
+    assert logger.series("mine") == [(99, torch.tensor(3.0))]
+
+
+def test_logging_outside_of_training_is_a_mistake(make, memory):
+    tracker = Tracker(memory())
+    with pytest.raises(ConfigError, match="no run is open"):
+        tracker.log({"x": 1.0})
+    make(tracker).fit(max_length=Epochs(1))
+    with pytest.raises(ConfigError, match="no run is open"):
+        tracker.log({"x": 1.0})
+
+
+def test_a_run_that_ends_is_finished(make, memory):
+    logger = memory()
+    make(Tracker(logger)).fit(max_length=Epochs(1))
+    assert logger.statuses == ["finished"]
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("no"), KeyboardInterrupt()])
+def test_a_run_that_breaks_off_has_failed(make, memory, error):
+    def fail(context, metrics):
+        raise error
+
+    logger = memory()
+    with pytest.raises(type(error)):
+        make(Tracker(logger), LambdaCallback(on_epoch_end=fail)).fit(max_length=Epochs(1))
+    assert logger.statuses == ["failed"]
+
+
+@pytest.mark.parametrize(("method", "calls"), [("start", ["start"]), ("log", ["start", "log", "finish"])])
+def test_a_logger_that_fails_warns_once_and_is_off(make, memory, method, calls):
+    broken, working, straight = memory(fails_in=method), memory(), make()
+    trainer = make(Tracker(broken, working))
+    with pytest.warns(UserWarning, match="is off") as told:
+        trainer.fit(max_length=Epochs(2))
+    assert [str(warning.message) for warning in told] == [
+        f"Memory is off for the rest of this run, training goes on: {method} failed with ConnectionError: "
+        "no route to host"
+    ]
+    assert broken.calls == calls
+    assert [step for step, _ in working.series("train_loss")] == [5, 10]
+    straight.fit(max_length=Epochs(2))
+    assert trainer.history == straight.history
+
+
+def test_a_logger_that_cannot_finish_warns_once(make, memory):
+    with pytest.warns(UserWarning, match="finish failed with ConnectionError: no route to host$") as told:
+        make(Tracker(memory(fails_in="finish"))).fit(max_length=Epochs(1))
+    assert len(told) == 1
+
+
+def test_a_warning_says_no_password(make):
+    class Refused(Logger):
+        def start(self, run):
+            raise PermissionError("cannot log in at https://me:hunter2@example.org/api")
+
+        def log(self, values, step): ...
+
+        def finish(self, status): ...
+
+    with pytest.warns(UserWarning, match=r"cannot log in at https://\*\*\*@example\.org/api$"):
+        make(Tracker(Refused())).fit(max_length=Epochs(1))
+
+
+def test_a_logger_that_failed_is_tried_again_in_the_next_run(make, memory):
+    logger = memory(fails_in="log")
+    trainer = make(Tracker(logger))
+    with pytest.warns(UserWarning, match="is off"):
+        trainer.fit(max_length=Epochs(1))
+    logger.fails_in = ""
+    trainer.fit(max_length=Epochs(2))
+    assert [step for step, _ in logger.series("train_loss")] == [10]
+
+
+def test_a_further_fit_goes_on_in_the_same_run(make, memory):
+    logger = memory()
+    trainer = make(Tracker(logger))
+    trainer.fit(max_length=Epochs(1))
+    trainer.fit(max_length=Epochs(3))
+    first, second = logger.runs
+    assert (first.id, first.step) == (second.id, 0)
+    assert second.step == 5
+
+
+def test_a_resumed_run_is_the_same_run(make, memory):
+    states, before, after = [], memory(), memory()
+    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    make(Tracker(before), keep).fit(max_length=Epochs(2))
+    resumed = make(Tracker(after))
+    resumed.load_state_dict(states[0])
+    resumed.fit(max_length=Epochs(2))
+    assert after.runs[0].id == before.runs[0].id
+    assert after.runs[0].step == 5
+    assert after.series("train_loss") == before.series("train_loss")[1:]
+
+
+def test_a_trainer_that_is_reset_begins_a_new_run(make, memory):
+    logger = memory()
+    trainer = make(Tracker(logger))
+    trainer.fit(max_length=Epochs(1))
+    trainer.reset()
+    trainer.fit(max_length=Epochs(1))
+    assert logger.runs[0].id != logger.runs[1].id
+    assert logger.runs[1].step == 0
+
+
+def test_an_evaluation_logs_nothing(make, memory):
+    logger = memory()
+    trainer = make(Tracker(logger))
+    trainer.fit(max_length=Epochs(1))
+    number = len(logger.calls)
+    trainer.evaluate(trainer.options.val_dataset)
+    assert len(logger.calls) == number
+
+
+def test_tracking_leaves_the_training_alone(make, memory):
+    tracked, alone = make(Tracker(memory(), histograms_every=1)), make()
+    tracked.fit(max_length=Epochs(2))
+    alone.fit(max_length=Epochs(2))
+    assert tracked.history == alone.history
+
+
+def test_a_tracker_with_all_loggers_can_be_sent_to_another_process(tmp_path):
+    loggers = (
+        FolderLogger(tmp_path),
+        TensorBoardLogger(tmp_path),
+        WandBLogger("p"),
+        NeptuneLogger("p"),
+        MLflowLogger("p"),
+    )
+    copied = pickle.loads(pickle.dumps(Tracker(*loggers, histograms_every=3)))
+    assert [type(logger) for logger in copied.loggers] == [type(logger) for logger in loggers]
+    assert copied.histograms_every == 3
+
+
+def test_a_tracker_that_has_run_can_be_sent_to_another_process(make, tmp_path):
+    tracker = Tracker(FolderLogger(tmp_path))
+    make(tracker).fit(max_length=Epochs(1))
+    assert pickle.loads(pickle.dumps(tracker)).loggers[0].path == tracker.loggers[0].path
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ConfigError, match=r"expected loggers such as .*, got 'runs'"):
+        Tracker("runs")
+    with pytest.raises(ConfigError, match="histograms_every: expected a number of updates"):
+        Tracker(histograms_every=-1)
+
+
+def test_only_the_main_rank_writes(make, memory):
+    logger = memory()
+    trainer = make(Tracker(logger, histograms_every=1))
+    trainer.context.callbacks.mute(is_main=False)
+    trainer.fit(max_length=Epochs(1))
+    assert logger.calls == []
+
+
+def test_a_callback_of_the_user_may_log_on_every_rank():
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist = torch.distributed
+    dist.init_process_group("fake", rank=1, world_size=2, store=fake.FakeStore())
+    try:
+        Tracker().log({"x": 1.0})
+        with pytest.raises(ConfigError, match="expected a number"):
+            Tracker().log({"x": "one"})
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,287 @@
+"""Trainers that decorate trainers: what they pass on, which layer a run begins with, and what cannot be combined."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from problem import Problem, assert_same_weights
+
+from dovetail import Epochs, Trainer
+from dovetail.errors import ConfigError
+from dovetail.trainers import (
+    AbstractTrainerDecorator,
+    AMPTrainer,
+    DDPTrainer,
+    SingleProcess,
+    SingleProcessAMP,
+    SingleProcessAmp,
+    TrainerDecorator,
+    base,
+    build_trainer,
+)
+from dovetail.trainers.addons import MultiGPUAddon, PrecisionMixerAddon, StateManagerAddon
+from dovetail.trainers.capabilities import Capability, DataParallel, MixedPrecision
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.strategies import MixedPrecisionStepStrategy
+
+
+class Counting(TrainerDecorator):
+    """Counts the verbs that it sees."""
+
+    def __init__(self, trainer: base.Trainer, name: str = "outer") -> None:
+        self.name = name
+        self.seen: list[str] = []
+        super().__init__(trainer)
+
+    def setup(self) -> None:
+        self.seen.append("setup")
+        super().setup()
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        self.seen.append("train_step")
+        return super().train_step(batch)
+
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        self.seen.append("test_step")
+        return super().test_step(batch)
+
+
+def make_trainer(problem: Problem, kind: Callable[..., Any] = Trainer, **settings: Any) -> Any:
+    settings = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "verbose": False, "seed": 1, **settings}
+    return kind(problem.model(), "cpu", **settings)
+
+
+# ------------------------------------------------------------------ passing on
+
+
+def test_a_plain_decorator_changes_nothing(problem: Problem) -> None:
+    plain, decorated = make_trainer(problem), TrainerDecorator(TrainerDecorator(make_trainer(problem)))
+    for trainer in (plain, decorated):
+        trainer.fit(problem.batches, problem.batches, max_length=Epochs(2))
+    assert_same_weights(plain.model, decorated.model)
+    assert plain.history == decorated.history
+    assert decorated.evaluate(problem.batches) == plain.evaluate(problem.batches)
+
+
+def test_every_verb_is_forwarded() -> None:
+    missing = base.Trainer.__abstractmethods__ - vars(TrainerDecorator).keys()
+    assert not missing
+    assert AbstractTrainerDecorator is TrainerDecorator
+
+
+def test_attributes_are_read_from_and_written_to_the_decorated_trainer(problem: Problem) -> None:
+    inner = make_trainer(problem)
+    outer = Counting(TrainerDecorator(inner))
+    outer.num_epochs = 4
+    outer.mine = "kept inside"
+    assert (inner.num_epochs, inner.mine, outer.mine) == (4, "kept inside", "kept inside")
+    outer.name = "own"
+    assert outer.name == "own"
+    assert "name" not in vars(inner)
+    assert "num_epochs" in dir(outer)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = outer.no_such_thing
+
+
+def test_unwrap_returns_the_innermost(problem: Problem) -> None:
+    inner = make_trainer(problem)
+    assert AMPTrainer(DDPTrainer(inner)).unwrap() is inner
+    assert TrainerDecorator(inner).unwrap() is inner
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda trainer, data: trainer.fit(data, max_length=Epochs(1)),
+        lambda trainer, data: trainer.run(1, data),
+        lambda trainer, data: trainer.train_model({"epochs": 1}, data),
+    ],
+    ids=["fit", "run", "train_model"],
+)
+def test_whatever_starts_a_run_starts_it_on_the_layer_that_was_called(problem: Problem, start: Any) -> None:
+    outer = Counting(TrainerDecorator(Counting(make_trainer(problem), "inner")))
+    start(outer, problem.batches)
+    assert outer.seen.count("train_step") == 12
+    assert outer.trainer.seen == outer.seen
+
+
+def test_the_decorated_trainer_alone_trains_as_it_is(problem: Problem) -> None:
+    inner = make_trainer(problem)
+    outer = Counting(inner)
+    inner.fit(problem.batches, max_length=Epochs(1))
+    assert outer.seen == []
+
+
+def test_an_evaluation_inside_a_run_goes_through_all_layers(problem: Problem) -> None:
+    class Curious(Trainer):
+        def after_step(self, output: Mapping[str, Any]) -> None:
+            super().after_step(output)
+            self.evaluate(problem.batches[:1])
+
+    outer = Counting(make_trainer(problem, Curious))
+    outer.fit(problem.batches[:2], max_length=Epochs(1))
+    assert outer.seen == ["setup", "train_step", "test_step", "train_step", "test_step"]
+
+
+def test_decorated_and_extended_trainers_can_be_pickled_and_copied(problem: Problem) -> None:
+    extended = Trainer.add_on(StateManagerAddon, PrecisionMixerAddon)
+    made = [
+        AMPTrainer(DDPTrainer(make_trainer(problem)), precision="bf16"),
+        make_trainer(problem, extended, save_path="unused", precision="bf16", checkpoint_dir="unused", save_every=0),
+    ]
+    for trainer in made:
+        for twin in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
+            assert type(twin) is type(trainer)
+            twin.fit(problem.batches, max_length=Epochs(1), checkpoint_period=Epochs(0))
+    assert Trainer.add_on(StateManagerAddon, PrecisionMixerAddon) is extended
+
+
+def test_an_unknown_keyword_names_the_nearest(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="unknown keyword 'precison': did you mean 'precision'"):
+        AMPTrainer(make_trainer(problem), precison="bf16")
+    with pytest.raises(ConfigError, match="expected a trainer to decorate, got Linear"):
+        DDPTrainer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ combining
+
+
+def test_the_same_capability_twice_is_refused(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="the trainer has mixed precision already"):
+        AMPTrainer(DDPTrainer(AMPTrainer(make_trainer(problem))))
+    with pytest.raises(ConfigError, match="the trainer has data parallel already"):
+        DDPTrainer(make_trainer(problem, Trainer.add_on(MultiGPUAddon)))
+
+
+def test_a_conflict_is_refused_with_its_reason_in_either_order(problem: Problem) -> None:
+    class Picky(Capability):
+        kind = "pickiness"
+        conflicts: ClassVar[Mapping[str, str]] = {"mixed precision": "it wants every bit"}
+
+    class PickyTrainer(Picky, TrainerDecorator):
+        pass
+
+    for combine in (
+        lambda: PickyTrainer(AMPTrainer(make_trainer(problem))),
+        lambda: AMPTrainer(PickyTrainer(make_trainer(problem))),
+        lambda: make_trainer(problem, Trainer.add_on(Picky, MixedPrecision)),
+    ):
+        with pytest.raises(ConfigError, match="cannot be combined: it wants every bit"):
+            combine()
+
+
+def test_a_precision_of_strategy_and_layer_together_is_refused(problem: Problem) -> None:
+    strategy = MixedPrecisionStepStrategy(precision="bf16")
+    trainer = AMPTrainer(ComposableTrainer(problem.model(), training_step_strategy=strategy, verbose=False))
+    with pytest.raises(ConfigError, match="mixed precision twice"):
+        trainer.fit(problem.batches)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_decorator_add_on_and_strategy_give_the_same_bits(problem: Problem, precision: str) -> None:
+    def composed(model: Any, device: str, **settings: Any) -> ComposableTrainer:
+        step = MixedPrecisionStepStrategy(precision=precision)  # type: ignore[arg-type]
+        optimizer = settings.pop("optimizer")
+        return ComposableTrainer(
+            model, optimizer_strategy=optimizer, training_step_strategy=step, device=device, **settings
+        )
+
+    kinds: dict[str, Callable[..., Any]] = {
+        "decorator": lambda *args, **kwargs: AMPTrainer(Trainer(*args, **kwargs), precision=precision),
+        "outer": lambda *args, **kwargs: AMPTrainer(DDPTrainer(Trainer(*args, **kwargs)), precision=precision),
+        "inner": lambda *args, **kwargs: DDPTrainer(AMPTrainer(Trainer(*args, **kwargs), precision=precision)),
+        "add-on": partial(Trainer.add_on(PrecisionMixerAddon), precision=precision),
+        "capability": partial(Trainer.add_on(MixedPrecision), precision=precision),
+        "class": partial(SingleProcessAMP, precision=precision),
+        "strategy": composed,
+    }
+    trainers = {
+        name: make_trainer(problem, kind, gradient_clip=0.3, accumulation_steps=2) for name, kind in kinds.items()
+    }
+    for trainer in trainers.values():
+        trainer.fit(problem.batches, max_length=Epochs(2))
+    plain = make_trainer(problem, gradient_clip=0.3, accumulation_steps=2)
+    plain.fit(problem.batches, max_length=Epochs(2))
+    first = trainers["decorator"].model
+    assert not torch.equal(first[0].weight, plain.model[0].weight)
+    for trainer in trainers.values():
+        assert_same_weights(trainer.model, first)
+
+
+def test_data_parallel_alone_gives_the_bits_of_the_plain_trainer(problem: Problem) -> None:
+    trainers = [
+        make_trainer(problem),
+        DDPTrainer(make_trainer(problem)),
+        make_trainer(problem, Trainer.add_on(DataParallel)),
+        make_trainer(problem, Trainer.add_on(MultiGPUAddon)),
+    ]
+    for trainer in trainers:
+        trainer.fit(problem.batches, max_length=Epochs(2))
+        assert_same_weights(trainer.model, trainers[0].model)
+
+
+def test_a_float16_run_is_resumed_with_its_scale(problem: Problem, tmp_path: Any) -> None:
+    def make() -> AMPTrainer:
+        return AMPTrainer(make_trainer(problem), precision="fp16", init_scale=2.0**40)
+
+    whole, first, second = make(), make(), make()
+    whole.fit(problem.batches, max_length=Epochs(4))
+    first.fit(problem.batches, max_length=Epochs(2))
+    second.load_checkpoint(first.save_checkpoint(tmp_path / "half"))
+    second.fit(problem.batches, max_length=Epochs(4))
+    # The scale was too large at first, and steps that overflowed are no updates.
+    assert whole.context.progress.updates < whole.context.progress.batches
+    assert second.context.progress == whole.context.progress
+    assert_same_weights(second.model, whole.model)
+
+
+# ------------------------------------------------------------------ making
+
+
+def test_class_methods_and_factory_make_the_layers(problem: Problem) -> None:
+    model = problem.model()
+    assert type(DDPTrainer.from_single_process(model).trainer) is SingleProcess
+    assert type(DDPTrainer.from_single_process(model, amp=True, precision="bf16").trainer) is SingleProcessAMP
+    assert type(DDPTrainer.from_single_process_amp(model).trainer) is SingleProcessAMP
+    assert SingleProcessAmp is SingleProcessAMP
+    built = build_trainer("ddp-amp", model, num_processes=3, precision="fp16", num_epochs=2)
+    assert isinstance(built, AMPTrainer)
+    assert isinstance(built.trainer, DDPTrainer)
+    assert (built.trainer.num_processes, built.unwrap().num_epochs) == (3, 2)  # type: ignore[attr-defined]
+    assert type(build_trainer("sp", model)) is SingleProcess
+
+
+def test_a_name_that_nobody_knows_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown trainer 'ddpamp': did you mean 'ddp-amp'"):
+        build_trainer("ddpamp")
+
+
+def test_a_list_of_devices_asks_for_as_many_processes(problem: Problem) -> None:
+    trainer = Trainer.add_on(MultiGPUAddon)(problem.model(), ["cpu", "cpu"], init_method="tcp://localhost:12355")
+    assert trainer.num_processes == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_processes", 0), ("max_restarts", -1), ("num_processes", "two")])
+def test_numbers_that_make_no_sense_are_refused(problem: Problem, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected a whole number"):
+        DDPTrainer(make_trainer(problem), **{name: value})
+
+
+def test_explain_shows_the_layers(problem: Problem) -> None:
+    text = AMPTrainer(DDPTrainer(make_trainer(problem))).explain()
+    shown = [line.strip("│├└─ ") for line in text.splitlines()[2:6]]
+    assert shown == ["AMPTrainer", "DDPTrainer (decorated)", "Trainer (decorated)", "CoreTrainer (decorated)"]
+
+
+def test_a_dry_run_of_layers_puts_everything_back(problem: Problem) -> None:
+    trainer = AMPTrainer(DDPTrainer(make_trainer(problem)), precision="bf16")
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.fit(problem.batches, problem.batches, dry_run=True)
+    assert all(torch.equal(one, other) for one, other in zip(trainer.model.parameters(), before, strict=True))
+    assert trainer.context.progress.batches == 0

@@ -1,0 +1,373 @@
+"""A whole step as one graph: the same numbers as eager training, and a clear no where that cannot be."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from problem import Problem
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, AdamW, Optimizer
+
+from dovetail.trainers.whole_step import CannotCompileError, WholeStep, check_compiler
+
+Batch = tuple[Tensor, Tensor]
+MAX_NORM = 0.5
+
+try:
+    check_compiler()
+    COMPILER = True
+except CannotCompileError:
+    COMPILER = False
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled steps are not tested")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+        yield
+
+
+class Spare(nn.Module):
+    """A model with a parameter that it does not use."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.spare = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def make_model(problem: Problem) -> nn.Module:
+    return Spare(problem.model())
+
+
+def whole_step(model: nn.Module, optimizer: Optimizer) -> WholeStep:
+    return WholeStep(lambda batch: {"loss": cross_entropy(model(batch[0]), batch[1])}, [model], optimizer, MAX_NORM)
+
+
+def eager_step(model: nn.Module, optimizer: Optimizer) -> Callable[[Batch], dict[str, Any]]:
+    def step(batch: Batch) -> dict[str, Any]:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+    return step
+
+
+def run(step: Callable[[Batch], Any], batches: list[Batch]) -> list[float]:
+    return [step(batch)["loss"].item() for batch in batches]
+
+
+def shorter(batch: Batch, size: int) -> Batch:
+    return batch[0][:size], batch[1][:size]
+
+
+def assert_near(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+# Every term of every update. A graph takes seconds to compile, so that most tests share the second one.
+
+
+def make_sgd(model: nn.Module) -> Optimizer:
+    first, second, third, fourth, *rest = model.parameters()
+    return SGD(
+        [
+            {"params": [first]},
+            {"params": [second], "momentum": 0.9, "weight_decay": 0.1},
+            {"params": [third, *rest], "momentum": 0.8, "nesterov": True},
+            {"params": [fourth], "maximize": True, "momentum": 0.5},
+        ],
+        lr=0.1,
+    )
+
+
+def make_adam(model: nn.Module) -> Optimizer:
+    first, second, third, *rest = model.parameters()
+    return AdamW(
+        [
+            {"params": [first], "weight_decay": 0.1},
+            {"params": [second], "weight_decay": 0.1, "decoupled_weight_decay": False},
+            {"params": [third], "amsgrad": True},
+            {"params": rest, "betas": (0.8, 0.99), "maximize": True, "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
+def test_losses_weights_and_optimizer_state_are_those_of_eager_training(
+    problem: Problem, make: Callable[[nn.Module], Optimizer]
+) -> None:
+    compiled = make_model(problem)
+    eager = copy.deepcopy(compiled)
+    ours, theirs = make(compiled), make(eager)
+
+    losses = run(whole_step(compiled, ours), problem.batches)
+    assert_near(losses, run(eager_step(eager, theirs), problem.batches))
+    assert_near(compiled.state_dict(), eager.state_dict())
+    # The same entries, shapes and types, and none for the parameter that is not used.
+    assert_near(ours.state_dict(), theirs.state_dict())
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_and_eager_steps_take_turns_with_one_optimizer_state(problem: Problem) -> None:
+    def train(first: Any, second: Any) -> tuple[nn.Module, Optimizer]:
+        model = make_model(problem)
+        optimizer = make_adam(model)
+        run(first(model, optimizer), problem.batches[:6])
+        other = make_model(problem)
+        other.load_state_dict(model.state_dict())
+        resumed = make_adam(other)
+        resumed.load_state_dict(optimizer.state_dict())
+        run(second(other, resumed), problem.batches[6:])
+        return other, resumed
+
+    expected, expected_state = train(eager_step, eager_step)
+    for first, second in ((whole_step, eager_step), (eager_step, whole_step)):
+        model, optimizer = train(first, second)
+        assert_near(model.state_dict(), expected.state_dict())
+        assert_near(optimizer.state_dict(), expected_state.state_dict())
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_state_that_is_loaded_into_the_optimizer_is_used_by_its_graph(problem: Problem) -> None:
+    def train(kind: Any) -> list[float]:
+        model = make_model(problem)
+        optimizer = make_adam(model)
+        step = kind(model, optimizer)
+        losses = run(step, problem.batches[:3])
+        kept = copy.deepcopy(optimizer.state_dict())
+        losses += run(step, problem.batches[3:6])
+        optimizer.load_state_dict(kept)
+        return losses + run(step, problem.batches[6:])
+
+    assert_near(train(whole_step), train(eager_step))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_numbers_of_the_optimizer_move_without_a_new_graph(problem: Problem) -> None:
+    def train(kind: Any) -> tuple[list[float], Any]:
+        model = make_model(problem)
+        optimizer = make_adam(model)
+        step = kind(model, optimizer)
+        losses = []
+        for number, batch in enumerate(problem.batches):
+            for group in optimizer.param_groups:
+                group["lr"], group["betas"] = 0.001 * (number + 1), (0.5 + number / 30, 0.9)
+            optimizer.param_groups[0]["weight_decay"] = 0.5 + number
+            losses.append(step(batch)["loss"].item())
+        return losses, step
+
+    losses, step = train(whole_step)
+    assert_near(losses, train(eager_step)[0])
+    assert step.num_graphs == 1
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_masks_and_buffers_are_those_of_eager_training(problem: Problem) -> None:
+    def train(kind: Any) -> tuple[list[float], nn.Module, Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.Dropout(0.4), nn.Linear(10, 8), nn.Dropout(0.3)
+        )
+        losses = run(kind(model, SGD(model.parameters(), lr=0.1)), problem.batches)
+        return losses, model, torch.get_rng_state()
+
+    losses, model, generator = train(whole_step)
+    expected, eager, eager_generator = train(eager_step)
+    assert_near(losses, expected)
+    assert_near(model.state_dict(), eager.state_dict())
+    assert torch.equal(generator, eager_generator)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_another_form_of_batch_is_compiled_at_its_eighth_appearance(problem: Problem) -> None:
+    model = make_model(problem)
+    step = whole_step(model, make_adam(model))
+    full = problem.batches[0]
+    found = []
+    for _ in range(8):
+        assert step(full) is not None
+        found.append(step(shorter(full, 5)) is not None)
+
+    assert found == [False] * 7 + [True]
+    assert step.num_graphs == 2
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_form_that_comes_twice_in_a_row_is_compiled_also_after_a_resume(problem: Problem) -> None:
+    model = make_model(problem)
+    optimizer = make_adam(model)
+    step = whole_step(model, optimizer)
+    full = problem.batches[0]
+    assert step(full) is not None
+    assert step(shorter(full, 5)) is None
+
+    resumed = whole_step(model, optimizer)
+    resumed.load_state_dict(step.state_dict())
+    assert resumed(shorter(full, 4)) is None
+    assert resumed(full) is not None
+    resumed.load_state_dict(step.state_dict())
+    assert resumed(shorter(full, 5)) is not None
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_step_that_python_changes_is_refused_and_undone(problem: Problem) -> None:
+    model = make_model(problem)
+    doubles = False
+
+    def compute(batch: Batch) -> dict[str, Any]:
+        loss = cross_entropy(model(batch[0]), batch[1])
+        return {"loss": 2 * loss if doubles else loss}
+
+    step = WholeStep(compute, [model], make_adam(model), MAX_NORM)
+    assert step(problem.batches[0]) is not None
+    before = copy.deepcopy(model.state_dict())
+    doubles = True
+    step.look_again()
+
+    with pytest.raises(CannotCompileError, match="changes from call to call"):
+        step(problem.batches[1])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_graph_goes_on_with_a_new_optimizer_of_the_same_parameters(problem: Problem) -> None:
+    model = make_model(problem)
+    step = whole_step(model, make_adam(model))
+    step(problem.batches[0])
+    other = make_adam(model)
+
+    assert step.adopt([model], other)
+    step(problem.batches[1])
+    assert step.num_graphs == 1
+    assert [state["step"].item() for state in other.state.values()] == [1, 1, 1, 1]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_images_have_the_losses_of_eager_training() -> None:
+    def train(kind: Any) -> list[float]:
+        torch.manual_seed(5)
+        batch = torch.randn(4, 1, 8, 8), torch.randint(3, (4,))
+        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 3))
+        return run(kind(model, SGD(model.parameters(), lr=0.1)), [batch] * 4)
+
+    assert_near(train(whole_step), train(eager_step))
+
+
+def refusal(
+    compute: Callable[..., Any], model: nn.Module, optimizer: Optimizer | None = None, batch: Any = None
+) -> str:
+    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CannotCompileError) as caught:
+        WholeStep(lambda batch: compute(model, batch), [model], optimizer)(torch.ones(3, 2) if batch is None else batch)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    return str(caught.value)
+
+
+def mean(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {"loss": model(batch).mean()}
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+def with_hook(register: str) -> nn.Module:
+    model = linear()
+    getattr(model, register)(lambda *given: None)
+    return model
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Keeping(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.outputs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outputs.append(super().forward(x))
+        return self.outputs[-1]
+
+
+@pytest.mark.parametrize(
+    ("cause", "refused"),
+    [
+        ("the optimizer is Adagrad", lambda: refusal(mean, m := linear(), torch.optim.Adagrad(m.parameters()))),
+        ("dampening", lambda: refusal(mean, m := linear(), SGD(m.parameters(), momentum=0.9, dampening=0.1))),
+        ("not the model's", lambda: refusal(mean, linear(), SGD(linear().parameters()))),
+        ("a recurrent layer, LSTM", lambda: refusal(mean, nn.LSTM(2, 2))),
+        ("a Linear has the hook <lambda>", lambda: refusal(mean, with_hook("register_forward_hook"))),
+        ("a Linear has the hook", lambda: refusal(mean, with_hook("register_full_backward_hook"))),
+        ("by .item() or an if", lambda: refusal(lambda m, b: {"loss": m(b).mean() * m(b).sum().item()}, linear())),
+        ("by .item() or an if", lambda: refusal(lambda m, b: {"loss": m(b).mean() if m(b)[0, 0] > 0 else 0}, linear())),
+        ("changes Counting.calls", lambda: refusal(mean, Counting(2, 2))),
+        ("changes Keeping.outputs", lambda: refusal(mean, Keeping())),
+        ("from Python or numpy", lambda: refusal(lambda m, b: {"loss": m(b).mean() * random.random()}, linear())),
+        ("returns no loss", lambda: refusal(lambda m, b: {"loss": m(b)}, linear())),
+        ("a list as 'all'", lambda: refusal(lambda m, b: {"loss": m(b).mean(), "all": [m(b)]}, linear())),
+        ("an object of type object", lambda: refusal(mean, linear(), batch=[torch.ones(3, 2), object()])),
+        ("cannot be traced (RuntimeError", lambda: refusal(mean, linear(), batch=torch.ones(3, 5))),
+    ],
+)
+def test_a_step_that_cannot_be_a_graph_is_refused_by_name_and_changes_nothing(
+    cause: str, refused: Callable[[], str]
+) -> None:
+    assert cause in refused()
+
+
+def test_a_parameter_outside_of_the_modules_is_refused() -> None:
+    foreign = nn.Parameter(torch.ones(2))
+    assert "a parameter that is not the model's" in refusal(lambda m, b: {"loss": (m(b) * foreign).mean()}, linear())
+
+
+def test_a_hook_on_a_gradient_is_refused() -> None:
+    model = linear()
+    model.bias.register_hook(lambda gradient: gradient)
+    assert refusal(mean, model) == "the parameter bias has a hook on its gradient"
+
+
+def test_shared_memory_is_refused() -> None:
+    model = linear()
+    model.register_buffer("alias", model.weight.data[0])
+    assert refusal(mean, model) == "two parameters or buffers share their memory"
+
+
+def test_a_machine_without_a_compiler_is_named() -> None:
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": ("/nowhere/g++",)}):
+        assert refusal(mean, linear()) == "there is no C++ compiler, such as g++"
