@@ -144,6 +144,13 @@ def test_each_process_holds_its_part_of_weights_and_moments(results: Results, si
 
 
 @sizes
+def test_whole_weights_are_exported_and_taken_back(results: Results, size: int) -> None:
+    for each in results[size]:
+        found = each["exported_weights"]
+        assert found["loaded"] == found["trained"] != found["changed"]
+
+
+@sizes
 def test_resumed_equals_uninterrupted_with_dropout_in_every_process(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["resumed"]["halves"] == each["resumed"]["whole"]

@@ -760,3 +760,15 @@ def test_the_model_of_a_time_is_that_of_the_newest_checkpoint_before_it(problem:
     assert all(torch.equal(latest[name], value) for name, value in weights(trainer.model).items())
     with pytest.raises(CheckpointError, match="no checkpoint of client 4"):
         trainer.obtain_model_at_time(4, between)
+
+
+def test_a_loss_that_the_configuration_names_decides_whether_there_is_an_accuracy(problem: Problem) -> None:
+    trainer = ComposableTrainer(problem.model(), verbose=False)
+    targets = torch.nn.functional.one_hot(problem.y).float()
+    found = []
+    for loss, labels in (("MSELoss", targets), ("CrossEntropyLoss", problem.y), ("MSELoss", targets)):
+        data = (problem.x, labels)
+        trainer.context.data["valid"] = data
+        trainer.train_model({"epochs": 1, "loss_criterion": loss}, data)
+        found.append("valid_accuracy" in trainer.history.get_metric_names())
+    assert found == [False, True, False]

@@ -33,6 +33,7 @@ from dovetail.data import (
     to_device,
 )
 from dovetail.data.batches import map_tensors
+from dovetail.distributed import part_of, whole
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.trainers import base, loop
 from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
@@ -282,8 +283,9 @@ class CoreTrainer(base.Trainer):
             self.criterion = self.get_loss_criterion()
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(context.device)
-        if context.metrics_are_default and not context.metrics and self._classifies():
-            context.metrics = as_metrics({"accuracy": accuracy})
+        if context.metrics_are_default:
+            # Chosen anew in every run: its configuration may name another loss.
+            context.metrics = as_metrics({"accuracy": accuracy}) if self._classifies() else {}
         for metric in context.metrics.values():
             if isinstance(metric, nn.Module):
                 metric.to(context.device)
@@ -578,12 +580,16 @@ class CoreTrainer(base.Trainer):
         format: Literal["safetensors", "ckpt"] = (
             "ckpt" if Path(path).suffix in (".ckpt", ".pt", ".pth") else "safetensors"
         )
-        return store.export_model(path, self.context.model.state_dict(), format=format)
+        # Of a model that several processes hold in parts, all of them ask for the whole.
+        state = {name: whole(value) for name, value in self.context.model.state_dict().items()}
+        return store.export_model(path, state, format=format)
 
     def load_model(self, path: str | Path, strict: bool = True) -> None:
         """Load weights that `save_model` wrote."""
         assert self.context.model is not None
-        self.context.model.load_state_dict(store.load_model_file(Path(path)), strict=strict)
+        present = self.context.model.state_dict()
+        state = {name: part_of(value, present.get(name)) for name, value in store.load_model_file(Path(path)).items()}
+        self.context.model.load_state_dict(state, strict=strict)
 
     def loader(self, stage: Stage) -> Any:
         """Return the batches of a stage, formed once from the data that the stage was given."""
@@ -706,7 +712,7 @@ class CoreTrainer(base.Trainer):
 
     def _classifies(self) -> bool:
         strategy = self.strategies.loss
-        return classifies(self.criterion) if strategy is None else strategy.is_classification
+        return classifies(self.criterion) if strategy is None else strategy.classifies(self.context)
 
     def _shared(self, loader: Any, rank: int) -> Any:
         """This process's part of a loader."""

@@ -101,12 +101,12 @@ class ProcessLauncher:
 
 def work(folder: Path) -> None:
     """The whole life of a worker."""
-    with Client(str(folder / "socket"), "AF_UNIX") as caller:
-        sys.path[:] = json.loads(caller.recv_bytes())
-        trainer, entry, arguments, state, rng = cloudpickle.loads(caller.recv_bytes())
     rank = int(os.environ["RANK"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     try:
+        with Client(str(folder / "socket"), "AF_UNIX") as caller:
+            sys.path[:] = json.loads(caller.recv_bytes())
+            trainer, entry, arguments, state, rng = cloudpickle.loads(caller.recv_bytes())
         if state is not None:
             trainer.load_state_dict(state)
         set_rng_state(rng)

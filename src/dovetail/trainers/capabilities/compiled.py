@@ -52,6 +52,8 @@ class Compiled(Capability):
         # The epoch for which everything was last looked at; None for a run that begins.
         self._epoch: int | None = None
         self._is_eager = False
+        # Whether strategies are told about the running batch, as `_SHARED` says.
+        self._shares = False
         self._told: set[str] = set()
         super().__init__(*args, **kwargs)
 
@@ -95,9 +97,8 @@ class Compiled(Capability):
         if output is None:
             return super().train_step(batch)
         context.note_update(context.optimizers[0])
-        state = context.state
-        if "last_loss" in state:
-            state["last_loss"], state["current_batch"] = output["loss"], context.progress.batch
+        if self._shares:
+            context.state.update(current_batch=context.progress.batch, last_loss=output["loss"])
         return output
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,6 +125,7 @@ class Compiled(Capability):
             raise CannotCompileError(cause)
         assert context.model is not None
         trainer, (optimizer,) = cast(Any, self), context.optimizers
+        self._shares = trainer.strategies.training_step is not None
         modules = [context.model, *([trainer.criterion] if isinstance(trainer.criterion, nn.Module) else [])]
         if self._step is not None and self._step.adopt(modules, optimizer):
             self._step.look_again()

@@ -25,13 +25,12 @@ from dovetail.data.slicing import rows_in_memory
 from dovetail.distributed import Group
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
-from dovetail.trainers.capabilities.core import Capability, capabilities_of
+from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.sharded import ShardedDataParallel
 from dovetail.trainers.context import Stage
 from dovetail.units import Batches, Epochs, TrainUnit, Updates
 
 if TYPE_CHECKING:
-    from dovetail.trainers.base import Trainer
     from dovetail.trainers.core import CoreTrainer
 
 __all__ = ["DifferentialPrivacy"]
@@ -147,7 +146,6 @@ class DifferentialPrivacy(Capability):
             return
         trainer, model = cast("CoreTrainer", self), context.model
         assert model is not None
-        assert context.trainer is not None
         _check_layers(context.trainer)
         if trainer.options.gradient_clip:
             raise ConfigError(
@@ -494,14 +492,15 @@ def _check_number(name: str, value: float | None, accepts: Callable[[float], boo
         raise ConfigError(f"{name}: expected a number {what}, got {value!r}")
 
 
-def _check_layers(trainer: Trainer) -> None:
+def _check_layers(trainer: Any) -> None:
     """Refuse the one way of training in several processes that has no gradients of single samples."""
-    for layer in capabilities_of(trainer):
-        if issubclass(layer, ShardedDataParallel):
+    while trainer is not None:
+        if isinstance(trainer, ShardedDataParallel):
             raise ConfigError(
-                f"DifferentialPrivacy and {layer.__name__} cannot be combined: a process that holds a part of the "
+                "DifferentialPrivacy and ShardedDataParallel cannot be combined: a process that holds a part of the "
                 "parameters cannot tell the norm of a sample's gradient; use DataParallel"
             )
+        trainer = vars(trainer).get("trainer")
 
 
 def _check_model(model: nn.Module) -> None:

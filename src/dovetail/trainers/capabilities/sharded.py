@@ -47,6 +47,8 @@ class ShardedDataParallel(DataParallel):
         >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # one process: as ever
     """
 
+    kind = "sharded data parallel"
+
     def __init__(
         self, *args: Any, shard: Blocks | None = None, reshard_after_forward: bool | None = None, **kwargs: Any
     ) -> None:
@@ -265,7 +267,7 @@ class ShardedDataParallel(DataParallel):
             turn.news = told
         # The window has divided by the items of this process alone.
         own = float(window.items / window.expected) if window.size > 1 else 1.0
-        factor = (self._unit or 1.0) / total
+        factor = (self._unit or 1.0) / (total or 1.0)
         for parameter in (parameter for each in optimizer.param_groups for parameter in each["params"]):
             gradient = parameter.grad
             if gradient is None:

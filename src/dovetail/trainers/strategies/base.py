@@ -82,6 +82,10 @@ class LossCriterionStrategy(Strategy, ABC):
     # Whether it is the loss of a classifier of exclusive classes, so that accuracy has a meaning.
     is_classification: bool = False
 
+    def classifies(self, context: TrainingContext) -> bool:
+        """Whether accuracy has a meaning in a run; asked at its start."""
+        return self.is_classification
+
     @abstractmethod
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch: one number, normalised per batch."""

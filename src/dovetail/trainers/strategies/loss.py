@@ -55,6 +55,10 @@ class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
         """Look the loss up anew: another run may have another configuration."""
         self._criterion = None
 
+    def classifies(self, context: TrainingContext) -> bool:
+        """Whether the loss that is given, or else the one that the configuration names, is that of a classifier."""
+        return classifies(self.loss_fn or _configured(context.config))
+
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch."""
         if self._criterion is None:
@@ -204,6 +208,10 @@ class CompositeLossStrategy(Nesting, LossCriterionStrategy):
             raise ConfigError("CompositeLossStrategy: expected at least one loss, got none")
         self._weighted = [it if isinstance(it, tuple) else (it, 1.0) for it in self.strategies]
         self.is_classification = any(strategy.is_classification for strategy, _ in self._weighted)
+
+    def classifies(self, context: TrainingContext) -> bool:
+        """Whether any of the losses is that of a classifier."""
+        return any(strategy.classifies(context) for strategy, _ in self._weighted)
 
     @property
     def parts(self) -> Sequence[Strategy]:

@@ -1,0 +1,110 @@
+"""Differential privacy in a real group of two processes against one process on the same global batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("opacus", reason="the extra 'privacy' is not installed")
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("private_ranks")]
+
+SCRIPT = Path(__file__).with_name("private_ranks.py")
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Run every case once, and return the results by rank."""
+    folder = tmp_path_factory.mktemp("private")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {**os.environ, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as output:
+            command = [sys.executable, str(SCRIPT), str(folder)]
+            processes.append(
+                subprocess.Popen(command, env={**shared, **place}, stdout=output, stderr=subprocess.STDOUT)
+            )
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_agree(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["weights"] == pytest.approx(expected["weights"], rel=0, abs=1e-12)
+    for name in ("epsilon", "noise", "spent", "progress"):
+        assert found[name] == expected[name], name
+
+
+CASES = [
+    "even_batches",
+    "uneven_batches",
+    "less_data_than_processes",
+    "without_noise",
+    "accumulated_batches",
+    "poisson_sampling",
+    "nobody_drawn",
+    "target_epsilon",
+]
+
+
+@pytest.mark.parametrize("order", ["privacy_outside", "privacy_inside"])
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_and_spend_as_one_on_the_same_global_batches(
+    results: Results, name: str, order: str
+) -> None:
+    assert_agree(results[0][name][order], results[0][name]["alone"])
+
+
+@pytest.mark.parametrize("order", ["privacy_outside", "privacy_inside"])
+@pytest.mark.parametrize("name", CASES)
+def test_both_processes_have_the_same_weights_bit_for_bit(results: Results, name: str, order: str) -> None:
+    assert results[0][name][order] == results[1][name][order]
+
+
+def test_a_rate_counts_the_samples_of_both_processes(results: Results) -> None:
+    assert results[1]["even_batches"]["privacy_outside"]["spent"] == [[1.0, 12 / 48, 4]]
+    assert results[1]["accumulated_batches"]["privacy_outside"]["spent"] == [[1.0, 24 / 60, 3]]
+
+
+def test_noise_without_a_seed_is_the_same_in_both_processes_and_another_in_every_run(results: Results) -> None:
+    (first, second), others = (each["seed_of_the_system"] for each in results)
+    assert others == [first, second]
+    assert first != second
+
+
+@pytest.mark.parametrize("order", ["privacy_outside", "privacy_inside"])
+def test_resumed_is_uninterrupted(results: Results, order: str) -> None:
+    for each in results:
+        whole, resumed = each["resumed"][order]
+        assert resumed == whole
+
+
+def test_one_process_goes_on_with_what_two_have_begun(results: Results) -> None:
+    whole, rest = results[0]["gone_on_alone"]
+    assert_agree(rest, whole)
+
+
+def test_it_is_built_by_name_and_with_pymarlins_settings(results: Results) -> None:
+    assert results[0]["built_by_name"] == {"norm": 0.5, "spent": [[1.0, 12 / 48, 4]]}
+
+
+def test_a_sampler_that_can_repeat_samples_is_refused(results: Results) -> None:
+    assert results[1]["distributed_sampler"].startswith("differential privacy and a DistributedSampler")

@@ -1,0 +1,280 @@
+"""The compiled trainer is the same trainer: hooks, schedules, checkpoints, and eager where a graph cannot be."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problem import Problem, assert_same_weights
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import OneCycleLR
+
+from dovetail.callbacks import Callback
+from dovetail.errors import ConfigError
+from dovetail.trainers import Trainer
+from dovetail.trainers.capabilities.compiled import Compiled
+from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.decorators import TrainerDecorator
+from dovetail.trainers.whole_step import CannotCompileError, check_compiler
+from dovetail.units import Batches, Epochs
+
+try:
+    check_compiler()
+    COMPILER = True
+except CannotCompileError:
+    COMPILER = False
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled training is not tested")
+
+CompiledBasic: Any = Trainer.add_on(Compiled)
+
+
+class Decorated(Compiled, TrainerDecorator):
+    pass
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+        yield
+
+
+class Note(Callback):
+    """Everything that a watcher can know of a run, in its order."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def on_epoch_start(self, context: Any) -> None:
+        self.heard.append(("epoch", context.progress.epoch))
+
+    def on_update(self, context: Any) -> None:
+        self.heard.append(("update", context.progress.updates, context.optimizers[0].param_groups[0]["lr"]))
+
+    def on_step_end(self, context: Any, output: Mapping[str, Any]) -> None:
+        self.heard.append(("step", context.progress.batches, sorted(output)))
+
+    def on_validation_end(self, context: Any, metrics: Mapping[str, float]) -> None:
+        self.heard.append(("validation", sorted(metrics)))
+
+
+# One graph for all tests that compile: dropout, clipping, Adam, a schedule.
+def make(problem: Problem, kind: Any = CompiledBasic, **settings: Any) -> Any:
+    torch.manual_seed(1)
+    model = problem.model(dropout=0.3)
+    optimizer = settings.pop("optimizer", None) or Adam(model.parameters(), lr=0.01)
+    if callable(optimizer):
+        optimizer = optimizer(model)
+    settings = {"gradient_clip": 1.0, "verbose": False, **settings}
+    return kind(model, "cpu", optimizer=optimizer, **settings)
+
+
+def schedule(optimizer: Any) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.05, total_steps=40)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_compiled_run_is_the_eager_run_to_the_last_hook(problem: Problem) -> None:
+    def train(kind: Any) -> tuple[Any, list[Any]]:
+        note = Note()
+        trainer = make(problem, kind, scheduler=schedule, callbacks=[note])
+        trainer.fit(problem.batches, problem.batches[:2], max_length=Epochs(3))
+        return trainer, note.heard
+
+    compiled, heard = train(CompiledBasic)
+    eager, expected = train(Trainer)
+    assert compiled.graphs == 1
+    assert heard == expected
+    assert compiled.context.progress == eager.context.progress
+    torch.testing.assert_close(list(compiled.history.losses), list(eager.history.losses), rtol=0, atol=5e-6)
+    torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=5e-6)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_decorator_and_add_on_have_equal_bits(problem: Problem) -> None:
+    add_on, decorated = make(problem), Decorated(make(problem, Trainer))
+    for trainer in (add_on, decorated):
+        torch.manual_seed(2)
+        trainer.fit(problem.batches, max_length=Epochs(2))
+
+    assert decorated.graphs == 1
+    assert_same_weights(add_on.model, decorated.model)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(problem: Problem, tmp_path: Path) -> None:
+    # The last batch of an epoch is shorter and stays eager.
+    batches = [*problem.batches[:5], (problem.x[:3], problem.y[:3])]
+    whole, first, second = (make(problem, scheduler=schedule) for _ in range(3))
+    torch.manual_seed(2)
+    whole.fit(batches, max_length=Epochs(3))
+
+    torch.manual_seed(2)
+    first.fit(batches, max_length=Batches(8))
+    first.save_checkpoint(tmp_path / "middle")
+    torch.manual_seed(99)
+    second.fit(batches, max_length=Epochs(3), resume=tmp_path / "middle")
+
+    assert second.graphs == 1
+    assert_same_weights(second.model, whole.model)
+    assert list(second.history.losses) == list(whole.history.losses)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [(CompiledBasic, Trainer), (Trainer, CompiledBasic)])
+def test_a_checkpoint_goes_on_compiled_or_eagerly(problem: Problem, tmp_path: Path, kinds: Any) -> None:
+    whole, first, second = make(problem, Trainer), make(problem, kinds[0]), make(problem, kinds[1])
+    for trainer in (whole, first):
+        torch.manual_seed(2)
+        trainer.fit(problem.batches, max_length=Epochs(2) if trainer is whole else Batches(7))
+    first.save_checkpoint(tmp_path / "middle")
+    second.fit(problem.batches, max_length=Epochs(2), resume=tmp_path / "middle")
+
+    torch.testing.assert_close(second.model.state_dict(), whole.model.state_dict(), rtol=0, atol=5e-6)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_strategies_find_the_running_batch_and_its_real_loss(problem: Problem) -> None:
+    seen = []
+
+    class Look(Callback):
+        def on_step_end(self, context: Any, output: Mapping[str, Any]) -> None:
+            seen.append((context.state["current_batch"], context.state["last_loss"].item() == output["loss"].item()))
+
+    torch.manual_seed(1)
+    model = problem.model(dropout=0.3)
+    trainer = ComposableTrainer.add_on(Compiled)(
+        model,
+        device="cpu",
+        optimizer_strategy=lambda parameters: Adam(parameters, lr=0.01),
+        gradient_clip=1.0,
+        callbacks=[Look()],
+        verbose=False,
+    )
+    trainer.fit(problem.batches[:3], max_length=Epochs(1))
+
+    assert trainer.graphs == 1
+    assert seen == [(0, True), (1, True), (2, True)]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_keeps_the_names_of_its_state(problem: Problem) -> None:
+    compiled, eager = make(problem, mode="model"), make(problem, Trainer)
+    before = list(compiled.model.state_dict())
+    for trainer in (compiled, eager):
+        torch.manual_seed(2)
+        trainer.model[2].p = 0.0
+        trainer.fit(problem.batches[:3], max_length=Epochs(1))
+
+    assert list(compiled.model.state_dict()) == before
+    assert compiled.graphs == 0
+    torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=5e-6)
+
+
+# ------------------------------------------------------------------ eager, with one sentence
+
+
+class WantsGradients(Callback):
+    def on_gradients(self, context: Any, optimizer: Any) -> None:
+        pass
+
+
+class OwnBackward(Trainer):
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+
+
+class ByHand(Trainer):
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        loss = self.criterion(self.context.model(batch[0]), batch[1])
+        self.context.backward(loss)
+        self.context.step()
+        return {"loss": loss}
+
+
+class ReadsValues(Trainer):
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        loss = self.criterion(self.context.model(batch[0]), batch[1])
+        return {"loss": loss if loss.item() > 0 else -loss}
+
+
+class Doubled(TrainerDecorator):
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        return {"loss": 2 * super().train_step(batch)["loss"]}
+
+
+def add_on(kind: Any) -> Callable[..., Any]:
+    return lambda *given, **settings: kind.add_on(Compiled)(*given, **settings)
+
+
+@pytest.mark.parametrize(
+    ("cause", "compiled", "eager", "settings"),
+    [
+        ("2 batches share one update", add_on(Trainer), Trainer, {"accumulation_steps": 2}),
+        (
+            "there are 2 optimizers",
+            add_on(Trainer),
+            Trainer,
+            {"optimizer": lambda model: [SGD(model[0].parameters()), SGD(model[3].parameters())]},
+        ),
+        ("LBFGS evaluates the loss", add_on(Trainer), Trainer, {"optimizer": lambda model: LBFGS(model.parameters())}),
+        (
+            "the optimizer is Adagrad",
+            add_on(Trainer),
+            Trainer,
+            {"optimizer": lambda model: torch.optim.Adagrad(model.parameters())},
+        ),
+        ("WantsGradients wants to see gradients", add_on(Trainer), Trainer, {"callbacks": [WantsGradients()]}),
+        ("OwnBackward has its own backward", add_on(OwnBackward), OwnBackward, {}),
+        ("train_step optimises by itself", add_on(ByHand), ByHand, {}),
+        ("by .item() or an if", add_on(ReadsValues), ReadsValues, {}),
+        (
+            "mixed precision",
+            add_on(Trainer.add_on(MixedPrecision)),
+            Trainer.add_on(MixedPrecision),
+            {"precision": "bf16"},
+        ),
+        (
+            "Doubled changes what train_step returns",
+            lambda *given, **settings: Doubled(CompiledBasic(*given, **settings)),
+            lambda *given, **settings: Doubled(Trainer(*given, **settings)),
+            {},
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_compiled_is_the_eager_run_and_says_why_once(
+    problem: Problem, cause: str, compiled: Any, eager: Any, settings: dict[str, Any]
+) -> None:
+    trainers = [make(problem, kind, **copy.copy(settings)) for kind in (compiled, eager)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for trainer in trainers:
+            torch.manual_seed(2)
+            trainer.fit(problem.batches[:4], max_length=Epochs(2))
+
+    told = [str(warning.message) for warning in caught if "without a graph" in str(warning.message)]
+    assert len(told) == 1
+    assert cause in told[0]
+    assert_same_weights(*(trainer.model for trainer in trainers))
+
+
+def test_an_unknown_mode_is_refused(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="mode: expected 'model' or 'step', got 'graph'"):
+        make(problem, mode="graph")
+
+
+def test_the_modes_of_a_trainer_are_handed_on(problem: Problem) -> None:
+    assert make(problem, mode="test").mode == "test"

@@ -1,0 +1,79 @@
+"""Runs in processes that are started for them: what comes back, and how errors arrive."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from problem import Problem
+
+from dovetail import Epochs, Trainer
+from dovetail.errors import ConfigError
+from dovetail.trainers import DDPTrainer
+from dovetail.trainers.addons import MultiGPUAddon
+
+pytestmark = pytest.mark.slow
+
+
+def make_trainer(problem: Problem, kind: Any = Trainer, batch_size: int = 8, device: Any = "cpu", **more: Any) -> Any:
+    settings = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "verbose": False, "seed": 1, **more}
+    return kind(problem.model(dtype=torch.float64), device, batch_size=batch_size, **settings)
+
+
+@pytest.fixture
+def data(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    return problem.x.double(), problem.y
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    for value, expected in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+
+
+def test_weights_history_and_metrics_come_back_into_the_callers_objects(problem: Problem, data: Any) -> None:
+    alone, launched = make_trainer(problem, batch_size=16), DDPTrainer(make_trainer(problem), num_processes=2)
+    model, history = launched.model, launched.history
+    for length in (1, 3):
+        for trainer in (alone, launched):
+            trainer.fit(data, data, max_length=Epochs(length))
+        # The second time goes on with the momentum that the first has left.
+        same(launched.model, alone.model)
+    assert launched.model is model
+    assert launched.history is history
+    assert launched.context.progress == alone.context.progress
+    for name in ("train_loss", "valid_loss", "valid_accuracy"):
+        assert history.get_metric_values(name) == pytest.approx(alone.history.get_metric_values(name), abs=1e-12)
+    assert launched.evaluate(data) == pytest.approx(alone.evaluate(data), abs=1e-12)
+    assert torch.equal(launched.predict(data[0]), launched.unwrap().predict(data[0]))
+
+
+def test_other_spellings_and_the_add_on_launch_too(problem: Problem, data: Any) -> None:
+    alone = make_trainer(problem, batch_size=16)
+    alone.run(1, data)
+    add_on = make_trainer(problem, Trainer.add_on(MultiGPUAddon), device=["cpu", "cpu"])
+    add_on.run(1, data)
+    same(add_on.model, alone.model)
+
+
+def test_an_error_of_a_worker_arrives_with_its_own_traceback(problem: Problem, data: Any) -> None:
+    def fails_in_the_second(trainer: Any, batch: Any) -> Any:
+        if trainer.context.share.rank == 1:
+            raise LookupError("a worker has lost its way")
+        return {"loss": trainer.model(batch[0]).sum()}
+
+    trainer = DDPTrainer(make_trainer(problem, train_step=fails_in_the_second), num_processes=2)
+    with pytest.raises(LookupError, match="a worker has lost its way") as caught:
+        trainer.fit(data, max_length=Epochs(1))
+    notes = "\n".join(caught.value.__notes__)
+    assert "fails_in_the_second" in notes
+    assert "while training: epoch 1, batch 1" in notes
+
+
+def test_what_cannot_be_sent_is_refused(problem: Problem, data: Any) -> None:
+    trainer = DDPTrainer(make_trainer(problem), num_processes=2)
+    trainer.unwrap().lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="cannot be sent to other processes"):
+        trainer.fit(data)
