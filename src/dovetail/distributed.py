@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import psutil
@@ -99,9 +100,9 @@ class Group:
         if dist.is_initialized():
             return cls(_STORES[-1] if _STORES else None)
         store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
-        # A restarted group must not find the addresses of the one before.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"dovetail/{attempt}", store)  # type: ignore[attr-defined]  # exported, not to mypy
+        # A restarted group must not find the addresses of the one before, nor one that met again after an error.
+        attempt, meeting = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(_MEETINGS)
+        store = dist.PrefixStore(f"dovetail/{attempt}/{meeting}", store)  # type: ignore[attr-defined]  # exported, not to mypy
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
@@ -192,6 +193,7 @@ class Group:
 
 # The store of the group that was joined last; torch keeps the group itself as globally.
 _STORES: list[Any] = []
+_MEETINGS = count()
 
 
 def _leave() -> None:

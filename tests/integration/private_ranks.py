@@ -107,7 +107,7 @@ def accumulated_batches(folder: Path) -> Any:
 
 @case
 def poisson_sampling(folder: Path) -> Any:
-    return agreement(data(53), {"poisson_sampling": True}, epochs=2)
+    return agreement(data(53), {"poisson_sampling": True})
 
 
 @case
@@ -118,7 +118,7 @@ def nobody_drawn(folder: Path) -> Any:
 
 @case
 def target_epsilon(folder: Path) -> Any:
-    return agreement(data(53), {"target_epsilon": 3.0})
+    return agreement(data(149), {"target_epsilon": 1.0})
 
 
 # ------------------------------------------------------------------ randomness and checkpoints

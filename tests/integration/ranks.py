@@ -1,6 +1,6 @@
 """What one process of a group does in `test_data_parallel.py`: `python ranks.py FOLDER`, with torchrun's variables set.
 
-Every case is a function that trains and returns plain values; the results of each rank are written to `FOLDER/<rank>.json`.
+Every case is a function that trains and returns plain values; the results of each rank go to `FOLDER/<rank>.json`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from dovetail import Batches, Epochs
 from dovetail.callbacks import Callback
 from dovetail.distributed import PeerError
+from dovetail.errors import ConfigError
 from dovetail.trainers import AMPTrainer, DDPTrainer, SingleProcessAMP, Trainer
 
 CASES: dict[str, Callable[..., Any]] = {}
@@ -101,7 +102,8 @@ def evaluation(folder: Path) -> Any:
 @case
 def prediction(folder: Path) -> Any:
     trainer = layer(Trainer(model(), "cpu", val_batch_size=2, verbose=False))
-    return [trainer.predict(data(size)[0]).tolist() for size in (1, 10)]
+    inferred = [batch.tolist() for batch in trainer.inference(data(10))]
+    return [*(trainer.predict(data(size)[0]).tolist() for size in (1, 10)), inferred]
 
 
 @case
@@ -230,11 +232,11 @@ def noting(trainer: Any, batch: Any) -> dict[str, Any]:
     return {"loss": nn.functional.cross_entropy(trainer.model(inputs), targets)}
 
 
-def seen(source: Any, **settings: Any) -> dict[str, Any]:
+def seen(source: Any, epochs: int = 1, **settings: Any) -> dict[str, Any]:
     watch = Seen()
     settings = {**SETTINGS, "batch_size": 4, "callbacks": [watch], "train_step": noting, **settings}
     module = model()
-    layer(Trainer(module, "cpu", **settings)).fit(source, max_length=Epochs(1))
+    layer(Trainer(module, "cpu", **settings)).fit(source, max_length=Epochs(epochs))
     return {"samples": watch.samples, "batches": watch.batches, "weights": weights(module)}
 
 
@@ -264,7 +266,20 @@ def shuffled_by_torch(folder: Path) -> Any:
 def distributed_sampler(folder: Path) -> Any:
     dataset = TensorDataset(*data(28))
     sampler: Any = DistributedSampler(dataset, num_replicas=world(), rank=rank())
-    return seen(DataLoader(dataset, batch_size=4, sampler=sampler))
+    found = seen(DataLoader(dataset, batch_size=4, sampler=sampler), epochs=2)
+    half = len(found["samples"]) // 2
+    return {**found, "samples": found["samples"][:half], "again": found["samples"][half:]}
+
+
+@case
+def closures(folder: Path) -> Any:
+    module = model()
+    trainer = layer(Trainer(module, "cpu", optimizer=torch.optim.LBFGS(module.parameters()), verbose=False))
+    try:
+        trainer.fit(data(24), max_length=Epochs(1))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 # ------------------------------------------------------------------ agreement

@@ -161,6 +161,27 @@ def add_on_and_other_blocks(folder: Path) -> Any:
     return {"weights": weights(module), "metrics": rows, "progress": trainer.context.progress.state_dict()}
 
 
+class Tied(nn.Module):
+    """A list of blocks, and two that share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.ModuleList([nn.Linear(5, 5)])])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inner: Any = self.blocks[1]
+        outputs: Tensor = self.last(inner[0](self.blocks[0](self.first(inputs)).tanh()))
+        return outputs
+
+
+@case
+def tied_weights(folder: Path) -> Any:
+    torch.manual_seed(7)
+    return trained(Tied().double(), data(48))
+
+
 @case
 def counted_items(folder: Path) -> Any:
     def train_step(trainer: Any, batch: Any) -> dict[str, Any]:

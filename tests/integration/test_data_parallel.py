@@ -124,8 +124,17 @@ def test_every_sample_of_any_data_is_seen_once(results: Results, name: str, size
 
 @sizes
 def test_a_sampler_that_shares_already_is_left_alone(results: Results, size: int) -> None:
-    seen = [len(each["distributed_sampler"]["samples"]) for each in results[size]]
-    assert seen == [-(-28 // size)] * size
+    found = [each["distributed_sampler"] for each in results[size]]
+    assert [len(each["samples"]) for each in found] == [-(-28 // size)] * size
+    # And told which epoch it is: the second has another order.
+    assert all(each["samples"] != each["again"] for each in found)
+
+
+@sizes
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(results: Results, size: int) -> None:
+    assert results[1][0]["closures"] is None
+    for each in results[size]:
+        assert "(LBFGS) cannot work in several processes" in each["closures"]
 
 
 @sizes

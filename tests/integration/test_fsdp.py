@@ -82,6 +82,7 @@ sizes = pytest.mark.parametrize("size", [2, 3])
         ("adamw", 1e-10),
         ("optimizer_made_before", 1e-10),
         ("add_on_and_other_blocks", 1e-12),
+        ("tied_weights", 1e-12),
         ("evaluated_before_and_trained_twice", 1e-12),
     ],
 )

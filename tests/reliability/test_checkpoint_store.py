@@ -15,7 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -179,7 +179,21 @@ def _disks_after(disk: CachedDisk, scratch: Path) -> Iterator[Path]:
         yield disk.after_power_cut(scratch / str(number), names, unsynced)
 
 
-def _cut_everywhere(tmp_path: Path, prepare: Callable[[Path], object]) -> Iterator[tuple[int, bool, Path]]:
+class _Alone:
+    """The one process of a group that saves together."""
+
+    rank, size = 0, 1
+
+    def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [dict(message)]
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+
+def _cut_everywhere(
+    tmp_path: Path, prepare: Callable[[Path], object], peers: _Alone | None = None
+) -> Iterator[tuple[int, bool, Path]]:
     """Save state 2 once per file operation, cut after it, and yield every disk that may be left."""
     for operations in itertools.count():
         root = tmp_path / str(operations) / "disk"
@@ -187,7 +201,7 @@ def _cut_everywhere(tmp_path: Path, prepare: Callable[[Path], object]) -> Iterat
         prepare(root)
         disk = CachedDisk(root, operations)
         try:
-            save(root / "checkpoint", _state(2), summary={"step": 2}, files=disk)
+            save(root / "checkpoint", _state(2), summary={"step": 2}, files=disk, peers=peers)
             finished = True
         except PowerCut:
             finished = False
@@ -197,9 +211,13 @@ def _cut_everywhere(tmp_path: Path, prepare: Callable[[Path], object]) -> Iterat
             return
 
 
-def test_a_replacement_cut_after_any_file_operation_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("peers", [None, _Alone()], ids=["alone", "together"])
+def test_a_replacement_cut_after_any_file_operation_leaves_the_old_or_the_new_state(
+    tmp_path: Path, peers: _Alone | None
+) -> None:
     numbers = []
-    for operations, finished, disk in _cut_everywhere(tmp_path, lambda root: save(root / "checkpoint", _state(1))):
+    cuts = _cut_everywhere(tmp_path, lambda root: save(root / "checkpoint", _state(1), peers=peers), peers)
+    for operations, finished, disk in cuts:
         number = _number(load(disk / "checkpoint"))
         assert latest(disk) == disk / "checkpoint"
         assert number == 2 if finished else number in (1, 2)

@@ -57,6 +57,8 @@ class Profiler(Callback):
         (True, ['trace_1.json'])
     """
 
+    main_rank_only = True
+
     def __init__(
         self,
         folder: str | Path,

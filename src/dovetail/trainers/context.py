@@ -244,6 +244,7 @@ class TrainingContext:
         signal: The signal that asked for it, or None.
         addressed: The layer that the caller speaks to, while a method of a layer below it runs.
         share: Which of the batches are this process's.
+        stays_here: Whether runs begin in this process, whatever a layer would launch: what is looked at is here.
         is_main: Whether this process writes, shows and tells; with several, the first of them alone.
         peers: The processes that write and read checkpoints together, where each holds a part of the state; else None.
         has_peers: Whether a wish to stop waits until every process of the run knows of it.
@@ -285,6 +286,7 @@ class TrainingContext:
         "signal",
         "stage",
         "state",
+        "stays_here",
         "stop_reason",
         "trainer",
         "validated_at",
@@ -322,6 +324,7 @@ class TrainingContext:
         self.signal: int | None = None
         self.addressed: Trainer | None = None
         self.share = Share()
+        self.stays_here = False
         self.is_main = True
         self.peers: Peers | None = None
         self.has_peers = False

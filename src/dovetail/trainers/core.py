@@ -389,6 +389,9 @@ class CoreTrainer(base.Trainer):
         loader = self._shared(loader, rank)
         if isinstance(loader, DataLoader):
             loader.set_epoch(progress.epoch)
+        elif is_shared_already(loader):
+            # Else every epoch would have the same order.
+            loader.sampler.set_epoch(progress.epoch)
         restored, self._restored_order = self._restored_order, None
         if _keeps_place(loader) and (progress.batch or restored is not None):
             loader.load_state_dict(loader.state_dict() if restored is None else restored["loader"])

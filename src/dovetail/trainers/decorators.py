@@ -17,6 +17,7 @@ from dovetail.trainers import base
 from dovetail.trainers.basic import SingleProcess
 from dovetail.trainers.capabilities import (
     AutoBatch,
+    Compiled,
     DataParallel,
     DifferentialPrivacy,
     MixedPrecision,
@@ -31,6 +32,7 @@ __all__ = [
     "AMPTrainer",
     "AbstractTrainerDecorator",
     "AutoBatchTrainer",
+    "CompiledTrainer",
     "DDPTrainer",
     "FSDPTrainer",
     "PrivateTrainer",
@@ -162,6 +164,12 @@ class TrainerDecorator(base.Trainer):
     def __dir__(self) -> Iterable[str]:
         return sorted({*super().__dir__(), *dir(self.trainer)})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
 
 AbstractTrainerDecorator = TrainerDecorator
 
@@ -262,6 +270,15 @@ class AutoBatchTrainer(AutoBatch, TrainerDecorator):
 
     Args:
         trainer: Any trainer.
+    """
+
+
+class CompiledTrainer(Compiled, TrainerDecorator):
+    """Trains the decorated trainer with one compiled graph per step, or with a compiled module.
+
+    Args:
+        trainer: Any trainer.
+        mode: `step` for forward, backward, clipping and update in one graph; `model` for `torch.compile` of the module.
     """
 
 

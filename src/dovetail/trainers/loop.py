@@ -326,9 +326,10 @@ def predict(trainer: Trainer, data: Any = None) -> Any:
 
 
 @contextmanager
-def looking(trainer: Trainer, stage: Stage = "test") -> Iterator[None]:
+def looking(trainer: Trainer, stage: Stage = "test", data: Any = None) -> Iterator[None]:
     """Set a trainer up to look at data in a way of one's own; nothing of the training changes."""
-    with _running(trainer, stage), _evaluating(trainer.context, stage):
+    context = trainer.context
+    with _lent_data(context, stage, data), _running(trainer, stage), _evaluating(context, stage):
         yield
 
 

@@ -231,15 +231,19 @@ class RunSpelling(CoreTrainer):
 
     def inference(self, loader: Any) -> list[Any]:
         """Return what `test_step` gives under `"output"`, batch by batch; logs and counters stay as they are."""
-        outputs = _Outputs()
-        self.context.callbacks.add(outputs)
-        metrics, self.context.metrics = self.context.metrics, {}
-        try:
-            self.evaluate(loader, "predict")
-        finally:
-            self.context.metrics = metrics
-            self.context.callbacks.remove(outputs)
-        return outputs.kept
+        trainer, context = self._spoken_to(), self.context
+        outputs = []
+        with loop.looking(trainer, "predict", loader):
+            for batch in trainer.batches("predict"):
+                output = trainer.test_step(trainer.to_device(batch))
+                for on_test_step_end in context.callbacks.on_test_step_end:
+                    on_test_step_end(context, output)
+                if "output" not in output:
+                    raise ConfigError(
+                        f"inference: test_step must return its outputs under 'output', got {sorted(output)}"
+                    )
+                outputs.append(_on_host(output["output"]))
+            return trainer.gather(outputs)
 
     def metric_on_epoch_end(self) -> Mapping[str, float] | None:
         """Return further metrics from `log_train` or `log_test`, as `mode` says; called after each pass of `run`."""
@@ -523,18 +527,6 @@ class _RunLog(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._trainer.loss_buffer, self._trainer.weight_buffer = state["loss_buffer"], state["weight_buffer"]
-
-
-class _Outputs(Callback):
-    """The outputs of one inference."""
-
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
-
-    def on_test_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        if "output" not in output:
-            raise ConfigError(f"inference: test_step must return its outputs under 'output', got {sorted(output)}")
-        self.kept.append(_on_host(output["output"]))
 
 
 def _keep(log: dict[str, list[Any]], output: Mapping[str, Any]) -> None:

@@ -84,6 +84,7 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         callbacks, schedulers = context.callbacks, context.schedulers
         context.history, context.meter, context.saver = History(), Meter(), None
+        context.stays_here = True
         # An error would leave them in the middle of a window.
         context.window, context.notes = copy.deepcopy((context.window, context.notes))
         try:

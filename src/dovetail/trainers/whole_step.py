@@ -752,9 +752,11 @@ def _put_back(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[s
         if value is earlier and content is not None and len(value) != len(content):
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
-        elif value is earlier or not isinstance(value, (Tensor, int, float, str, list, dict, tuple)):
-            continue
-        elif isinstance(value, (int, float, str)) and value == earlier:
+        elif (
+            value is earlier
+            or not isinstance(value, (Tensor, int, float, str, list, dict, tuple))
+            or (isinstance(value, (int, float, str)) and value == earlier)
+        ):
             continue
         elif name in old:
             space[name] = earlier

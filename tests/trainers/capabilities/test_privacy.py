@@ -21,9 +21,9 @@ from dovetail.trainers import Trainer
 from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compiled import Compiled
 from dovetail.trainers.capabilities.core import Capability
-from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.privacy import DifferentialPrivacy
-from dovetail.trainers.decorators import AMPTrainer, TrainerDecorator
+from dovetail.trainers.capabilities.sharded import ShardedDataParallel
+from dovetail.trainers.decorators import AMPTrainer, DDPTrainer, FSDPTrainer, TrainerDecorator, build_trainer
 
 pytest.importorskip("opacus", reason="the extra 'privacy' is not installed")
 
@@ -211,6 +211,32 @@ def test_bfloat16_works_inside_and_outside() -> None:
     full = private()
     full.fit(DATA)
     assert_close(inside.model, full.model, within=0.2)
+
+
+def test_data_parallel_alone_in_one_process_changes_nothing() -> None:
+    whole, inside, outside = private(), DDPTrainer(private()), PrivateTrainer(DDPTrainer(plain()), noise_seed=5)
+    whole.fit(DATA)
+    for trainer in (inside, outside):
+        trainer.fit(DATA)
+        assert_same_weights(trainer.model, whole.model)
+        assert trainer.epsilon == whole.epsilon
+
+
+def test_it_is_built_by_name_with_pymarlins_settings() -> None:
+    settings = {"noise_seed": 5, "per_sample_max_grad_norm": 0.5, "sample_rate": 0.0}
+    options: dict[str, Any] = {"batch_size": 8, "num_epochs": 1, "verbose": False}
+    for name, outer in (("sp-dp", ["PrivateTrainer"]), ("ddp-dp", ["PrivateTrainer", "DDPTrainer"])):
+        trainer: Any = build_trainer(name, PROBLEM.model(), "cpu", **settings, **options)
+        trainer.fit(DATA)
+        layers = [type(trainer).__name__, type(trainer.trainer).__name__]
+        assert layers[: len(outer)] == outer
+        assert (trainer.max_grad_norm, trainer.sample_rate) == (0.5, None)
+        assert trainer.state_dict()["differential_privacy"]["spent"] == [[1.0, 8 / 96, 12]]
+
+
+def test_two_names_of_one_setting_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_grad_norm and per_sample_max_grad_norm: give one of them"):
+        build_trainer("sp-dp", PROBLEM.model(), "cpu", max_grad_norm=1.0, per_sample_max_grad_norm=1.0)
 
 
 # ---------------------------------------------------------------------- what it costs
@@ -481,12 +507,27 @@ def test_data_whose_sampling_is_not_known_is_refused(data: Any) -> None:
         private(shuffle=False).fit(data)
 
 
-@pytest.mark.parametrize("other", [DataParallel, Compiled, AutoBatch])
+@pytest.mark.parametrize("other", [Compiled, AutoBatch])
 def test_layers_that_would_break_the_guarantee_are_refused(other: type[Capability]) -> None:
     with pytest.raises(ConfigError, match=f"DifferentialPrivacy and {other.__name__} cannot be combined: "):
         PrivateTrainer(Trainer.add_on(other)(PROBLEM.model(), "cpu"))
     with pytest.raises(ConfigError, match=f"{other.__name__} and DifferentialPrivacy cannot be combined: "):
         Trainer.add_on(DifferentialPrivacy, other)(PROBLEM.model(), "cpu")
+
+
+@pytest.mark.parametrize(
+    "mount",
+    [
+        lambda model: PrivateTrainer(AMPTrainer(FSDPTrainer(plain(model)))),
+        lambda model: Trainer.add_on(DifferentialPrivacy, ShardedDataParallel)(model, "cpu"),
+        lambda model: Trainer.add_on(ShardedDataParallel, DifferentialPrivacy)(model, "cpu"),
+        lambda model: FSDPTrainer(private(model)).fit(DATA),
+    ],
+    ids=["outside", "add-on outside", "add-on inside", "inside"],
+)
+def test_parameters_in_parts_are_refused(mount: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(ConfigError, match="DifferentialPrivacy and ShardedDataParallel cannot be combined: "):
+        mount(PROBLEM.model())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from dovetail.trainers.addons.core import AddOnBase
 from dovetail.trainers.capabilities import DataParallel
 
@@ -41,3 +43,5 @@ class MultiGPUAddon(DataParallel, AddOnBase):
         if num_processes is None and isinstance(device, Sequence) and not isinstance(device, str) and len(device) > 1:
             num_processes = len(device)
         super().__init__(model, device, *args, num_processes=num_processes, **kwargs)
+        if isinstance(device, Sequence) and not isinstance(device, str):
+            self._devices = [torch.device(each) for each in device]

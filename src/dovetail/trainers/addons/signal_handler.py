@@ -40,7 +40,7 @@ class SignalHandlerAddon(AddOnBase):
         """Save what a signal has ended."""
         if isinstance(error, Interrupted) and not error.at_once:
             self.save_checkpoint(self.signal_save_path)
-            if self.signal_log_path is not None:
+            if self.signal_log_path is not None and self.context.is_main:
                 self.signal_log_path.parent.mkdir(parents=True, exist_ok=True)
                 now = datetime.now(timezone.utc).isoformat(timespec="seconds")
                 progress = self.context.progress

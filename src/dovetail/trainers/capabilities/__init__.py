@@ -1,6 +1,7 @@
 """Capabilities: where and in which precision a trainer runs, written once and mounted on objects or on classes."""
 
 from dovetail.trainers.capabilities.auto_batch import AutoBatch, find_batch_size
+from dovetail.trainers.capabilities.compiled import Compiled
 from dovetail.trainers.capabilities.core import Capability, capabilities_of
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
@@ -11,6 +12,7 @@ from dovetail.trainers.capabilities.timed import Timed
 __all__ = [
     "AutoBatch",
     "Capability",
+    "Compiled",
     "DataParallel",
     "DifferentialPrivacy",
     "MixedPrecision",

@@ -74,9 +74,7 @@ class Compiled(Capability):
         except CannotCompileError as cause:
             self._tell(cause)
         else:
-            if model._compiled_call_impl is None:
-                # In place: the names of the state stay as they are.
-                model.compile()
+            _compile_in_place(model)
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Make a whole update by a graph, or return the loss for an eager one."""
@@ -113,7 +111,8 @@ class Compiled(Capability):
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph is made anew where a copy is used.
-        return {**super().__getstate__(), "_step": None, "_epoch": None}
+        state: Any = super().__getstate__()
+        return {**state, "_step": None, "_epoch": None}
 
     # ------------------------------------------------------------------ private
 
@@ -189,6 +188,14 @@ class Compiled(Capability):
 _SHARED = ("current_batch", "last_loss")
 # Where the verbs are what a graph computes in their place.
 _PLAIN = ("dovetail.trainers.base", "dovetail.trainers.core", "dovetail.trainers.decorators")
+
+
+def _compile_in_place(model: nn.Module) -> None:
+    """Compile a module as its own `compile` does, so that the names of its state stay as they are."""
+    if model._compiled_call_impl is None:
+        call: Any = model._call_impl
+        # A function of ours around it: Dynamo passes over the call of a plain `nn.Sequential`, which is torch's own.
+        model._compiled_call_impl = torch.compile(lambda *args, **kwargs: call(*args, **kwargs))
 
 
 class _NoVerbs:

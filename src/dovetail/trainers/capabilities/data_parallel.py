@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from math import inf
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
 
 import torch
@@ -67,6 +67,7 @@ class DataParallel(Capability):
         self.num_processes = num_processes
         self.max_restarts = max_restarts
         self._bucket_size = bucket_size
+        self._devices: list[torch.device] = []
         self._group: Group | None = None
         self._turn = _Turn()
         self._layouts: dict[int, _Layout] = {}
@@ -77,7 +78,7 @@ class DataParallel(Capability):
     def launcher(self) -> Launcher | None:
         """Start processes, if that is wanted and this is not one of them."""
         inner = super().launcher()
-        if inner is not None or is_launched() or self.num_processes in (None, 1):
+        if inner is not None or is_launched() or self.num_processes in (None, 1) or self.context.stays_here:
             return inner
         # Imported here because it ships trainers of any kind.
         from dovetail.trainers.launching import ProcessLauncher
@@ -92,7 +93,8 @@ class DataParallel(Capability):
             super().setup()
             return
         if context.device.type == "cuda":
-            context.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            number = int(os.environ.get("LOCAL_RANK", "0"))
+            context.device = self._devices[number] if self._devices else torch.device("cuda", number)
             torch.cuda.set_device(context.device)
         group = self._group = Group.join(context.device)
         context.share = replace(context.share, num_replicas=group.size, rank=group.rank)
@@ -101,6 +103,8 @@ class DataParallel(Capability):
         is_fresh = context.progress.batches == 0
         self._divide(group)
         super().setup()
+        if context.needs_closure and context.has_peers:
+            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot work in several processes")
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         self._start_alike(group)
         if is_fresh and group.rank:
@@ -324,26 +328,26 @@ class _Layout:
     Written for the step of a small model, where every Python call counts: `map` and `operator` make none.
     """
 
-    def __init__(self, optimizer: Optimizer, bucket_size: int) -> None:
+    def __init__(self, optimizer: Optimizer, bucket_size: int, num_news: int = 4) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
         # Of all processes, in the average that was made last.
         self.weight = 0.0
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        # From the last layer to the first, which is the order in which gradients are ready.
-        for parameter in reversed(self.parameters):
+        for parameter in self.parameters:
             if parameter.requires_grad:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self.buckets: list[list[Tensor]] = []
+        buckets: list[list[Tensor]] = []
         for parameters in kinds.values():
             room = 0
             for parameter in parameters:
                 if room < parameter.nbytes:
-                    self.buckets.append([])
+                    buckets.append([])
                     room = bucket_size
-                self.buckets[-1].append(parameter)
+                buckets[-1].append(parameter)
                 room -= parameter.nbytes
+        self.buckets = [_Bucket(parameters, num_news) for parameters in buckets]
 
     @property
     def is_whole(self) -> bool:
@@ -355,49 +359,71 @@ class _Layout:
 
     def average(self, group: Group, weight: Any, news: list[float]) -> list[float]:
         """Replace every gradient by the mean over all processes, and return the sums of `news`."""
-        flats, tails = [], []
+        sums = []
         for bucket in self.buckets:
-            # Behind the gradients: which parameters have one, what there is to tell, and the weight.
-            gradients, has = list(map(_GRAD, bucket)), [1.0] * len(bucket)
+            gradients, has = list(map(_GRAD, bucket.parameters)), bucket.has_all
             if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
                 has = [float(gradient is not None) for gradient in gradients]
-                gradients = [_dense(gradient, like) for gradient, like in zip(gradients, bucket, strict=True)]
-            first = bucket[0]
-            dtype = torch.promote_types(first.dtype, torch.float32)
-            tail = torch.tensor([*has, *news, 0.0], dtype=dtype)
-            tail[-1] = weight
-            on_host = first.device.type == "cpu"
-            flat = torch.cat([*map(_FLAT, gradients), tail] if on_host else list(map(_FLAT, gradients))).to(dtype)
-            scaled = flat[: len(flat) - len(tail)] if on_host else flat
-            if isinstance(weight, Tensor) or weight:
-                scaled.mul_(weight)
-            else:
+                gradients = [_dense(gradient, part) for gradient, part in zip(gradients, bucket.parts, strict=True)]
+            if not isinstance(weight, Tensor) and weight == 0:
                 # Not times nothing: what an idle process computed may be infinite.
-                scaled.zero_()
-            flats.append(flat)
-            tails.append(tail)
-        if not flats:
-            flats.append(torch.tensor(news, dtype=torch.float64))
-            group.sum(*flats)
-            return cast("list[float]", flats[0].tolist())
-        # The numbers are wanted on the host. Where the gradients are not, they are sent on their own.
-        group.sum(*flats, *(() if flats[0].device.type == "cpu" else tails))
+                bucket.flat.zero_()
+            elif bucket.is_exact:
+                for gradient, part in zip(gradients, bucket.parts, strict=True):
+                    torch.mul(gradient, weight, out=part)
+            else:
+                for gradient, part in zip(gradients, bucket.parts, strict=True):
+                    part.copy_(gradient).mul_(weight)
+            bucket.tail.copy_(torch.tensor([*has, *news, 0.0], dtype=bucket.tail.dtype))
+            bucket.tail[-1] = weight
+            sums += bucket.sums
+        if not sums:
+            told = torch.tensor(news, dtype=torch.float64)
+            group.sum(told)
+            return cast("list[float]", told.tolist())
+        group.sum(*sums)
         numbers: list[float] = []
-        for bucket, flat, tail in zip(self.buckets, flats, tails, strict=True):
-            sizes = list(map(_NUMEL, bucket))
-            *parts, rest = torch.split(flat, [*sizes, len(flat) - sum(sizes)])
-            *numbers, total = (rest if len(rest) else tail).tolist()
-            flat.div_(total)
-            self.weight = total
-            for parameter, part, count in zip(bucket, parts, numbers, strict=False):
+        for bucket in self.buckets:
+            *numbers, self.weight = bucket.tail.tolist()
+            bucket.gradients.div_(self.weight)
+            for parameter, part, count in zip(bucket.parameters, bucket.parts, numbers, strict=False):
                 # A parameter that no process used has no gradient, as ever.
-                parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None
-            numbers = numbers[len(bucket) :]
+                parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if count else None
+            numbers = numbers[len(bucket.parameters) :]
         return numbers
 
 
+class _Bucket:
+    """Gradients of some parameters in one flat tensor and, behind them, the numbers that travel with them.
+
+    The gradients of the parameters are then parts of it, which the next average writes anew, as torch's own
+    `gradient_as_bucket_view` does.
+    """
+
+    def __init__(self, parameters: list[Tensor], num_news: int) -> None:
+        first = parameters[0]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        sizes = [parameter.numel() for parameter in parameters]
+        num_numbers = len(parameters) + num_news + 1
+        self.parameters = parameters
+        # Sums in half precision would lose too much.
+        self.is_exact = dtype == first.dtype
+        self.has_all = [1.0] * len(parameters)
+        if first.device.type == "cpu":
+            self.flat = torch.empty(sum(sizes) + num_numbers, dtype=dtype)
+            self.gradients, self.tail = torch.split(self.flat, [sum(sizes), num_numbers])
+            self.sums = [self.flat]
+        else:
+            # The numbers are wanted on the host: sent on their own they do not wait for the device.
+            self.flat = self.gradients = torch.empty(sum(sizes), dtype=dtype, device=first.device)
+            self.tail = torch.empty(num_numbers, dtype=dtype)
+            self.sums = [self.flat, self.tail]
+        parts = torch.split(self.gradients, sizes)
+        self.parts = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+
+
 _GRAD, _REQUIRES_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("is_sparse")
-_PARAMS, _FLAT, _NUMEL = itemgetter("params"), methodcaller("reshape", -1), methodcaller("numel")
+_PARAMS = itemgetter("params")
 _NO_WISH = (0.0, 0.0, 0.0)
 
 
@@ -410,9 +436,9 @@ def _any(group: Group, holds: bool) -> bool:
 _END = object()
 
 
-def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+def _dense(gradient: Tensor | None, part: Tensor) -> Tensor:
     if gradient is None:
-        return torch.zeros_like(parameter)
+        return torch.zeros_like(part)
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 

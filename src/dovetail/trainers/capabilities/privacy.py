@@ -316,7 +316,8 @@ class DifferentialPrivacy(Capability):
         assert self.noise_multiplier is not None
         private.noise_multiplier = self.noise_multiplier / size
         for parameter in private.params:
-            parameter.summed_grad = parameter.grad
+            # Opacus marks what it has added noise to; the gradient itself may be the same tensor in every update.
+            parameter.summed_grad = parameter.grad.detach()
         private.add_noise()
         for parameter in private.params:
             parameter.summed_grad = None

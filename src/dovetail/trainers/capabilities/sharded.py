@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ class ShardedDataParallel(DataParallel):
 
     Args:
         shard: Which modules are put together and taken apart as a whole, besides the model itself: classes of modules,
-            a function of a module, or None for every direct child of the model that has parameters.
+            a function of a module, or None for every direct child of the model that has parameters of its own. They
+            must be called as modules: a weight that is taken out of one is in parts.
         reshard_after_forward: Whether a block is taken apart between forward and backward, too, which saves memory and
             sends its weights twice; None leaves the choice to torch.
 
@@ -167,10 +169,10 @@ class ShardedDataParallel(DataParallel):
         self._mesh = init_device_mesh(context.device.type, (group.size,))
         before = dict(model.named_parameters())
         # A single number cannot be divided.
-        whole = {parameter for parameter in before.values() if parameter.ndim == 0}
+        numbers = {parameter for parameter in before.values() if parameter.ndim == 0}
         for module in (*self._chosen(model), model):
             fully_shard(
-                module, mesh=self._mesh, reshard_after_forward=self._reshard_after_forward, ignored_params=whole
+                module, mesh=self._mesh, reshard_after_forward=self._reshard_after_forward, ignored_params=numbers
             )
         after = dict(model.named_parameters())
         self._divided = [(before[name], after[name]) for name in before]
@@ -181,7 +183,7 @@ class ShardedDataParallel(DataParallel):
             super()._start_alike(group)
             return
         if context.needs_closure:
-            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs the whole model: use DDP")
+            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs the whole model in a process")
         divided = {id(before): after for before, after in self._divided}
         for optimizer in context.optimizers:
             _replace_parameters(optimizer, divided)
@@ -189,16 +191,16 @@ class ShardedDataParallel(DataParallel):
         self._divided = []
         context.peers = _Parts(group, self._mesh)
 
-    def _chosen(self, model: nn.Module) -> Iterator[nn.Module]:
+    def _chosen(self, model: nn.Module) -> list[nn.Module]:
         """The blocks, inner ones before those around them."""
         chosen = self._blocks
         if chosen is None:
-            yield from (child for child in model.children() if any(True for _ in child.parameters()))
-            return
+            blocks = list(_children(model))
+            owners = Counter(parameter for block in blocks for parameter in block.parameters())
+            # What several blocks share, such as tied weights, is the model's own.
+            return [block for block in blocks if all(owners[parameter] == 1 for parameter in block.parameters())]
         wanted = chosen if callable(chosen) else lambda module: isinstance(module, tuple(chosen))
-        for module in reversed(list(model.modules())):
-            if module is not model and wanted(module):
-                yield module
+        return [module for module in reversed(list(model.modules())) if module is not model and wanted(module)]
 
     def _attended(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
         """One's own batches; then, while others have more, the last of them again, whose outputs nobody sees."""
@@ -296,6 +298,15 @@ class _Parts:
 
 
 _END = object()
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """The direct children that have parameters; a list of modules, which is never called, stands for its own."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _children(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def _are_modules(chosen: Any) -> bool:
