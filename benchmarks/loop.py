@@ -43,8 +43,7 @@ from torch.utils.data import TensorDataset
 import dovetail.data
 import peers
 from dovetail.callbacks import Callback, ProgressDisplay
-from dovetail.trainers import Trainer
-from dovetail.trainers.capabilities.compiled import Compiled
+from dovetail.trainers import CompiledTrainer, Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import (
     DefaultLRSchedulerStrategy,
@@ -140,7 +139,7 @@ def with_dovetail(job: Job) -> None:
 
 def with_compiled(job: Job) -> None:
     """Train with one graph for the whole step, made before the clock starts."""
-    trainer = _trainer(job, Trainer.add_on(Compiled), nonfinite="ignore", callbacks=[_StartClock(job)])
+    trainer = CompiledTrainer(_trainer(job, nonfinite="ignore", callbacks=[_StartClock(job)]))
     pieces = (job.model, job.optimizer, *([] if job.scheduler is None else [job.scheduler]))
     before = [copy.deepcopy(piece.state_dict()) for piece in pieces]
     trainer.fit(job.train, max_length=Batches(2))
@@ -165,12 +164,12 @@ class _StartClock(Callback):
 
 
 def _with_dovetail(job: Job, **settings: Any) -> None:
-    trainer = _trainer(job, Trainer, **settings)
+    trainer = _trainer(job, **settings)
     trainer.fit(job.train, job.valid, max_length=Epochs(job.epochs))
 
 
-def _trainer(job: Job, kind: type[Trainer], **settings: Any) -> Trainer:
-    return kind(
+def _trainer(job: Job, **settings: Any) -> Trainer:
+    return Trainer(
         job.model,
         "cpu",
         optimizer=job.optimizer,

@@ -17,6 +17,7 @@ from dovetail.errors import ConfigError
 from dovetail.trainers import (
     AbstractTrainerDecorator,
     AMPTrainer,
+    CompiledTrainer,
     DDPTrainer,
     SingleProcess,
     SingleProcessAMP,
@@ -255,6 +256,10 @@ def test_class_methods_and_factory_make_the_layers(problem: Problem) -> None:
     assert isinstance(built.trainer, DDPTrainer)
     assert (built.trainer.num_processes, built.unwrap().num_epochs) == (3, 2)  # type: ignore[attr-defined]
     assert type(build_trainer("sp", model)) is SingleProcess
+    compiled = build_trainer("ddp+compile", model)
+    assert isinstance(compiled, DDPTrainer)
+    assert isinstance(compiled.trainer, CompiledTrainer)
+    assert isinstance(build_trainer("sp+compile", model, mode="test"), CompiledTrainer)
 
 
 def test_a_name_that_nobody_knows_is_answered_with_the_nearest() -> None:

@@ -341,7 +341,8 @@ def build_trainer(name: str, *args: Any, **kwargs: Any) -> base.Trainer:
         name: `sp`, `ddp` or `fsdp`, and behind it `-amp` for mixed precision or `-dp` for differential privacy, and
             `+compile` for a compiled step: `"ddp-amp"`, `"sp-dp"`, `"ddp-dp"`, `"fsdp-amp"`, `"sp+compile"`.
         args: Those of `SingleProcess`.
-        kwargs: Those of `SingleProcess` and of the layers. For privacy PyMarlin's are known, too:
+        kwargs: Those of `SingleProcess` and of the layers; `compile_mode` is the mode of `CompiledTrainer`, by default
+            `step` where nothing but the trainer itself is compiled, else `model`. For privacy PyMarlin's are known, too:
             `per_sample_max_grad_norm`, and a `sample_rate` of 0 to read it from the data.
 
     Example:
@@ -355,8 +356,12 @@ def build_trainer(name: str, *args: Any, **kwargs: Any) -> base.Trainer:
     layers = _BUILDS[name]
     if PrivateTrainer in layers:
         kwargs = _from_pymarlin(kwargs)
+    trainer_mode = {"mode": kwargs.pop("mode")} if "mode" in kwargs else {}
+    if CompiledTrainer in layers:
+        # One graph cannot reach over processes, nor scale a loss.
+        kwargs["mode"] = kwargs.pop("compile_mode", "step" if layers == (CompiledTrainer,) else "model")
     given = [{key: kwargs.pop(key) for key in sorted(_keywords(layer) & kwargs.keys())} for layer in layers]
-    trainer: base.Trainer = SingleProcess(*args, **kwargs)
+    trainer: base.Trainer = SingleProcess(*args, **trainer_mode, **kwargs)
     for layer, settings in zip(layers, given, strict=True):
         trainer = layer(trainer, **settings)
     return trainer
@@ -379,4 +384,9 @@ _BUILDS: dict[str, _Layers] = {
     **{f"{place}{way}": (*_PLACES[place], *_WAYS[way]) for place in _PLACES for way in _WAYS},
     "sp-dp": (PrivateTrainer,),
     "ddp-dp": (DDPTrainer, PrivateTrainer),
+    **{
+        f"{place}{way}+compile": (CompiledTrainer, *_PLACES[place], *_WAYS[way])
+        for place in ("sp", "ddp")
+        for way in _WAYS
+    },
 }

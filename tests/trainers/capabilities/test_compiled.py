@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
-from dovetail.trainers import Trainer
+from dovetail.trainers import CompiledTrainer, Trainer
 from dovetail.trainers.capabilities.compiled import Compiled
 from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
 from dovetail.trainers.composable import ComposableTrainer
@@ -32,10 +32,6 @@ except CannotCompileError:
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled training is not tested")
 
 CompiledBasic: Any = Trainer.add_on(Compiled)
-
-
-class Decorated(Compiled, TrainerDecorator):
-    pass
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,7 +96,7 @@ def test_a_compiled_run_is_the_eager_run_to_the_last_hook(problem: Problem) -> N
 @needs_compiler
 @pytest.mark.slow
 def test_decorator_and_add_on_have_equal_bits(problem: Problem) -> None:
-    add_on, decorated = make(problem), Decorated(make(problem, Trainer))
+    add_on, decorated = make(problem), CompiledTrainer(make(problem, Trainer))
     for trainer in (add_on, decorated):
         torch.manual_seed(2)
         trainer.fit(problem.batches, max_length=Epochs(2))
