@@ -506,7 +506,7 @@ def summarise(workload: Workload, results: dict[str, Result]) -> dict[str, Any]:
 
 
 def _verdict(ratio: float, bar: float, noise: float, *, within_noise: bool) -> str:
-    if noise > 0.05 and abs(ratio - bar) <= noise:
+    if noise > 0.05 and abs(ratio - bar) <= noise * max(ratio, bar):
         # A busy machine: neither a pass nor a failure would mean anything.
         return "unclear"
     return "ok" if ratio <= bar + (noise if within_noise else 0.0) else "over"

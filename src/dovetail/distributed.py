@@ -99,7 +99,10 @@ class Group:
         """Meet the others: with gloo for a CPU, with nccl besides for CUDA. A group that is there already is used."""
         if dist.is_initialized():
             return cls(_STORES[-1] if _STORES else None)
-        store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+        if not _PLACES:
+            # One for the life of the process: who meets again after an error must not find half of the old one.
+            _PLACES.append(next(iter(rendezvous("env://", timeout=timedelta(minutes=10)))))
+        store, rank, size = _PLACES[0]
         # A restarted group must not find the addresses of the one before, nor one that met again after an error.
         attempt, meeting = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(_MEETINGS)
         store = dist.PrefixStore(f"dovetail/{attempt}/{meeting}", store)  # type: ignore[attr-defined]  # exported, not to mypy
@@ -194,6 +197,7 @@ class Group:
 # The store of the group that was joined last; torch keeps the group itself as globally.
 _STORES: list[Any] = []
 _MEETINGS = count()
+_PLACES: list[Any] = []
 
 
 def _leave() -> None:

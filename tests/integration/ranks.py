@@ -128,6 +128,12 @@ def accumulation(folder: Path) -> Any:
 
 
 @case
+def idle_inside_a_window(folder: Path) -> Any:
+    # The last window has two steps, and in its second one some processes have no batch of their own.
+    return trained(model(), data(42), accumulation_steps=2, gradient_clip=0.1)
+
+
+@case
 def less_data_than_processes(folder: Path) -> Any:
     return trained(model(), data(3))
 

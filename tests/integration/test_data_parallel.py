@@ -70,7 +70,15 @@ def nearly(expected: Any, tolerance: float) -> Any:
 
 
 sizes = pytest.mark.parametrize("size", [2, 3])
-EXACT = ["even_batches", "uneven_batches", "clipping", "accumulation", "less_data_than_processes", "counted_items"]
+EXACT = [
+    "even_batches",
+    "uneven_batches",
+    "clipping",
+    "accumulation",
+    "idle_inside_a_window",
+    "less_data_than_processes",
+    "counted_items",
+]
 
 
 @sizes

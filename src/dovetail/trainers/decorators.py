@@ -342,8 +342,8 @@ def build_trainer(name: str, *args: Any, **kwargs: Any) -> base.Trainer:
             `+compile` for a compiled step: `"ddp-amp"`, `"sp-dp"`, `"ddp-dp"`, `"fsdp-amp"`, `"sp+compile"`.
         args: Those of `SingleProcess`.
         kwargs: Those of `SingleProcess` and of the layers; `compile_mode` is the mode of `CompiledTrainer`, by default
-            `step` where nothing but the trainer itself is compiled, else `model`. For privacy PyMarlin's are known, too:
-            `per_sample_max_grad_norm`, and a `sample_rate` of 0 to read it from the data.
+            `step` where nothing but the trainer itself is compiled, else `model`. For privacy PyMarlin's are known,
+            too: `per_sample_max_grad_norm`, and a `sample_rate` of 0 to read it from the data.
 
     Example:
         >>> import torch

@@ -168,7 +168,7 @@ class Compiled(Capability):
         for cls in _classes(context.trainer):
             if cls is Compiled:
                 break
-            if "train_step" in vars(cls):
+            if "train_step" in vars(cls) and cls.__module__ not in _PLAIN:
                 return f"{cls.__name__} changes what train_step returns; put it inside"
         for verb in ("backward", "clip_gradients", "optimizer_step"):
             for cls in _classes(context.trainer):

@@ -192,6 +192,14 @@ class DataParallel(Capability):
 
     # ------------------------------------------------------------------ once per batch
 
+    def to_device(self, batch: Any) -> Any:
+        """Notice when this process has no batch of its own left."""
+        if self.context.progress.batch >= self._turn.own and self.context.stage == "train":
+            self._turn.randomness = rng_state()
+            if not self.context.window.closes:
+                self._set_aside()
+        return super().to_device(batch)
+
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients over all processes, then clip."""
         group = self._group
@@ -209,6 +217,8 @@ class DataParallel(Capability):
         notes = context.notes
         if context.progress.batch >= turn.own:
             notes.num_samples = 0
+            # What counts for nothing draws nothing: how much it would draw depends on what was done before.
+            set_rng_state(turn.randomness)
         if not context.window.closes:
             turn.samples += notes.num_samples
             notes.num_records = 0
@@ -219,7 +229,7 @@ class DataParallel(Capability):
             group.sum(news)
             turn.news = news.tolist()
         records, *flags = turn.news
-        turn.samples, turn.news = 0, None
+        turn.samples, turn.news, turn.kept = 0, None, None
         notes.num_records = round(records)
         if flags[0]:
             self._heed(flags)
@@ -240,11 +250,7 @@ class DataParallel(Capability):
                 self._turn.own, batch = step, lent
         knows_total = total is not None and all(each["total"] == total for each in everyone)
         while True:
-            randomness = rng_state() if step >= self._turn.own else None
             yield batch
-            if randomness is not None:
-                # What counts for nothing draws nothing: how much it would draw depends on what was done before.
-                set_rng_state(randomness)
             step += 1
             fresh = next(batches, _END)
             if fresh is _END:
@@ -264,6 +270,16 @@ class DataParallel(Capability):
         with torch.no_grad():
             group.copy_first([*model.parameters(), *model.buffers()])
 
+    def _set_aside(self) -> None:
+        """Keep what the running window has, before a batch that counts for nothing is added to it."""
+        window, turn = self.context.window, self._turn
+        if turn.kept is None:
+            trained = [it for each in self.context.optimizers for group in each.param_groups for it in group["params"]]
+            # As the window divides when it closes, by the items that count.
+            factor = window.expected / window.items
+            turn.kept = [(it, None if it.grad is None else it.grad * factor) for it in trained]
+            turn.items = window.items
+
     def _copy_buffers(self, group: Group) -> None:
         model = self.context.model
         if model is not None:
@@ -278,6 +294,10 @@ class DataParallel(Capability):
             layout = self._layouts[id(optimizer)] = _Layout(optimizer, self._bucket_size)
         if context.progress.batch >= turn.own:
             weight, samples = 0, turn.samples
+            if turn.kept is not None:
+                weight = turn.items
+                for parameter, gradient in turn.kept:
+                    parameter.grad = gradient
         else:
             weight = context.window.items if context.window.size > 1 else context.num_items
             samples = turn.samples + context.notes.num_samples
@@ -311,13 +331,18 @@ class DataParallel(Capability):
 class _Turn:
     """What a process knows about the running step."""
 
-    __slots__ = ("news", "own", "samples")
+    __slots__ = ("items", "kept", "news", "own", "randomness", "samples")
 
     def __init__(self) -> None:
         # Steps that this process has a batch of its own for.
         self.own: float = inf
         # Samples of the batches of the running accumulation window before this one.
         self.samples = 0
+        # Gradients and items of the running window, where this process has batches of its own for a part of it only.
+        self.kept: list[tuple[Tensor, Tensor | None]] | None = None
+        self.items: Any = 0
+        # The state of all generators before a batch that counts for nothing.
+        self.randomness: Any = None
         # What all processes said with the first gradients of the running step.
         self.news: list[float] | None = None
 

@@ -255,6 +255,11 @@ class ShardedDataParallel(DataParallel):
     def _own_items(self) -> Any:
         return self._items if self._is_idle() else self._items + self.context.num_items
 
+    def _set_aside(self) -> None:
+        """Leave the gradients as they are: a loss that counts for nothing adds nothing to them."""
+        if self._mesh is None:
+            super()._set_aside()
+
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Finish the average that backward began: torch has summed what each process weighted by its own items."""
         if self._mesh is None:
