@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 BAR = 1.02
-ROUNDS = 21
+ROUNDS = 41
 
 
 def main() -> int:

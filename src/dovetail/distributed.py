@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 # Seconds that the others have to answer when one of them is missing.
 _PATIENCE = 4.0
 _WHERE = "a message of another process"
+# Bytes of a message that are sent with its length.
+_FIRST = 1016
 
 
 class PeerError(DovetailError):
@@ -132,16 +134,20 @@ class Group:
 
     def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return everyone's message, in the order of the ranks."""
-        own = torch.frombuffer(bytearray(_packed(message)), dtype=torch.uint8)
-        length = torch.tensor([len(own)])
-        lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        self._together(lambda: dist.all_gather(lengths, length))
-        longest = max(int(each) for each in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(own)] = own
+        packed = _packed(message)
+        # What every message begins with: its length, and as much of it as most messages have.
+        starts = self._gathered(struct.pack("<Q", len(packed)) + packed[:_FIRST], 8 + _FIRST)
+        lengths = [struct.unpack_from("<Q", start)[0] for start in starts]
+        if max(lengths) <= _FIRST:
+            return [_unpacked(start[8 : 8 + length]) for start, length in zip(starts, lengths, strict=True)]
+        whole = self._gathered(packed, max(lengths))
+        return [_unpacked(each[:length]) for each, length in zip(whole, lengths, strict=True)]
+
+    def _gathered(self, own: bytes, size: int) -> list[bytes]:
+        padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
         received = [torch.empty_like(padded) for _ in range(self.size)]
         self._together(lambda: dist.all_gather(received, padded))
-        return [_unpacked(each[: int(size)].numpy().tobytes()) for each, size in zip(received, lengths, strict=True)]
+        return [each.numpy().tobytes() for each in received]
 
     @contextmanager
     def noticing(self) -> Iterator[None]:

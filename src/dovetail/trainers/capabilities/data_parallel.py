@@ -111,6 +111,7 @@ class DataParallel(Capability):
             # Alike in all but noise: dropout and augmentation draw something else in every process.
             seed_everything(_seed_of(context.state["order_seed"], 0, group.rank))
         self._layouts.clear()
+        self._turn.agreed = None
 
     def teardown(self, error: BaseException | None) -> None:
         """Let the others go on, or tell them why this process leaves."""
@@ -238,23 +239,27 @@ class DataParallel(Capability):
 
     def _padded(self, group: Group, own: Iterable[Any], total: int | None) -> Iterator[Any]:
         """One's own batches and then, while others have more, the last of them again, which counts for nothing."""
-        batches, step = iter(own), self.context.progress.batch
+        batches, step, turn = iter(own), self.context.progress.batch, self._turn
         batch = next(batches, _END)
-        everyone = group.exchange({"has": batch is not _END, "total": total})
-        if not everyone[0]["has"]:
-            return
-        if not all(each["has"] for each in everyone):
-            # Fewer batches than processes: those that have none compute with the first one's.
-            lent = group.exchange({"batch": batch if group.rank == 0 else None})[0]["batch"]
-            if batch is _END:
-                self._turn.own, batch = step, lent
-        knows_total = total is not None and all(each["total"] == total for each in everyone)
+        # Where all have agreed on the number of steps, and more than one is left, all have something left.
+        knows_total = total is not None and total == turn.agreed and total - step > 1
+        if not knows_total:
+            everyone = group.exchange({"has": batch is not _END, "total": total})
+            if not everyone[0]["has"]:
+                return
+            if not all(each["has"] for each in everyone):
+                # Fewer batches than processes: those that have none compute with the first one's.
+                lent = group.exchange({"batch": batch if group.rank == 0 else None})[0]["batch"]
+                if batch is _END:
+                    turn.own, batch = step, lent
+            knows_total = total is not None and all(each["total"] == total for each in everyone)
+            turn.agreed = total if knows_total else None
         while True:
             yield batch
             step += 1
             fresh = next(batches, _END)
             if fresh is _END:
-                self._turn.own = min(self._turn.own, step)
+                turn.own = min(turn.own, step)
             else:
                 batch = fresh
             if step == total if knows_total else not _any(group, fresh is not _END):
@@ -331,9 +336,11 @@ class DataParallel(Capability):
 class _Turn:
     """What a process knows about the running step."""
 
-    __slots__ = ("items", "kept", "news", "own", "randomness", "samples")
+    __slots__ = ("agreed", "items", "kept", "news", "own", "randomness", "samples")
 
     def __init__(self) -> None:
+        # The steps of an epoch, where all processes have said the same number.
+        self.agreed: int | None = None
         # Steps that this process has a batch of its own for.
         self.own: float = inf
         # Samples of the batches of the running accumulation window before this one.
