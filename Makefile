@@ -57,6 +57,8 @@ torture: $(VENV)/.dev          ## kills, damages and full disks, at length: unde
 bench: $(VENV)/.dev            ## side-by-side benchmarks, each printing ratios
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/strategies.py
+	$(BIN)/python benchmarks/ddp.py
+	$(BIN)/python benchmarks/memory_format.py
 
 clean:                         ## remove the environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -234,6 +234,10 @@ class TestJSONLLogger(TestCSVLogger):
     logger = our_callbacks.JSONLLogger
 
 
+class TestProfiler(TestCSVLogger):
+    logger = our_callbacks.Profiler
+
+
 globals().update({contract.__name__: contract for contract in OURS})
 
 
@@ -252,7 +256,7 @@ def test_every_callback_is_under_a_contract() -> None:
     found = {name: getattr(our_callbacks, name) for name in our_callbacks.__all__}
     abstract = {"Callback", "LambdaCallback", "Monitor", "PlatoAdapter"}
     concrete = {name for name, it in found.items() if isinstance(it, type) and issubclass(it, Callback)}
-    by_hand = {"CSVLogger", "JSONLLogger"}
+    by_hand = {"CSVLogger", "JSONLLogger", "Profiler"}
     assert concrete - abstract <= {type(it().make()).__name__ for it in OURS} | by_hand
 
 

@@ -172,7 +172,7 @@ class CoreTrainer(base.Trainer):
         strategy, context = self.strategies.loss, self.context
         if strategy is None:
             return as_criterion(self._wanted_criterion)
-        return partial(strategy.compute_loss, context=context)
+        return strategy.criterion(context)
 
     def get_optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
         """Return the optimizer of a model, or several in the order in which the loop steps them."""
@@ -439,8 +439,19 @@ class CoreTrainer(base.Trainer):
         if self._train_step is not None:
             return self._train_step(self, batch)
         inputs, targets = split_batch(batch)
-        if self._step_strategy is not None:
-            return {"loss": self._step_by_strategy(inputs, targets)}
+        context, strategy = self.context, self._step_strategy
+        if strategy is not None:
+            state, optimizer, model = context.state, context.optimizers[0], context.model
+            assert model is not None
+            state["current_batch"] = context.progress.batch
+            try:
+                loss = strategy.training_step(model, optimizer, inputs, targets, self.criterion, context)
+            except TypeError as error:
+                if targets is None:
+                    add_note(error, "the batch has no targets: give a loss or a step strategy that needs none")
+                raise
+            state["last_loss"] = loss.detach()
+            return {"loss": loss}
         if targets is None:
             raise DataError(_NO_TARGETS)
         return {"loss": self.criterion(forward(self.context.model, inputs), targets)}
@@ -694,21 +705,6 @@ class CoreTrainer(base.Trainer):
         momentum = as_scheduler(self.options.mtm_scheduler, first)
         if momentum is not None:
             context.schedulers.append(bind_scheduler(momentum))
-
-    def _step_by_strategy(self, examples: Any, labels: Any) -> Tensor:
-        context, strategy, state = self.context, self._step_strategy, self.context.state
-        model, optimizer = context.model, context.optimizers[0]
-        assert strategy is not None
-        assert model is not None
-        state["current_batch"] = context.progress.batch
-        try:
-            loss = strategy.training_step(model, optimizer, examples, labels, self.criterion, context)
-        except TypeError as error:
-            if labels is None:
-                add_note(error, "the batch has no targets: give a loss or a step strategy that needs none")
-            raise
-        state["last_loss"] = loss.detach()
-        return loss
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.context.precision is None else self.context.precision.autocast()

@@ -79,7 +79,10 @@ def dry_run(
         context.saver = Saver(Path(folder))
         num_batches = min(context.window.size, ahead.num_batches or context.window.size)
         moment = Batches(context.progress.batches + num_batches)
-        history = trainer.fit(max_length=moment, validation_period=moment, checkpoint_period=moment)
+        with warnings.catch_warnings():
+            # The trial looks at gradients, which a compiled step keeps to itself: it runs eagerly, and that is fine.
+            warnings.filterwarnings("ignore", "training goes on without a graph: _Watch")
+            history = trainer.fit(max_length=moment, validation_period=moment, checkpoint_period=moment)
     problems = watch.problems(history, has_validation=has_validation)
     if _is_verbose(trainer):
         print(_report(context.model, history, watch, ahead, problems))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -85,6 +86,10 @@ class LossCriterionStrategy(Strategy, ABC):
     def classifies(self, context: TrainingContext) -> bool:
         """Whether accuracy has a meaning in a run; asked at its start."""
         return self.is_classification
+
+    def criterion(self, context: TrainingContext) -> Callable[[Any, Any], Tensor]:
+        """Return the loss as the trainer calls it, with outputs and labels; asked once, before the first run."""
+        return partial(self.compute_loss, context=context)
 
     @abstractmethod
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:

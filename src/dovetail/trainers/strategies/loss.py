@@ -55,6 +55,11 @@ class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
         """Look the loss up anew: another run may have another configuration."""
         self._criterion = None
 
+    def criterion(self, context: TrainingContext) -> LossFunction:
+        """Return the loss that is given itself, if one is: another call in between would cost every step."""
+        is_plain = type(self).compute_loss is DefaultLossCriterionStrategy.compute_loss
+        return self.loss_fn if self.loss_fn is not None and is_plain else super().criterion(context)
+
     def classifies(self, context: TrainingContext) -> bool:
         """Whether the loss that is given, or else the one that the configuration names, is that of a classifier."""
         return classifies(self.loss_fn or _configured(context.config))
