@@ -258,7 +258,7 @@ def _handing_out(cargo: bytes, address: Path) -> Iterator[None]:
         yield
     finally:
         # A blocked accept notices a connection, not that the listener is closed.
-        listener._listener._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+        listener._listener._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # it shows no other way
         listener.close()
 
 
