@@ -479,3 +479,5 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     results = run_all(target)
     (target / f"{rank()}.json").write_text(json.dumps(results), encoding="utf-8")
+    # Torch's threads sometimes abort a process of a group at its very end, when all is done.
+    os._exit(0)

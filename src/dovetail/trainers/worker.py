@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 __all__: list[str] = []
@@ -17,4 +18,16 @@ if __name__ == "__main__":
 
     from dovetail.trainers.launching import work
 
-    work(folder)
+    code = 0
+    try:
+        work(folder)
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # Everything is written. Torn down step by step, the threads of torch and gloo sometimes abort a process that has
+    # done its work.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
