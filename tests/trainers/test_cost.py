@@ -23,8 +23,24 @@ import dovetail
 from dovetail.callbacks import Callback, ProgressDisplay
 from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.decorators import (
+    AMPTrainer,
+    AutoBatchTrainer,
+    CompiledTrainer,
+    DDPTrainer,
+    FSDPTrainer,
+    TimedTrainer,
+)
 from dovetail.trainers.strategies import SGDOptimizerStrategy
+from dovetail.trainers.whole_step import CannotCompileError, check_compiler
 from dovetail.units import Batches, Epochs
+
+try:
+    check_compiler()
+    COMPILER = True
+except CannotCompileError:
+    COMPILER = False
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled steps are not counted")
 
 NUM_STEPS = 100
 HOME = str(Path(dovetail.__file__).parent)
@@ -131,6 +147,42 @@ def test_a_step_makes_at_most_25_python_calls_beyond_the_work_itself(
     # The second number is the smaller one: torch's zero_grad, which the loop goes without, makes many calls.
     assert own <= 25, found
     assert extra <= 25, found
+
+
+def under(layer: Callable[..., Any], **settings: Any) -> Callable[[], Callable[[Any], Any]]:
+    def prepare() -> Callable[[Any], Any]:
+        trainer = layer(make_trainer(nonfinite="ignore"), **settings)
+        return lambda batches: trainer.fit(batches, max_length=Epochs(1))
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings"),
+    [
+        pytest.param(AMPTrainer, {"precision": "bf16"}, id="mixed precision"),
+        pytest.param(DDPTrainer, {}, id="data parallel, one process"),
+        pytest.param(FSDPTrainer, {}, id="sharded, one process"),
+        pytest.param(AutoBatchTrainer, {}, id="auto batch, all fit"),
+        # Seven verbs and the data, each of which is one call more.
+        pytest.param(TimedTrainer, {}, id="timed"),
+        pytest.param(CompiledTrainer, {}, marks=[needs_compiler, pytest.mark.slow], id="compiled"),
+        pytest.param(
+            CompiledTrainer,
+            {"steps_per_call": 4},
+            marks=[needs_compiler, pytest.mark.slow],
+            id="compiled, four per call",
+        ),
+    ],
+)
+def test_a_layer_makes_at_most_8_more_python_calls_per_step(
+    layer: Callable[..., Any], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # Dovetail's own: what torch calls inside of autocast, or of a graph, is work.
+    own = calls_per_step(under(layer, **settings))[1]
+    bare = calls_per_step(lambda: with_trainer(nonfinite="ignore"))[1]
+    assert own - bare <= 8, f"{own - bare:+.1f} calls per step"
 
 
 def test_hooks_that_nobody_overrides_are_never_called() -> None:

@@ -12,7 +12,7 @@ import torch
 from problem import Problem
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dovetail.trainers.whole_step import CannotCompileError, WholeStep, check_compiler
 
@@ -264,6 +264,96 @@ def test_images_have_the_losses_of_eager_training() -> None:
         return run(kind(model, SGD(model.parameters(), lr=0.1)), [batch] * 4)
 
     assert_near(train(whole_step), train(eager_step))
+
+
+def mlp() -> tuple[nn.Module, tuple[int, ...]]:
+    return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5)), (10,)
+
+
+def cnn() -> tuple[nn.Module, tuple[int, ...]]:
+    layers = (nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU())
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(288, 5)), (1, 16, 16)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("make_model", [mlp, cnn])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: SGD(parameters, lr=0.1),
+        lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+        lambda parameters: Adam(parameters, lr=0.01),
+        lambda parameters: AdamW(parameters, lr=0.01),
+    ],
+    ids=["SGD", "momentum", "Adam", "AdamW"],
+)
+def test_a_step_from_the_same_state_has_the_loss_of_an_eager_step_and_leads_to_the_same(
+    make_model: Callable[[], tuple[nn.Module, tuple[int, ...]]], make_optimizer: Callable[..., Optimizer]
+) -> None:
+    torch.manual_seed(0)
+    (model, shape), (twin, _) = make_model(), make_model()
+    optimizer, other = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
+    eager, compiled = eager_step(model, optimizer), whole_step(twin, other)
+    for _ in range(30):
+        # Long runs drift apart, each step from a difference that the last one left; so every step begins anew.
+        twin.load_state_dict(model.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        batch = torch.randn(16, *shape), torch.randint(5, (16,))
+        loss = compiled(batch)
+        assert loss is not None
+        assert abs(loss["loss"] - eager(batch)["loss"]).item() <= 1e-6
+        with torch.no_grad():
+            after = [cross_entropy(it(batch[0]), batch[1]).item() for it in (model, twin)]
+        assert abs(after[0] - after[1]) <= 1e-6
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_long_run_in_double_precision_stays_with_the_eager_run() -> None:
+    def train(kind: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = mlp()[0].double()
+        batches = [(torch.randn(16, 10).double(), torch.randint(5, (16,))) for _ in range(1000)]
+        return run(kind(model, Adam(model.parameters(), lr=0.01)), batches)
+
+    torch.testing.assert_close(train(whole_step), train(eager_step), rtol=0, atol=1e-12)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_several_steps_in_one_call_have_the_bits_of_as_many_calls(problem: Problem) -> None:
+    def train(number: int) -> tuple[Any, ...]:
+        model = Model()
+        optimizer = make_adam(model)
+        step = whole_step(model, optimizer)
+        torch.manual_seed(3)
+        losses = run(step, problem.batches[:1])
+        for start in range(1, 10, number):
+            batches = problem.batches[start : start + number]
+            outputs = [step(batch) for batch in batches] if number == 1 else step.several(batches)
+            assert outputs is not None
+            losses += [output["loss"].item() for output in outputs]
+        return losses, model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+
+    torch.testing.assert_close(train(3), train(1), rtol=0, atol=0)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_several_steps_are_made_only_where_single_ones_have_proven_to_be_a_graph(problem: Problem) -> None:
+    model = Model()
+    step = whole_step(model, make_adam(model))
+    batches = problem.batches[:3]
+    assert step.several(batches) is None
+    step(batches[0])
+    assert step.several([*batches[:2], shorter(batches[2], 5)]) is None
+    step.look_again()
+    assert step.several(batches) is None
+    before = copy.deepcopy(model.state_dict())
+    step(batches[0])
+    assert step.several(batches) is not None
+    assert not torch.equal(before["layers.0.weight"], model.layers[0].weight)
 
 
 def refusal(

@@ -279,6 +279,14 @@ class CompiledTrainer(Compiled, TrainerDecorator):
     Args:
         trainer: Any trainer.
         mode: `step` for forward, backward, clipping and update in one graph; `model` for `torch.compile` of the module.
+        steps_per_call: How many steps one call of a graph makes, in mode `step`, for models whose steps are tiny.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import SingleProcess
+        >>> trainer = CompiledTrainer(SingleProcess(torch.nn.Linear(4, 2), "cpu", verbose=False), steps_per_call=8)
+        >>> trainer.graphs  # none before the first step
+        0
     """
 
 

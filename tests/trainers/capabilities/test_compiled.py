@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problem import Problem, assert_same_weights
 from torch.optim import LBFGS, SGD, Adam
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
@@ -22,7 +24,7 @@ from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.decorators import TrainerDecorator
 from dovetail.trainers.whole_step import CannotCompileError, check_compiler
-from dovetail.units import Batches, Epochs
+from dovetail.units import Batches, Epochs, Progress, Records, Updates
 
 try:
     check_compiler()
@@ -73,6 +75,10 @@ def make(problem: Problem, kind: Any = CompiledBasic, **settings: Any) -> Any:
 
 def schedule(optimizer: Any) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.05, total_steps=40)
+
+
+def halving(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 @needs_compiler
@@ -184,6 +190,202 @@ def test_a_compiled_model_keeps_the_names_of_its_state(problem: Problem) -> None
     torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=5e-6)
 
 
+# ------------------------------------------------------------------ several steps in one call
+
+
+class Weights(Callback):
+    """What the first weight is at every report, and when to stop."""
+
+    def __init__(self, stop_at: int | None = None, fail_at: int | None = None) -> None:
+        self.seen: list[float] = []
+        self.stop_at, self.fail_at = stop_at, fail_at
+
+    def on_report(self, context: Any, report: Any) -> None:
+        self.seen.append(context.model[0].weight[0, 0].item())
+        if context.progress.batches == self.stop_at:
+            context.stop("enough")
+        if context.progress.batches == self.fail_at:
+            raise RuntimeError("here")
+
+
+def as_bytes(state: Any) -> Any:
+    if isinstance(state, (torch.Tensor, np.ndarray)):
+        return state.dtype, state.shape, np.asarray(state).tobytes()
+    if isinstance(state, Mapping):
+        return {name: as_bytes(value) for name, value in state.items()}
+    return [as_bytes(value) for value in state] if isinstance(state, (list, tuple)) else state
+
+
+def assert_same_run(one: Any, other: Any) -> None:
+    """Weights, optimizer, schedulers, counters, history, randomness, place in the data: all but the run's own name."""
+    found, expected = (as_bytes({**trainer.state_dict(), "run_id": ""}) for trainer in (one, other))
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == []
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_call", [2, 3, 8])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"max_length": Epochs(3)},
+        {"max_length": Batches(25), "validation_period": Batches(9)},
+        {"max_length": Updates(20), "validation_period": Records(72)},
+    ],
+)
+def test_several_steps_per_call_have_the_bits_of_one(
+    problem: Problem, steps_per_call: int, lengths: dict[str, Any]
+) -> None:
+    trainers = [make(problem, steps_per_call=number, scheduler=halving) for number in (1, steps_per_call)]
+    for trainer in trainers:
+        torch.manual_seed(2)
+        # Eleven batches: no call ends with an epoch.
+        trainer.fit(problem.batches[:11], problem.batches[:2], **lengths)
+    assert_same_run(*trainers)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_call_makes_several_updates_at_once(problem: Problem) -> None:
+    weights = Weights()
+    trainer = make(problem, steps_per_call=3, print_every=1, callbacks=[weights])
+    trainer.fit(problem.batches[:11], max_length=Epochs(2))
+    # At the start of an epoch single steps are compared with eager ones; what is left at its end is no call.
+    calls = [1, 3, 3, 3, 1, 1, 1, 1, 3, 3, 1, 1]
+    assert [len(list(same)) for _, same in groupby(weights.seen)] == calls
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_call", [1, 2, 3])
+@pytest.mark.parametrize("done", [5, 11, 14, 15])
+def test_a_run_in_calls_goes_on_from_anywhere_and_in_calls_of_any_size(
+    problem: Problem, tmp_path: Path, steps_per_call: int, done: int
+) -> None:
+    whole, first, second = (make(problem, steps_per_call=number) for number in (3, 3, steps_per_call))
+    torch.manual_seed(2)
+    whole.fit(problem.batches[:11], max_length=Epochs(3))
+    torch.manual_seed(2)
+    first.fit(problem.batches[:11], max_length=Batches(done))
+    first.save_checkpoint(tmp_path / "middle")
+    torch.manual_seed(99)
+    second.fit(problem.batches[:11], max_length=Epochs(3), resume=tmp_path / "middle")
+
+    assert_same_weights(second.model, whole.model)
+    assert list(second.history.losses) == list(whole.history.losses)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_batches_of_another_form_break_a_call_up(problem: Problem) -> None:
+    batches = [*problem.batches[:5], (problem.x[:3], problem.y[:3]), *problem.batches[5:9]]
+    trainers = [make(problem, steps_per_call=number) for number in (1, 3)]
+    for trainer in trainers:
+        torch.manual_seed(2)
+        trainer.fit(batches, max_length=Epochs(2))
+    # How often a form has come is counted in the same way, too.
+    assert_same_run(*trainers)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_stop_takes_effect_where_a_call_ends(problem: Problem) -> None:
+    stopped = make(problem, steps_per_call=3, print_every=1, callbacks=[Weights(stop_at=5)])
+    planned = make(problem)
+    for trainer, length in ((stopped, Epochs(1)), (planned, Batches(7))):
+        torch.manual_seed(2)
+        trainer.fit(problem.batches[:11], max_length=length)
+
+    assert stopped.context.progress == planned.context.progress
+    assert_same_weights(stopped.model, planned.model)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_updates_of_a_call_that_an_error_breaks_off_are_counted(problem: Problem) -> None:
+    trainer = make(problem, steps_per_call=3, print_every=1, callbacks=[Weights(fail_at=5)])
+    with pytest.raises(RuntimeError, match="here"):
+        trainer.fit(problem.batches[:11], max_length=Epochs(1))
+
+    assert trainer.context.progress == Progress(batch=7, batches=7, records=56, updates=7)
+    assert [state["step"].item() for state in trainer.optimizer.state.values()] == [7] * 4
+    # The next run begins behind them, and can be stopped.
+    trainer.fit(problem.batches[:11], max_length=Batches(9))
+    assert trainer.context.progress.batches == 9
+
+
+class OwnAfterStep(Trainer):
+    def after_step(self, output: Mapping[str, Any]) -> None:
+        super().after_step(output)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cause", "kind", "settings"),
+    [
+        ("a schedule moves at every update", Trainer, {"scheduler": schedule}),
+        ("Note wants to see every step", Trainer, {"callbacks": [Note()]}),
+        ("OwnAfterStep has its own after_step", OwnAfterStep, {}),
+    ],
+)
+def test_where_every_step_is_looked_at_each_is_a_call(
+    problem: Problem, cause: str, kind: Any, settings: dict[str, Any]
+) -> None:
+    several, single = (make(problem, kind.add_on(Compiled), steps_per_call=number, **settings) for number in (3, 1))
+    torch.manual_seed(2)
+    with pytest.warns(UserWarning, match=f"steps_per_call: every step is a call of its own: {cause}"):
+        several.fit(problem.batches[:5], max_length=Epochs(1))
+    torch.manual_seed(2)
+    single.fit(problem.batches[:5], max_length=Epochs(1))
+    assert several.graphs == 1
+    assert_same_weights(several.model, single.model)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_where_only_a_single_step_can_be_compiled_each_is_a_call(problem: Problem) -> None:
+    from torch._inductor import config
+
+    several, single = make(problem, steps_per_call=5), make(problem)
+    torch.manual_seed(2)
+    several.fit(problem.batches[:11], max_length=Batches(2))
+    with (
+        config.patch({"cpp.cxx": ("/nowhere/g++",)}),
+        pytest.warns(UserWarning, match="every step is a call of its own: there is no C"),
+    ):
+        several.fit(problem.batches[:11], max_length=Epochs(2))
+    torch.manual_seed(2)
+    single.fit(problem.batches[:11], max_length=Epochs(2))
+    assert several.graphs == 1
+    assert_same_weights(several.model, single.model)
+
+
+def test_without_a_graph_every_step_is_a_call(problem: Problem) -> None:
+    weights = Weights()
+    compiled = make(problem, steps_per_call=3, accumulation_steps=2, print_every=1, callbacks=[weights])
+    eager = make(problem, Trainer, accumulation_steps=2)
+    torch.manual_seed(2)
+    with pytest.warns(UserWarning, match="without a graph: 2 batches share one update"):
+        compiled.fit(problem.batches[:6], max_length=Epochs(2))
+    torch.manual_seed(2)
+    eager.fit(problem.batches[:6], max_length=Epochs(2))
+    assert [len(list(same)) for _, same in groupby(weights.seen)] == [1] + [2] * 5 + [1]
+    assert_same_weights(compiled.model, eager.model)
+
+
+@pytest.mark.parametrize("number", [0, True, 1.5, "8"])
+def test_steps_per_call_is_a_whole_number(problem: Problem, number: Any) -> None:
+    with pytest.raises(ConfigError, match="steps_per_call: expected a whole number that is at least 1"):
+        make(problem, steps_per_call=number)
+
+
+def test_a_compiled_module_has_no_steps_per_call(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="steps_per_call: mode='model' has no graph of a step"):
+        make(problem, mode="model", steps_per_call=2)
+
+
 # ------------------------------------------------------------------ eager, with one sentence
 
 
@@ -281,7 +483,8 @@ def test_the_modes_of_a_trainer_are_handed_on(problem: Problem) -> None:
 
 
 def test_a_dry_run_looks_at_gradients_without_a_word(problem: Problem) -> None:
-    trainer = CompiledTrainer(Trainer(problem.model(), "cpu", optim_function="SGD", verbose=False))
+    plain = Trainer(problem.model(), "cpu", optim_function="SGD", verbose=False)
+    trainer = CompiledTrainer(plain, steps_per_call=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit(problem.batches, problem.batches, dry_run=True)

@@ -90,9 +90,17 @@ class AutoBatch(Capability):
             if size < length:
                 return self._in_parts(step, batch, size, length, gradients)
             output = step(batch)
-            return output if self.context.notes.optimized else self._letting_go(output, batch, length, gradients)
+            return output if self.context.notes.optimized else self._letting_go(output, batch, gradients)
 
-        return self._fitting("train", batch, compute, gradients)
+        if "train" in self._sizes:
+            return self._fitting("train", batch, compute, gradients)
+        # While every batch fits, a step takes the shortest way.
+        try:
+            output = step(batch)
+            return output if self.context.notes.optimized else self._letting_go(output, batch, gradients)
+        except Exception as error:
+            failure = self._checked(error, batch)
+        return self._fitting("train", batch, compute, gradients, failure=failure)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Refuse to differentiate a part for a step that would then make an update of it alone."""
@@ -127,12 +135,18 @@ class AutoBatch(Capability):
         gradients: _Gradients | None = None,
         *,
         size: int | None = None,
+        failure: Exception | None = None,
     ) -> _T:
-        """Return what `compute(size, length)` does, with the largest size that fits."""
+        """Return what `compute(size, length)` does, with the largest size that fits; smaller ones after a failure."""
         length = self.batch_length(batch)
         size = min(size or length, self._sizes.get(what, length), length)
-        failure: Exception | None = None
         while True:
+            # Outside of the handler, which holds the frames that hold what the failed attempt has computed.
+            if failure is not None:
+                if gradients is not None:
+                    gradients.put_back()
+                _free(self.context.device)
+                size = (size + 1) // 2
             try:
                 result = compute(size, length)
                 break
@@ -142,25 +156,20 @@ class AutoBatch(Capability):
                 add_note(failure, str(refusal))
                 raise failure from None
             except Exception as error:
-                self._check(error, batch, size, length)
-                failure = error.with_traceback(None)
-            # Outside of the handler, which holds the frames that hold what the failed attempt has computed.
-            if gradients is not None:
-                gradients.put_back()
-            _free(self.context.device)
-            size = (size + 1) // 2
+                failure = self._checked(error, batch, size)
         if size < length:
             self._sizes[what] = size
         return result
 
-    def _check(self, error: Exception, batch: Any, size: int, length: int) -> None:
-        """Raise an error that no smaller part of the batch would mend."""
+    def _checked(self, error: Exception, batch: Any, size: int | None = None) -> Exception:
+        """Return an error without its frames, or raise it if no smaller part of the batch would mend it."""
+        length = self.batch_length(batch)
         if not is_out_of_memory(error):
             raise error
         if self.context.notes.optimized and self.context.stage == "train":
             add_note(error, _MANUAL)
             raise error
-        if size == 1:
+        if (size or length) == 1:
             add_note(error, "not even a single sample fits into memory")
             raise error
         try:
@@ -168,6 +177,7 @@ class AutoBatch(Capability):
         except DataError as reason:
             add_note(error, str(reason))
             raise error from None
+        return error.with_traceback(None)
 
     def _evaluated(self, batch: Any, step: Callable[[Any], _T], join: Callable[..., _T]) -> _T:
         if not self._is_active:
@@ -212,7 +222,7 @@ class AutoBatch(Capability):
         total = _items(joined, length)
         if window.opens and (isinstance(total, Tensor) or total != expected):
             gradients.scale(expected / total)
-        return self._letting_go(joined, batch, length, gradients, loss * (num_items / total), size)
+        return self._letting_go(joined, batch, gradients, loss * (num_items / total), size)
 
     def _part(self, step: Callable[[Any], Mapping[str, Any]], part: Any) -> Mapping[str, Any]:
         self._is_inside_part = True
@@ -228,7 +238,6 @@ class AutoBatch(Capability):
         self,
         output: Mapping[str, Any],
         batch: Any,
-        length: int,
         gradients: _Gradients,
         differentiated: Tensor | None = None,
         size: int | None = None,
@@ -239,18 +248,23 @@ class AutoBatch(Capability):
         if not isinstance(source, Tensor) or not isinstance(loss, Tensor) or not source.requires_grad:
             return output
         graph = [source]
+        counted = {"num_items": output["num_items"]} if "num_items" in output else {}
 
         def differentiate(gradient: Tensor) -> None:
+            try:
+                graph.pop().backward(gradient)  # type: ignore[no-untyped-call]  # torch has no types for it
+            except Exception as error:
+                failure = self._checked(error, batch, size)
+            else:
+                gradients.copies = None
+                return
+
             def compute(size: int, length: int) -> None:
-                if graph:
-                    graph.pop().backward(gradient)  # type: ignore[no-untyped-call]  # torch has no types for it
-                else:
-                    self._all_parts(batch, size, length, total, gradient)
+                self._all_parts(batch, size, length, _items(counted, length), gradient)
 
-            self._fitting("train", batch, compute, gradients, size=size)
-            gradients.forget()
+            self._fitting("train", batch, compute, gradients, size=size, failure=failure)
+            gradients.copies = None
 
-        total = _items(output, length)
         anchor = torch.zeros((), requires_grad=True)
         lent = _Lent.apply(anchor, loss.detach(), differentiate)  # type: ignore[no-untyped-call]  # torch has no types
         # Whatever else the step returned would hold the graph, too.
@@ -360,21 +374,24 @@ class _Gradients:
     The first batch of a window finds none. Later ones add to what they find, in place and parameter by parameter, so
     that an error in the middle leaves sums of which nobody knows what is in them: only for those a copy is kept, until
     the batch is done.
+
+    Attributes:
+        copies: Of every parameter's gradient, None where there is none; None for a first batch, and after the last use.
     """
 
     def __init__(self, context: TrainingContext) -> None:
         self._optimizers = context.optimizers
-        self._copies: list[tuple[Tensor, Tensor | None]] | None = None
+        self.copies: list[tuple[Tensor, Tensor | None]] | None = None
         if not context.window.opens:
-            self._copies = [(it, None if it.grad is None else it.grad.clone()) for it in self._parameters()]
+            self.copies = [(it, None if it.grad is None else it.grad.clone()) for it in self._parameters()]
 
     def put_back(self) -> None:
         """Make them what they were."""
-        if self._copies is None:
+        if self.copies is None:
             for optimizer in self._optimizers:
                 clear_gradients(optimizer)
             return
-        for parameter, copy in self._copies:
+        for parameter, copy in self.copies:
             if copy is None or parameter.grad is None:
                 parameter.grad = None if copy is None else copy.clone()
             else:
@@ -385,10 +402,6 @@ class _Gradients:
         for parameter in self._parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-    def forget(self) -> None:
-        """Let the copy go."""
-        self._copies = None
 
     def _parameters(self) -> Iterator[Tensor]:
         return (it for optimizer in self._optimizers for group in optimizer.param_groups for it in group["params"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
@@ -12,9 +14,11 @@ from torch import nn
 from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.context import Stage
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.nesting import Nesting
-from dovetail.trainers.whole_step import CannotCompileError, WholeStep, check_compiler
+from dovetail.trainers.whole_step import CannotCompileError, Outputs, WholeStep, check_compiler
+from dovetail.units import Epochs, TrainUnit
 
 __all__ = ["Compiled"]
 
@@ -31,6 +35,9 @@ class Compiled(Capability):
 
     Args:
         mode: `step` or `model`. An add-on hands the trainer's own modes, `train` and `test`, on to it.
+        steps_per_call: How many steps one call of a graph makes, in mode `step`. Counters, history, reports and
+            checkpoints are the same, batch by batch; validation, checkpoints and stops wait for the end of a call. A
+            call ends where an epoch, a length or a period ends. Where anyone wants to see every step, each is a call.
 
     Example:
         >>> from dovetail.trainers import Trainer
@@ -41,17 +48,33 @@ class Compiled(Capability):
 
     kind = "compilation"
 
-    def __init__(self, *args: Any, mode: Literal["model", "step", "train", "test"] = "step", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        mode: Literal["model", "step", "train", "test"] = "step",
+        steps_per_call: int = 1,
+        **kwargs: Any,
+    ) -> None:
         if mode in ("train", "test"):
             mode, kwargs["mode"] = "step", mode
         if mode not in ("model", "step"):
             raise ConfigError(f"mode: expected 'model' or 'step', got {mode!r}")
+        if isinstance(steps_per_call, bool) or not isinstance(steps_per_call, int) or steps_per_call < 1:
+            raise ConfigError(f"steps_per_call: expected a whole number that is at least 1, got {steps_per_call!r}")
+        if steps_per_call > 1 and mode == "model":
+            raise ConfigError("steps_per_call: mode='model' has no graph of a step, use mode='step'")
         self._compiles = mode
+        self._steps_per_call = steps_per_call
+        # Batches that wait for the call that begins with the running one, and outputs of a call for batches to come.
+        self._waiting: list[Any] = []
+        self._coming: deque[Outputs] = deque()
         self._step: WholeStep | None = None
         self._restored: Mapping[str, Any] | None = None
         # The epoch for which everything was last looked at; None for a run that begins.
         self._epoch: int | None = None
         self._is_eager = False
+        # Whether every step is a call of its own, whatever was asked for.
+        self._is_one_by_one = False
         # Whether strategies are told about the running batch, as `_SHARED` says.
         self._shares = False
         self._told: set[str] = set()
@@ -65,16 +88,28 @@ class Compiled(Capability):
     def setup(self) -> None:
         """Compile the module, in `model` mode."""
         super().setup()
-        self._epoch, self._is_eager = None, self._compiles == "model"
+        self._epoch, self._is_eager, self._is_one_by_one = None, self._compiles == "model", False
         model = self.context.model
         if self._compiles == "step" or self.context.stage != "train" or model is None:
             return
         try:
             check_compiler()
         except CannotCompileError as cause:
-            self._tell(cause)
+            self._tell(_EAGER.format(cause))
         else:
             _compile_in_place(model)
+
+    def batches(self, stage: Stage) -> Iterable[Any]:
+        """Return the batches; for training, read as many at a time as one call takes."""
+        batches = super().batches(stage)
+        # Why there is no graph is told where there would be one.
+        if stage != "train" or self._steps_per_call == 1 or self._why_not() is not None:
+            return batches
+        cause = self._why_one_by_one()
+        if cause is not None:
+            self._tell(_ONE_BY_ONE.format(cause))
+            return batches
+        return self._in_calls(iter(batches))
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Make a whole update by a graph, or return the loss for an eager one."""
@@ -86,9 +121,11 @@ class Compiled(Capability):
                 self._step = self._prepared()
                 self._epoch = context.progress.epoch
             assert self._step is not None
-            output = self._step(batch)
+            if self._waiting:
+                self._call_ahead(self._step, batch)
+            output = self._coming.popleft() if self._coming else self._step(batch)
         except CannotCompileError as cause:
-            self._tell(cause)
+            self._tell(_EAGER.format(cause))
             self._is_eager, output = True, None
             # What a trace noted is not what this batch did.
             context.notes.optimized = False
@@ -98,6 +135,18 @@ class Compiled(Capability):
         if self._shares:
             context.state.update(current_batch=context.progress.batch, last_loss=output["loss"])
         return output
+
+    def teardown(self, error: BaseException | None) -> None:
+        """Count the updates that a call has made, though an error has kept the loop from counting them."""
+        progress, notes, number = self.context.progress, self.context.notes, len(self._coming)
+        progress.batch += number
+        progress.batches += number
+        progress.updates += number
+        progress.records += number * notes.num_records
+        notes.is_ahead = False
+        self._waiting.clear()
+        self._coming.clear()
+        super().teardown(error)
 
     def state_dict(self) -> dict[str, Any]:
         """Add which forms of batches have been seen how often."""
@@ -112,7 +161,7 @@ class Compiled(Capability):
     def __getstate__(self) -> dict[str, Any]:
         # A graph is made anew where a copy is used.
         state: Any = super().__getstate__()
-        return {**state, "_step": None, "_epoch": None}
+        return {**state, "_step": None, "_epoch": None, "_waiting": [], "_coming": deque()}
 
     # ------------------------------------------------------------------ private
 
@@ -136,6 +185,64 @@ class Compiled(Capability):
             step.load_state_dict(self._restored)
             self._restored = None
         return step
+
+    def _in_calls(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Batches, and those of a whole call at once to `train_step`."""
+        notes, plan = self.context.notes, self.context.plan
+        assert plan is not None
+        units = (plan.max_length, plan.validate, plan.save)
+        ends = [unit for unit in units if unit is not None and not isinstance(unit, Epochs)]
+        while read := self._read(batches, ends):
+            # Fewer are not worth a graph of their own.
+            self._waiting = read if len(read) == self._steps_per_call else []
+            for number in range(len(read)):
+                notes.is_ahead = number + 1 < len(read)
+                yield read[number]
+
+    def _read(self, batches: Iterator[Any], ends: list[TrainUnit]) -> list[Any]:
+        """Read what the next call may take: nothing that comes after the end of a length or a period."""
+        # Whether steps are graphs at all is known after the first.
+        is_single = self._is_eager or self._is_one_by_one or self._step is None
+        most = 1 if is_single else self._steps_per_call
+        if not ends:
+            return list(islice(batches, most))
+        context, read = self.context, []
+        assert context.trainer is not None
+        ahead = context.progress.copy()
+        for batch in islice(batches, most):
+            read.append(batch)
+            ahead.batches, ahead.updates = ahead.batches + 1, ahead.updates + 1
+            ahead.records += context.trainer.batch_length(batch)
+            if any(unit.due(context.checked, ahead) for unit in ends):
+                break
+        return read
+
+    def _call_ahead(self, step: WholeStep, batch: Any) -> None:
+        """Make the updates of this batch and of those that wait, if one graph can."""
+        assert self.context.trainer is not None
+        waiting, self._waiting = self._waiting, []
+        # Moved by the outermost layer, as the loop does it. The batches that the loop gets are moved then, too.
+        waiting[:] = [batch, *map(self.context.trainer.to_device, waiting[1:])]
+        try:
+            self._coming.extend(step.several(waiting) or ())
+        except CannotCompileError as cause:
+            self._is_one_by_one = True
+            self._tell(_ONE_BY_ONE.format(cause))
+
+    def _why_one_by_one(self) -> str | None:
+        """Return what about the run needs to see every step, or None."""
+        context = self.context
+        callbacks = context.callbacks
+        for hook in (*callbacks.on_step_start, *callbacks.on_update, *callbacks.on_step_end):
+            return f"{_owner(hook)} wants to see every step"
+        for bound in context.schedulers:
+            if bound.interval != "epoch":
+                return f"a schedule moves at every {bound.interval}"
+        for verb in ("scheduler_step", "after_step"):
+            for cls in _classes(context.trainer):
+                if verb in vars(cls) and cls.__module__ not in _PLAIN:
+                    return f"{cls.__name__} has its own {verb}"
+        return None
 
     def _computed(self, batch: Any) -> Mapping[str, Any]:
         """What the layers below compute, and nothing else of what they do."""
@@ -176,14 +283,15 @@ class Compiled(Capability):
                     return f"{cls.__name__} has its own {verb}"
         return None
 
-    def _tell(self, cause: CannotCompileError) -> None:
-        """Say once why training is not compiled."""
-        message = f"training goes on without a graph: {cause}"
+    def _tell(self, message: str) -> None:
+        """Say once why training is not what was asked for."""
         if message not in self._told:
             self._told.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
 
 
+_EAGER = "training goes on without a graph: {}"
+_ONE_BY_ONE = "steps_per_call: every step is a call of its own: {}"
 # What the trainer tells strategies about the running batch.
 _SHARED = ("current_batch", "last_loss")
 # Where the verbs are what a graph computes in their place.

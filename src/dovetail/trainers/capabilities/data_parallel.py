@@ -197,6 +197,7 @@ class DataParallel(Capability):
         """Notice when this process has no batch of its own left."""
         if self.context.progress.batch >= self._turn.own and self.context.stage == "train":
             self._turn.randomness = rng_state()
+            self.context.notes.is_idle = True
             if not self.context.window.closes:
                 self._set_aside()
         return super().to_device(batch)
@@ -217,7 +218,7 @@ class DataParallel(Capability):
         context, turn = self.context, self._turn
         notes = context.notes
         if context.progress.batch >= turn.own:
-            notes.num_samples = 0
+            notes.num_samples, notes.is_idle = 0, False
             # What counts for nothing draws nothing: how much it would draw depends on what was done before.
             set_rng_state(turn.randomness)
         if not context.window.closes:

@@ -54,6 +54,10 @@ class ShardedDataParallel(DataParallel):
     def __init__(
         self, *args: Any, shard: Blocks | None = None, reshard_after_forward: bool | None = None, **kwargs: Any
     ) -> None:
+        if "bucket_size" in kwargs:
+            raise ConfigError(
+                "bucket_size: torch sends the gradients of a sharded model block by block; choose the blocks with shard=…"
+            )
         if shard is not None and not callable(shard) and not _are_modules(shard):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
         self._blocks = shard
@@ -111,7 +115,9 @@ class ShardedDataParallel(DataParallel):
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Compute, putting the blocks of the model together."""
-        with self._noticing():
+        if self._group is None:
+            return super().train_step(batch)
+        with self._group.noticing():
             return super().train_step(batch)
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
@@ -127,7 +133,10 @@ class ShardedDataParallel(DataParallel):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate the loss, weighted by its items; gradients are sent where an accumulation window closes."""
         group, context = self._group, self.context
-        if group is not None and self._mesh is not None:
+        if group is None:
+            super().backward(loss, **kwargs)
+            return
+        if self._mesh is not None:
             window = context.window
             if window.size > 1:
                 model: Any = context.model
@@ -140,7 +149,7 @@ class ShardedDataParallel(DataParallel):
                 self._unit = _mean(group, items) or 1.0
             # Torch sums over the processes and divides by their number; the rest follows when all items are known.
             loss = loss.nan_to_num() * 0.0 if self._is_idle() else loss * (items / self._unit)
-        with self._noticing():
+        with group.noticing():
             super().backward(loss, **kwargs)
 
     def after_step(self, output: Mapping[str, Any]) -> None:
@@ -236,14 +245,12 @@ class ShardedDataParallel(DataParallel):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def _noticing(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._group is None else self._group.noticing()
-
     def _computing(self) -> AbstractContextManager[Any]:
         if self._mesh is None:
             return nullcontext()
         stack = ExitStack()
-        stack.enter_context(self._noticing())
+        if self._group is not None:
+            stack.enter_context(self._group.noticing())
         # Weights that were put together in inference mode could not be trained any more.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
-
-from torch import Tensor
-from torch.optim import Optimizer
 
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
@@ -25,6 +23,26 @@ class Spent(NamedTuple):
 
     seconds: float = 0.0
     calls: int = 0
+
+
+def _measured(verb: str) -> Any:
+    """Return a verb that is the one of the layer inside, and measured: one call more, and two looks at the clock."""
+
+    def measured(self: Timed, *args: Any, **kwargs: Any) -> Any:
+        times = self._times
+        if not times.are_running:
+            return getattr(super(Timed, self), verb)(*args, **kwargs)
+        outside, times.inside, began = times.inside, 0.0, perf_counter()
+        try:
+            return getattr(super(Timed, self), verb)(*args, **kwargs)
+        finally:
+            seconds, spent = perf_counter() - began, times.spent[verb]
+            spent[0] += seconds - times.inside
+            spent[1] += 1
+            times.inside = outside + seconds
+
+    measured.__name__, measured.__doc__ = verb, "Measure."
+    return measured
 
 
 class Timed(Capability):
@@ -45,10 +63,7 @@ class Timed(Capability):
     kind = "timing"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._spent: dict[str, Spent] = {}
-        self._inside = 0.0
-        self._began: float | None = None
-        self._total = 0.0
+        self._times = _Times()
         super().__init__(*args, **kwargs)
 
     @property
@@ -59,90 +74,81 @@ class Timed(Capability):
         start of `setup` to the start of `teardown`: validation and checkpoints beyond their verbs, callbacks, the loop.
         Empty before the first run.
         """
-        if not self._spent:
+        times = self._times
+        if not times.spent:
             return {}
-        ordered = {name: self._spent[name] for name in _ORDER if name in self._spent}
-        total = self._total if self._began is None else perf_counter() - self._began
-        rest = total - sum(spent.seconds for spent in ordered.values())
+        ordered = {name: Spent(*times.spent[name]) for name in _ORDER if name in times.spent}
+        ended = perf_counter() if times.are_running else times.ended
+        rest = ended - times.began - sum(spent.seconds for spent in ordered.values())
         return {**ordered, "rest": Spent(rest, 1)}
 
     def setup(self) -> None:
         """Begin to measure a run."""
-        self._spent, self._inside, self._began = {}, 0.0, perf_counter()
-        with _Watch(self, "setup"):
-            super().setup()
+        self._times = _Times()
+        self._times.are_running = True
+        _setup(self)
 
     def teardown(self, error: BaseException | None) -> None:
         """End the measurement."""
-        if self._began is not None:
-            self._total, self._began = perf_counter() - self._began, None
+        self._times.ended, self._times.are_running = perf_counter(), False
         super().teardown(error)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Measure."""
-        with _Watch(self, "state_dict"):
-            return super().state_dict()
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Measure how long each batch is waited for."""
-        return self._awaited(super().batches(stage))
+        batches = super().batches(stage)
+        return self._awaited(batches) if self._times.are_running else batches
 
-    def to_device(self, batch: Any) -> Any:
-        """Measure."""
-        with _Watch(self, "to_device"):
-            return super().to_device(batch)
-
-    def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Measure."""
-        with _Watch(self, "train_step"):
-            return super().train_step(batch)
-
-    def test_step(self, batch: Any) -> Mapping[str, Any]:
-        """Measure."""
-        with _Watch(self, "test_step"):
-            return super().test_step(batch)
-
-    def predict_step(self, batch: Any) -> Any:
-        """Measure."""
-        with _Watch(self, "predict_step"):
-            return super().predict_step(batch)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Measure."""
-        with _Watch(self, "backward"):
-            super().backward(loss, **kwargs)
-
-    def clip_gradients(self, optimizer: Optimizer) -> None:
-        """Measure."""
-        with _Watch(self, "clip_gradients"):
-            super().clip_gradients(optimizer)
-
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Measure."""
-        with _Watch(self, "optimizer_step"):
-            return super().optimizer_step(optimizer)
-
-    def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Measure."""
-        with _Watch(self, "scheduler_step"):
-            super().scheduler_step(interval, metrics)
-
-    def after_step(self, output: Mapping[str, Any]) -> None:
-        """Measure."""
-        with _Watch(self, "after_step"):
-            super().after_step(output)
+    state_dict = _measured("state_dict")
+    to_device = _measured("to_device")
+    train_step = _measured("train_step")
+    test_step = _measured("test_step")
+    predict_step = _measured("predict_step")
+    backward = _measured("backward")
+    clip_gradients = _measured("clip_gradients")
+    optimizer_step = _measured("optimizer_step")
+    scheduler_step = _measured("scheduler_step")
+    after_step = _measured("after_step")
 
     def _awaited(self, batches: Iterable[Any]) -> Iterator[Any]:
-        iterator = iter(batches)
+        times, iterator = self._times, iter(batches)
+        spent = times.spent["data"]
         while True:
-            with _Watch(self, "data"):
-                batch = next(iterator, _END)
+            outside, times.inside, began = times.inside, 0.0, perf_counter()
+            batch = next(iterator, _END)
+            seconds = perf_counter() - began
+            spent[0] += seconds - times.inside
+            times.inside = outside + seconds
             if batch is _END:
-                seconds, calls = self._spent["data"]
-                self._spent["data"] = Spent(seconds, calls - 1)
                 return
+            spent[1] += 1
             yield batch
 
+
+class _Times:
+    """The times of a run.
+
+    Attributes:
+        spent: Seconds and calls by name.
+        inside: Seconds of what was measured inside of what is being measured.
+        began: When the run began.
+        ended: When it ended.
+        are_running: Whether it runs: what is called between two runs is no part of either.
+    """
+
+    __slots__ = ("are_running", "began", "ended", "inside", "spent")
+
+    def __init__(self) -> None:
+        self.spent: defaultdict[str, list[Any]] = defaultdict(_none)
+        self.inside = 0.0
+        self.began = self.ended = perf_counter()
+        self.are_running = False
+
+
+def _none() -> list[Any]:
+    return [0.0, 0]
+
+
+_setup = _measured("setup")
 
 _ORDER = (
     "setup",
@@ -160,23 +166,3 @@ _ORDER = (
 )
 
 _END = object()
-
-
-class _Watch:
-    """Adds the time of a block to a trainer's times. What other blocks inside of it take is theirs alone."""
-
-    __slots__ = ("_began", "_inside_before", "_name", "_timed")
-
-    def __init__(self, timed: Timed, name: str) -> None:
-        self._timed, self._name = timed, name
-
-    def __enter__(self) -> None:
-        self._inside_before, self._timed._inside = self._timed._inside, 0.0
-        self._began = perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        seconds = perf_counter() - self._began
-        timed, name = self._timed, self._name
-        before, calls = timed._spent.get(name, Spent())
-        timed._spent[name] = Spent(before + seconds - timed._inside, calls + 1)
-        timed._inside = self._inside_before + seconds
