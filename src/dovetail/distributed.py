@@ -9,9 +9,11 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib import import_module
 from itertools import count
 from typing import Any, TypeVar
 
@@ -32,6 +34,8 @@ _T = TypeVar("_T")
 
 # Seconds that the others have to answer when one of them is missing.
 _PATIENCE = 4.0
+# Seconds for threads of a group that cannot be ended.
+_LAST_TURN = 0.1
 _WHERE = "a message of another process"
 # Bytes of a message that are sent with its length.
 _FIRST = 1016
@@ -108,11 +112,14 @@ class Group:
         # A restarted group must not find the addresses of the one before, nor one that met again after an error.
         attempt, meeting = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(_MEETINGS)
         store = dist.PrefixStore(f"dovetail/{attempt}/{meeting}", store)  # type: ignore[attr-defined]  # exported, not to mypy
+        # The first optimizer imports this module, whose functions take the group that they find as a default, and keep
+        # it for ever. Its threads would live on when the interpreter ends, which aborts the process now and then.
+        import_module("torch.distributed.nn.functional")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
         _STORES.append(store)
-        atexit.register(_leave)
+        atexit.register(_leave_for_good)
         return cls(store)
 
     def sum(self, *tensors: Tensor) -> None:
@@ -211,6 +218,15 @@ def _leave() -> None:
     if dist.is_initialized():
         with suppress(Exception):
             dist.destroy_process_group()
+
+
+def _leave_for_good() -> None:
+    """Leave before the interpreter ends: a thread that waits to give a tensor back then aborts the process."""
+    group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
+    _leave()
+    if group is not None and group() is not None:
+        # A sharded model keeps the group. Its threads give back at once what they hold while nobody else runs Python.
+        time.sleep(_LAST_TURN)
 
 
 def _answers(store: Any, rank: int, deadline: float) -> bool:

@@ -449,6 +449,51 @@ def test_a_loader_can_be_shared_afterwards(options: Options) -> None:
         assert [labels(share) for share in shares] == [whole[0::2], whole[1::2]]
 
 
+@pytest.mark.parametrize("kind", [torch_data.DataLoader, DataLoader])
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_seed_orders_what_the_global_generator_would(kind: Any, batch_size: int | None) -> None:
+    shares = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        loader = kind(tensors(9), batch_size, shuffle=True)
+        shares.append(DataLoader.from_torch(loader, seed=5, num_replicas=2, rank=rank))
+    whole = DataLoader(tensors(9), batch_size, shuffle=True, seed=5)
+    for _ in range(2):
+        expected = labels(whole)
+        assert [labels(share) for share in shares] == [expected[0::2], expected[1::2]]
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": range(4)}, {"batch_sampler": [[1], [2]]}])
+def test_a_seed_leaves_an_order_alone_that_is_not_drawn_globally(options: Options) -> None:
+    loader = torch_data.DataLoader(tensors(9), **options)
+    assert labels(DataLoader.from_torch(loader, seed=5)) == labels(loader)
+
+
+@pytest.mark.parametrize("options", [{"seed": 4}, {"generator": torch.Generator()}])
+def test_a_loader_keeps_its_own_source_of_order(options: Options) -> None:
+    def made(**seed: int) -> DataLoader[Any]:
+        if "generator" in options:
+            options["generator"].manual_seed(3)
+        return DataLoader.from_torch(DataLoader(tensors(9), shuffle=True, **options), **seed)
+
+    assert labels(made(seed=5)) == labels(made())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": RandomSampler(tensors(9), replacement=True)},
+        {"sampler": RandomSampler(tensors(9), num_samples=4)},
+        {"sampler": SubsetRandomSampler(range(4))},
+        {"sampler": WeightedRandomSampler([1.0] * 9, 4)},
+        {"batch_sampler": BatchSampler(RandomSampler(tensors(9)), 3, False)},
+    ],
+)
+def test_a_seed_for_samples_that_are_drawn_otherwise_is_refused(options: Options) -> None:
+    with pytest.raises(DataError, match=r"give the .*RandomSampler a generator"):
+        DataLoader.from_torch(torch_data.DataLoader(tensors(9), **options), seed=5)
+
+
 # State
 
 

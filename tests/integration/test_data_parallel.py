@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +14,11 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 Results = dict[int, list[dict[str, Any]]]
 
 
-def run_group(size: int, folder: Path) -> list[dict[str, Any]]:
-    """Run every case in a group, and return the results by rank."""
-    folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared = {**os.environ, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"{rank}.log" for rank in range(size)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(SCRIPT), str(folder)],
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * size, "\n".join(log.read_text() for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
-
-
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
     # In this order: one and three processes go on with what two have begun.
-    found = {2: run_group(2, folder / "2")}
-    return {**found, 3: run_group(3, folder / "3"), 1: [run_alone(folder / "1")]}
-
-
-def run_alone(folder: Path) -> dict[str, Any]:
-    """Run every case in one process, without a group."""
-    folder.mkdir()
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["OMP_NUM_THREADS"] = "1"
-    subprocess.run([sys.executable, str(SCRIPT), str(folder)], env=environment, check=True, timeout=200)
-    found: dict[str, Any] = json.loads((folder / "0.json").read_text())
-    return found
+    return {size: run_group(SCRIPT, size, folder / str(size)) for size in (2, 3, 1)}
 
 
 def nearly(expected: Any, tolerance: float) -> Any:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +20,15 @@ SCRIPT = Path(__file__).with_name("sharded_ranks.py")
 Results = dict[int, list[dict[str, Any]]]
 
 
-def run_group(size: int, folder: Path) -> list[dict[str, Any]]:
-    """Run every case in a group, or alone without one, and return the results by rank."""
-    folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
-    shared = {**os.environ, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"{rank}.log" for rank in range(size)]
-    processes = []
-    for rank, log in enumerate(logs):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-        with log.open("w") as output:
-            command = [sys.executable, str(SCRIPT), str(folder)]
-            processes.append(
-                subprocess.Popen(command, env={**shared, **place}, stdout=output, stderr=subprocess.STDOUT)
-            )
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * size, "\n".join(log.read_text() for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(scope="session")
-def results(folder: Path) -> Results:
+def results(run_group: Any, folder: Path) -> Results:
     # In this order: one and three processes go on with what two have begun.
-    return {size: run_group(size, folder / str(size)) for size in (2, 3, 1)}
+    return {size: run_group(SCRIPT, size, folder / str(size)) for size in (2, 3, 1)}
 
 
 def nearly(expected: Any, tolerance: float) -> Any:

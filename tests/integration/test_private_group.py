@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +16,10 @@ Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Run every case once, and return the results by rank."""
-    folder = tmp_path_factory.mktemp("private")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared = {**os.environ, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with log.open("w") as output:
-            command = [sys.executable, str(SCRIPT), str(folder)]
-            processes.append(
-                subprocess.Popen(command, env={**shared, **place}, stdout=output, stderr=subprocess.STDOUT)
-            )
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    found: Results = run_group(SCRIPT, 2, tmp_path_factory.mktemp("private"))
+    return found
 
 
 def assert_agree(found: dict[str, Any], expected: dict[str, Any]) -> None:

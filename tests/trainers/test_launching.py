@@ -58,6 +58,19 @@ def test_other_spellings_and_the_add_on_launch_too(problem: Problem, data: Any) 
     same(add_on.model, alone.model)
 
 
+def test_a_scheduler_that_is_sent_moves_the_rate_without_a_warning(
+    problem: Problem, data: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = problem.model(dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    pieces = {"optimizer": optimizer, "scheduler": scheduler}
+    launched = DDPTrainer(Trainer(model, "cpu", batch_size=8, verbose=False, **pieces), num_processes=2)
+    launched.fit(data, max_length=Epochs(2))
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    assert "Warning" not in capfd.readouterr().err
+
+
 def test_an_error_of_a_worker_arrives_with_its_own_traceback(problem: Problem, data: Any) -> None:
     def fails_in_the_second(trainer: Any, batch: Any) -> Any:
         if trainer.context.share.rank == 1:

@@ -143,11 +143,20 @@ class DataLoader(torch_data.DataLoader[T_co]):
 
     @classmethod
     def from_torch(
-        cls, loader: torch_data.DataLoader[T_co], *, num_replicas: int = 1, rank: int = 0
+        cls, loader: torch_data.DataLoader[T_co], *, seed: int | None = None, num_replicas: int = 1, rank: int = 0
     ) -> DataLoader[T_co]:
         """Return a loader of the same batches as `loader`, able to skip and to be shared by ranks.
 
         Both draw from the same generators, so use one of them at a time. A loader of this class keeps its seed.
+
+        Args:
+            loader: The loader whose batches are wanted.
+            seed: Orders the samples where torch's global generator would; any other source of order is kept.
+            num_replicas: Number of loaders that share the batches of each epoch.
+            rank: Which of them this is.
+
+        Raises:
+            DataError: A seed is given, and torch's global generator does more than to shuffle the dataset.
 
         Example:
             >>> loader = torch_data.DataLoader(torch_data.TensorDataset(torch.arange(6)), batch_size=2)
@@ -164,8 +173,8 @@ class DataLoader(torch_data.DataLoader[T_co]):
                 "sampler": loader.sampler,
                 "drop_last": loader.drop_last,
             }
-        seed = loader.seed if isinstance(loader, DataLoader) else None
-        if isinstance(loader, DataLoader) and _generator_of(loader.sampler) in loader._seeded:
+        seed, is_shuffled = _seeding(loader, seed)
+        if is_shuffled:
             order |= {"sampler": None, "shuffle": True}
         return cls(
             loader.dataset,
@@ -413,6 +422,29 @@ def _generator_of(sampler: object) -> Generator | None:
     return (
         sampler.generator if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)) else None
     )
+
+
+def _seeding(loader: torch_data.DataLoader[Any], seed: int | None) -> tuple[int | None, bool]:
+    """Return the seed of a loader, its own if it has one, and whether the order is shuffled by it."""
+    if isinstance(loader, DataLoader) and loader.seed is not None:
+        return loader.seed, _generator_of(loader.sampler) in loader._seeded
+    drawn = None if seed is None or _is_stream(loader.dataset) else _drawn_globally(loader)
+    if drawn is None:
+        return None, False
+    is_permutation = isinstance(drawn, RandomSampler) and not drawn.replacement
+    if drawn is not loader.sampler or not is_permutation or len(cast(Sized, drawn)) != len(cast(Sized, loader.dataset)):
+        raise DataError(
+            f"give the {type(drawn).__name__} a generator: processes that share its samples must agree on them"
+        )
+    return seed, True
+
+
+def _drawn_globally(loader: torch_data.DataLoader[Any]) -> Sampler[Any] | None:
+    """The sampler of a loader that draws from torch's global generator, if there is one."""
+    batches = loader.batch_sampler
+    sampler = batches.sampler if isinstance(batches, BatchSampler) else loader.sampler
+    draws = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    return cast(Sampler[Any], sampler) if draws and _generator_of(sampler) is None else None
 
 
 def _distinct(generators: Iterable[Generator | None], leave_out: list[Generator]) -> list[Generator]:

@@ -8,11 +8,10 @@ from itertools import islice
 from typing import Any
 
 import torch.utils.data as torch_data
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DistributedSampler
 
 from dovetail.data.loader import DataLoader, iterate_from
 from dovetail.data.sources import num_batches
-from dovetail.errors import DataError
 
 __all__ = ["Share", "is_shared_already", "shared"]
 
@@ -76,32 +75,12 @@ def shared(loader: Iterable[Any], num_replicas: int, rank: int, seed: int) -> It
         rank: Which of them this is.
         seed: Where torch's global generator, which differs between processes, would order the samples: the order is a
             function of this seed and of the epoch instead.
+
+    Raises:
+        DataError: Torch's global generator does more than to shuffle the dataset.
     """
     if isinstance(loader, torch_data.DataLoader) and type(loader).__iter__ in _ITERATIONS:
-        if isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            return DataLoader.from_torch(loader, num_replicas=num_replicas, rank=rank)
-        sampler = loader.sampler
-        if isinstance(sampler, RandomSampler) and sampler.generator is None and loader.batch_size is not None:
-            if sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]  # Sized here
-                raise DataError(
-                    "give the RandomSampler a generator: processes that share its samples must agree on them"
-                )
-            loader = DataLoader(
-                loader.dataset,
-                loader.batch_size,
-                shuffle=True,
-                num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                drop_last=loader.drop_last,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-                prefetch_factor=loader.prefetch_factor,
-                persistent_workers=loader.persistent_workers,
-                seed=seed,
-            )
-        return DataLoader.from_torch(loader, num_replicas=num_replicas, rank=rank)
+        return DataLoader.from_torch(loader, seed=seed, num_replicas=num_replicas, rank=rank)
     return _EveryNth(loader, num_replicas, rank)
 
 

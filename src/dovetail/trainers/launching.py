@@ -7,29 +7,24 @@ our own, never a file that somebody wrote. What comes back is data only, a check
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
-import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from dovetail import checkpoint as store
 from dovetail.distributed import PeerError
+from dovetail.elastic import RunResult, run_workers
 from dovetail.errors import ConfigError
 from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
@@ -40,9 +35,6 @@ from dovetail.trainers.relay import TrainingProcessError, described, is_storable
 __all__ = ["ProcessLauncher", "work"]
 
 _RESULT, _INTERRUPTED = "result", "interrupted"
-
-# Seconds that workers have to finish their update and to save when the caller is interrupted.
-_GRACE = 30
 
 
 @dataclass(frozen=True)
@@ -68,8 +60,9 @@ class ProcessLauncher:
         """
         cargo = _packed(trainer, entry, arguments)
         with TemporaryDirectory(prefix="dovetail-run-", ignore_cleanup_errors=True) as folder:
-            with _handing_out(cargo, Path(folder, "socket")), _quiet_elastic():
-                outcome = self._run(folder)
+            program = ("-m", "dovetail.trainers.worker", folder, str(share_of_threads(self.num_processes)))
+            with _handing_out(cargo, Path(folder, "socket")):
+                outcome = run_workers(program, self.num_processes, folder, self.max_restarts)
             if isinstance(outcome, RunResult) and outcome.is_failed():
                 raise _failure(Path(folder), outcome)
             result = Path(folder, _RESULT)
@@ -80,29 +73,13 @@ class ProcessLauncher:
                 raise Interrupted(number)
             return returned
 
-    def _run(self, folder: str) -> RunResult | int:
-        """Run the workers to their end; return what became of them, or the signal that ended it."""
-        threads = share_of_threads(self.num_processes)
-        spec = WorkerSpec(
-            role="dovetail",
-            local_world_size=self.num_processes,
-            rdzv_handler=_Loopback(Path(folder).name),
-            entrypoint=sys.executable,
-            args=("-m", "dovetail.trainers.worker", folder, str(threads)),
-            max_restarts=self.max_restarts,
-            monitor_interval=0.1,
-        )
-        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=_GRACE)
-        try:
-            return cast(RunResult, agent.run())
-        except SignalException as error:
-            return int(error.sigval)
-
 
 def work(folder: Path) -> None:
     """The whole life of a worker."""
     rank = int(os.environ["RANK"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    # Torch marks the optimizer that a scheduler is made for, to know their order later; the mark does not travel.
+    warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden", UserWarning)
     try:
         with Client(str(folder / "socket"), "AF_UNIX") as caller:
             sys.path[:] = json.loads(caller.recv_bytes())
@@ -194,52 +171,6 @@ def _signal_in(folder: Path) -> int | None:
 # ------------------------------------------------------------------ around the launcher
 
 
-class _Loopback(RendezvousHandler):
-    """A meeting point on this machine alone, a new one for every attempt."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store: Any = None
-
-    def get_backend(self) -> str:
-        """Name it."""
-        return "loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers meet at the launcher's store, which outlives any of them."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open a store for the next attempt: the one before holds the addresses of the dead."""
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it, but not to mypy
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
-
-    def is_closed(self) -> bool:
-        """Never: nobody else comes."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to tell anybody."""
-
-    def num_nodes_waiting(self) -> int:
-        """None: there is one machine."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Name the run."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Let the store go."""
-        self._store = None
-        return True
-
-
 @contextmanager
 def _handing_out(cargo: bytes, address: Path) -> Iterator[None]:
     """Give the cargo to every worker that asks for it, at a socket in a folder that is this user's alone."""
@@ -260,20 +191,3 @@ def _handing_out(cargo: bytes, address: Path) -> Iterator[None]:
         # A blocked accept notices a connection, not that the listener is closed.
         listener._listener._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # it shows no other way
         listener.close()
-
-
-@contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Keep the launcher's log lines from the terminal, and put back the signal handlers that it replaces."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)

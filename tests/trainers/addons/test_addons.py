@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,11 @@ from problem import Problem, assert_same_weights
 
 from dovetail import Trainer
 from dovetail import checkpoint as store
+from dovetail.callbacks import Callback
 from dovetail.errors import CheckpointError, UnknownNameError
-from dovetail.trainers.addons import AddOnBase, SignalHandlerAddon, StateManagerAddon
+from dovetail.trainers.addons import AddOnBase, MultiGPUAddon, SignalHandlerAddon, StateManagerAddon
+from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
+from dovetail.trainers.interruption import Interrupted
 
 
 def make(problem: Problem, cls: type[Any], **options: Any) -> Any:
@@ -76,3 +81,51 @@ def test_an_add_on_may_mount_itself_in_its_own_way(problem: Problem) -> None:
             return type("Mine", (base,), {"is_mine": True})
 
     assert Trainer.add_on(Renamed).is_mine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [DataParallel, ShardedDataParallel])
+def test_of_two_processes_one_writes_the_best_weights(problem: Problem, tmp_path: Path, layer: type[Any]) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+
+    class Marked(Trainer):
+        def check_better(self, epoch: int, loss: float) -> bool:
+            (marks / f"asked in {self.context.share.rank}").touch()
+            return super().check_better(epoch, loss)
+
+        def save_model(self, path: str | Path) -> Path:
+            super().save_model(Path(path).with_stem(f"model{self.context.share.rank}"))
+            return super().save_model(path)
+
+    extended: Any = Marked.add_on(StateManagerAddon, layer)
+    trainer = extended(
+        problem.model(), "cpu", save_path=tmp_path / "kept", save_format="safetensors", num_processes=2, verbose=False
+    )
+    trainer.run(1, problem.batches, problem.batches)
+    assert sorted(path.name for path in marks.iterdir()) == ["asked in 0", "asked in 1"]
+    assert {path.name for path in (tmp_path / "kept").glob("model*")} == {"model.safetensors", "model0.safetensors"}
+    weights = store.load_model_file(tmp_path / "kept" / "model.safetensors")
+    assert all(torch.equal(weights[key], value) for key, value in trainer.model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(SignalHandlerAddon, MultiGPUAddon), (MultiGPUAddon, SignalHandlerAddon)])
+def test_a_signal_to_one_of_two_processes_is_saved_and_logged_once(
+    problem: Problem, tmp_path: Path, order: tuple[type[Any], ...]
+) -> None:
+    class Signal(Callback):
+        def on_step_end(self, context: Any, output: Any) -> None:
+            if context.share.rank == 1 and context.progress.batches == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    extended: Any = Trainer.add_on(*order)
+    places = {"signal_save_path": tmp_path / "saved", "signal_log_path": tmp_path / "signals.log"}
+    trainer = extended(problem.model(), ["cpu", "cpu"], callbacks=[Signal()], verbose=False, **places)
+    with pytest.raises(Interrupted) as caught:
+        trainer.run(1, problem.batches)
+    assert caught.value.number == signal.SIGTERM
+    (line,) = (tmp_path / "signals.log").read_text(encoding="utf-8").splitlines()
+    batches = store.load(tmp_path / "saved")["progress"]["batches"]
+    assert trainer.context.progress.batches == batches
+    assert f"SIGTERM after 0 epochs and {batches} batches" in line

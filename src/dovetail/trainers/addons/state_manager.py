@@ -52,7 +52,7 @@ class StateManagerAddon(AddOnBase):
     def check_better(self, epoch: int, loss: float) -> bool:
         """Write the weights, too, when they are the best so far."""
         is_better = super().check_better(epoch, loss)
-        if is_better and self.context.is_main:
+        if is_better:
             self.save_model(self.save_path / f"model{_SUFFIXES[self.save_format]}")
         return is_better
 
