@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dovetail.errors import InvalidHP
+from dovetail.info import get_cluster_info
 from dovetail.units import Batch, Batches, Epoch, Epochs, Progress, Record, Records, Update, Updates
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ __all__ = [
     "Epoch",
     "Epochs",
     "History",
+    "InvalidHP",
     "Progress",
     "Record",
     "Records",
@@ -33,6 +36,7 @@ __all__ = [
     "Update",
     "Updates",
     "__version__",
+    "get_cluster_info",
     "seed_everything",
 ]
 
@@ -44,7 +48,7 @@ _HOMES = {
     "TrainingContext": "dovetail.trainers",
     "seed_everything": "dovetail.trainers",
 }
-_PACKAGES = ("callbacks", "checkpoint", "data", "history", "trainers")
+_PACKAGES = ("callbacks", "checkpoint", "core", "data", "history", "pytorch", "trainers")
 
 
 def __getattr__(name: str) -> Any:

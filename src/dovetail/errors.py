@@ -10,6 +10,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DovetailError",
+    "InvalidHP",
     "MissingExtraError",
     "NonFiniteLossError",
     "UnknownNameError",
@@ -43,6 +44,10 @@ class UnknownNameError(ConfigError):
         by_lower = {name.lower(): name for name in names}
         hint = f": did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
         super().__init__(f"unknown {kind} {given!r}{hint} (known: {', '.join(names)})")
+
+
+class InvalidHP(DovetailError):  # noqa: N818 - the name that trials know
+    """Raised by a trial whose hyperparameters do not go together; a search goes on with others."""
 
 
 class DataError(DovetailError, ValueError):

@@ -11,7 +11,7 @@ import torch
 from problem import Problem, assert_same_weights, train_by_hand
 from torch import Tensor, nn
 
-from dovetail import Epochs, Trainer
+from dovetail import Epochs, Trainer, pytorch
 from dovetail.data import DataLoader
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import CrossEntropyLossStrategy, DefaultTrainingStepStrategy, SGDOptimizerStrategy
@@ -179,6 +179,32 @@ def basic_with_strategies(problem: Problem) -> nn.Module:
     return model
 
 
+class ProblemTrial(pytorch.PyTorchTrial):
+    def __init__(self, context: pytorch.PyTorchTrialContext, problem: Problem) -> None:
+        self.context = context
+        self.problem = problem
+        self.model = context.wrap_model(problem.model())
+        self.optimizer = context.wrap_optimizer(make_optimizer(self.model))
+
+    def build_training_data_loader(self) -> Any:
+        return pytorch.DataLoader(torch.utils.data.TensorDataset(self.problem.x, self.problem.y), batch_size=8)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Mapping[str, Any]:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+
+def trial(problem: Problem) -> nn.Module:
+    """Determined: a trial, and a context that fits it."""
+    context = pytorch.init(hparams={}, checkpoint_dir=None, verbose=False)
+    made = context.build_trial(ProblemTrial, problem=problem)
+    context.fit(made, max_length=Epochs(EPOCHS))
+    return made.model
+
+
 STYLES = [
     keywords,
     fit_with_pieces,
@@ -189,6 +215,7 @@ STYLES = [
     manual,
     composable,
     basic_with_strategies,
+    trial,
 ]
 
 

@@ -82,10 +82,11 @@ class Files:
             path.rmdir()
 
     def remove(self, path: Path) -> None:
-        """Remove a directory of files, if it is still there."""
+        """Remove a directory and all that is in it, if it is still there."""
         if path.is_dir():
             for name in sorted(os.listdir(path)):
-                self.remove_file(path / name)
+                inner = path / name
+                (self.remove if inner.is_dir() and not inner.is_symlink() else self.remove_file)(inner)
             self.remove_directory(path)
 
     def free_space(self, path: Path) -> int:

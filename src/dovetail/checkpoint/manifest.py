@@ -38,6 +38,8 @@ STATE = "state.json"
 TENSORS = "tensors.safetensors"
 SHARDS = "shards.json"
 """Which parts of tensors the files of `shard_file` hold, if there are any."""
+USER = "user"
+"""A folder for files of the user's own, which are neither read nor compared here, and go with the checkpoint."""
 
 _FORMAT = "dovetail-checkpoint"
 _CONTENTS = {STATE, TENSORS}
@@ -184,7 +186,7 @@ def looks_like_checkpoint(directory: Path) -> bool:
 
 
 def _belongs(file: str) -> bool:
-    return file in {MANIFEST, SHARDS, *_CONTENTS} or is_shard_file(file)
+    return file in {MANIFEST, SHARDS, USER, *_CONTENTS} or is_shard_file(file)
 
 
 def _dovetail_version() -> str:
@@ -201,6 +203,8 @@ def _list_files(directory: Path, name: Path) -> dict[str, int]:
     sizes = {}
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name == USER and entry.is_dir(follow_symlinks=False):
+                continue
             if not _belongs(entry.name):
                 raise CheckpointError(f"{name / entry.name}: a file that does not belong to a checkpoint")
             if not entry.is_file(follow_symlinks=False):

@@ -32,7 +32,7 @@ _NOT_RUNNING = "the context routes only while fit, evaluate or predict runs"
 __all__ = ["BoundScheduler", "Interval", "Plan", "Stage", "Stateful", "TrainingContext", "Window"]
 
 Stage = Literal["train", "valid", "test", "predict"]
-Interval = Literal["update", "batch", "epoch"]
+Interval = Literal["update", "batch", "epoch", "manual"]
 
 
 @runtime_checkable
@@ -92,6 +92,11 @@ class Window:
         return num_items / self._expected
 
     @property
+    def num_batches(self) -> int:
+        """Batches of the window so far."""
+        return max(self._position, 1)
+
+    @property
     def items(self) -> Any:
         """Items of the window so far, where several batches share it."""
         return self._items
@@ -127,7 +132,7 @@ class BoundScheduler:
     Attributes:
         scheduler: Any scheduler of torch, or one of ours bound to an optimizer.
         interval: `update` counts the real steps of its own optimizer, `batch` the batches (caught up at the next
-            update, never between two), `epoch` the epochs.
+            update, never between two), `epoch` the epochs; `manual` is stepped by its owner.
         frequency: Step at every n-th of these.
         stepper: Called in place of the scheduler's own `step`, if given.
         monitor: The metric that `ReduceLROnPlateau` and its like are given.
@@ -190,12 +195,14 @@ class Plan:
         validate: The validation period, or None for no validation.
         save: The checkpoint period, or None.
         report: Batches between two reports.
+        validates_first: Whether a new run begins with a validation.
     """
 
     max_length: TrainUnit
     validate: TrainUnit | None = None
     save: TrainUnit | None = None
     report: int = 10
+    validates_first: bool = False
 
 
 @dataclass
@@ -209,6 +216,10 @@ class _Notes:
     # Items of all processes in the running update, where several average their gradients.
     num_averaged: float = 0.0
     optimized: bool = False
+    # Whether weights or data are ahead of the batch: one call makes the updates of some batches that follow, too.
+    is_ahead: bool = False
+    # Whether the batch counts for nothing: this process has none left, and computes to keep step with the others.
+    is_idle: bool = False
     stepped: list[Optimizer] = field(default_factory=list)
 
 

@@ -189,7 +189,7 @@ class CoreTrainer(base.Trainer):
         )
 
     def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> Any:
-        """Return the scheduler of the first optimizer, or None."""
+        """Return the scheduler of the first optimizer, a list of `BoundScheduler` for any of them, or None."""
         if self.strategies.lr_scheduler is not None:
             return self.strategies.lr_scheduler.create_scheduler(optimizer, self.context)
         return as_scheduler(self._wanted_scheduler, optimizer)
@@ -589,13 +589,18 @@ class CoreTrainer(base.Trainer):
         return self.options.test_batch_size or self.val_batch_size
 
     def save_model(self, path: str | Path) -> Path:
-        """Write the weights alone, as safetensors unless the name ends in `.ckpt`, `.pt` or `.pth`."""
+        """Write the weights alone, as safetensors unless the name ends in `.ckpt`, `.pt` or `.pth`.
+
+        Of several processes all call this, and the first one writes.
+        """
         assert self.context.model is not None
         format: Literal["safetensors", "ckpt"] = (
             "ckpt" if Path(path).suffix in (".ckpt", ".pt", ".pth") else "safetensors"
         )
         # Of a model that several processes hold in parts, all of them ask for the whole.
         state = {name: whole(value) for name, value in self.context.model.state_dict().items()}
+        if not self.context.is_main:
+            return Path(path)
         return store.export_model(path, state, format=format)
 
     def load_model(self, path: str | Path, strict: bool = True) -> None:
@@ -696,7 +701,9 @@ class CoreTrainer(base.Trainer):
             raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs full precision")
         first = context.optimizers[0]
         scheduler, strategy = self.get_lr_scheduler(context.config, first), self.strategies.lr_scheduler
-        if scheduler is not None:
+        if isinstance(scheduler, list):
+            context.schedulers.extend(scheduler)
+        elif scheduler is not None:
             bound = bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
             if strategy is not None and type(self).get_lr_scheduler is CoreTrainer.get_lr_scheduler:
                 bound.interval, bound.frequency = strategy.interval, strategy.frequency

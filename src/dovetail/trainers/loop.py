@@ -48,6 +48,7 @@ def fit(
     The whole of it, in the order in which things happen:
 
         setup, resume
+        validation, if one is to come first
         until max_length or stop:
             on_epoch_start
             for batch in batches("train"):
@@ -101,6 +102,9 @@ def fit(
         for on_train_start in callbacks.on_train_start:
             on_train_start(context)
         trainer.settle()
+        if plan.validates_first and plan.validate is not None and progress.batches == 0 != context.validated_at:
+            _validate(trainer)
+            saving.checkpoint(trainer, due=False)
         while context.stop_reason is None and not plan.max_length.reached(progress):
             _epoch(trainer, plan)
         if context.signal is None and plan.validate is not None and context.validated_at != progress.batches:
@@ -232,7 +236,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
             _report(context)
 
-        if window.closes:
+        if window.closes and not notes.is_ahead:
             if acts_inside and progress.batch != total:
                 _act(trainer)
             if context.stop_reason is not None or (acts_inside and plan.max_length.reached(progress)):
@@ -466,15 +470,17 @@ def _ends_after(max_length: TrainUnit, progress: Progress) -> bool:
 
 def _check_output(output: Any, *, optimized: bool) -> None:
     """Look at the first output of an epoch, and say what is wrong with it."""
-    if not isinstance(output, Mapping) or not isinstance(output.get("loss"), Tensor):
+    if not isinstance(output, Mapping) or not (optimized or isinstance(output.get("loss"), Tensor)):
         shown = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         raise ConfigError(f"train_step: expected a dict with a tensor under 'loss', got {shown}")
+    if optimized:
+        return
     loss = output["loss"]
-    if not optimized and loss.ndim != 0:
+    if loss.ndim != 0:
         raise ConfigError(
             f"train_step: the loss must be one number, got a tensor of shape {tuple(loss.shape)}; take its mean()"
         )
-    if not optimized and not loss.requires_grad:
+    if not loss.requires_grad:
         raise ConfigError("train_step: the loss does not depend on any parameter that requires a gradient")
 
 

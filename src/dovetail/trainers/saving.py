@@ -30,6 +30,7 @@ class Saver:
         keep_best: Whether the best validation so far has a checkpoint of its own, `best_<name>`.
         monitor: What "best" means; None for `valid_accuracy` where there is one, else `valid_loss`.
         mode: Whether smaller (`min`) or larger (`max`) is better; None follows the monitor's name.
+        after_validation: Whether every validation is followed by a checkpoint.
         retention: Which periodic checkpoints stay: `last`, `best` (by the monitor) and `every`, as
             `dovetail.checkpoint.retain` takes them; empty for all.
         keep_history: Whether the history is written to `<name>_history.jsonl`, row by row.
@@ -38,6 +39,7 @@ class Saver:
         saved_at: The epoch and batch of the newest checkpoint.
         best: The best value so far.
         improved: Whether the last validation set it and is not written yet.
+        validated: Whether there was a validation since the last checkpoint.
         owes: Whether a periodic checkpoint is due that is not written yet.
     """
 
@@ -46,6 +48,7 @@ class Saver:
     keep_best: bool = False
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
+    after_validation: bool = False
     retention: dict[str, int] = field(default_factory=dict)
     keep_history: bool = False
     on_error: Literal["raise", "warn"] = "raise"
@@ -54,6 +57,7 @@ class Saver:
     best: float | None = None
     improved: bool = False
     owes: bool = False
+    validated: bool = False
     writer: store.AsyncWriter | None = None
     # What the background is writing: callbacks hear of it when it is on the disk.
     writing: Path | None = None
@@ -70,6 +74,7 @@ class Saver:
         """Note whether a validation is strictly better than all before; the next checkpoint writes it down."""
         # One that was written at this very batch, before the validation, does not hold it.
         self.saved_at = None
+        self.validated = True
         monitor = self._monitor(metrics)
         value = metrics.get(monitor)
         if value is None or value != value:
@@ -119,6 +124,8 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
     saver, progress = context.saver, context.progress
     if saver is None:
         return
+    due = due or (saver.after_validation and saver.validated)
+    saver.validated = False
     saver.owes = due and not (final and saver.saved_at == _place(progress))
     if saver.keep_best and saver.improved:
         saver.improved = False

@@ -1,0 +1,357 @@
+"""Configuration files: YAML that can say only plain values, each with the place where it stands.
+
+This module starts without torch: the command line reads files before it needs any tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from dovetail.errors import ConfigError, UnknownNameError
+
+__all__ = ["Config", "hyperparameters", "load_config", "locate", "parse_config", "parse_scalar"]
+
+# Far beyond any configuration, and little enough to be read in no time.
+_MAX_BYTES = 1 << 20
+_MAX_DEPTH = 64
+_MAX_VALUES = 100_000
+_MAX_DIGITS = 100
+
+_SEARCHED = ("categorical", "double", "int", "log")
+
+
+class Config(dict[str, Any]):
+    r"""The values of a file, and where in it each of them stands.
+
+    Example:
+        >>> config = parse_config("name: demo\nhyperparameters:\n  lr: 1e-3\n", "experiment.yaml")
+        >>> config["hyperparameters"]["lr"], config.where("hyperparameters", "lr")
+        (0.001, 'experiment.yaml:3:3')
+    """
+
+    def __init__(self, values: Mapping[str, Any], file: str, place: _Place) -> None:
+        super().__init__(values)
+        self._file = file
+        self._place = place
+
+    def where(self, *keys: str | int) -> str:
+        """Return the place of a key as `file:line:column`; of what it would stand in, when it is not there.
+
+        Args:
+            keys: The way from the top: names, and numbers for the items of a list.
+        """
+        place = self._place
+        for key in keys:
+            if key not in place.parts:
+                break
+            place = place.parts[key]
+        return f"{self._file}:{place.line}:{place.column}"
+
+
+def load_config(path: str | os.PathLike[str]) -> Config:
+    """Return the mapping that a YAML file in UTF-8 holds.
+
+    Names and numbers are read as YAML 1.2 reads them: `1e-3` is a number, `no`, `on` and dates are text. A tag, a key
+    that occurs twice, a key that is not text, and a file that is large beyond reason, also by its aliases, are refused.
+
+    Raises:
+        ConfigError: The file cannot be understood; one sentence that begins with file, line and column.
+    """
+    file = os.fspath(path)
+    with Path(path).open("rb") as stream:
+        content = stream.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{file}: expected a file of at most {_MAX_BYTES} bytes, got more")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        before = content[: error.start].decode("utf-8")
+        raise ConfigError(f"{file}:{_position(before)}: expected text in UTF-8, got another encoding") from error
+    return parse_config(text, file)
+
+
+def parse_config(text: str, name: str = "config") -> Config:
+    """Return the mapping that a YAML text holds, as `load_config` does.
+
+    Args:
+        text: The text.
+        name: What its places begin with, in place of a file.
+    """
+    document = _Reader(text, name).document()
+    if not isinstance(document.value, dict):
+        place = document.place
+        raise ConfigError(
+            f"{name}:{place.line}:{place.column}: expected 'key: value' lines, got {_kind(document.value)}"
+        )
+    return Config(document.value, name, document.place)
+
+
+def parse_scalar(text: str) -> Any:
+    """Return one value as a configuration file would have it: a number, true or false, null, or text.
+
+    Example:
+        >>> [parse_scalar(text) for text in ("1e-3", "64", "true", "relu", "'64'")]
+        [0.001, 64, True, 'relu', '64']
+    """
+    try:
+        value = _Reader(text, "value").document().value
+    except ConfigError as error:
+        raise ConfigError(f"expected one value such as 1e-3, true or relu, got {text!r}: quote it") from error
+    if isinstance(value, (dict, list)):
+        raise ConfigError(f"expected one value such as 1e-3, true or relu, got {_kind(value)}: {text!r}")
+    return value
+
+
+def locate(config: Mapping[str, Any], *keys: str | int) -> str:
+    """Return what a sentence about a key begins with: its place, where `config` is of a file, and its dotted name.
+
+    Example:
+        >>> locate(parse_config("searcher: {name: grid}", "experiment.yaml"), "searcher", "name")
+        'experiment.yaml:1:12: searcher.name'
+        >>> locate({"searcher": {"name": "grid"}}, "searcher", "name")
+        'searcher.name'
+    """
+    dotted = ".".join(map(str, keys))
+    return f"{config.where(*keys)}: {dotted}" if isinstance(config, Config) else dotted
+
+
+def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constant hyperparameters of an experiment's configuration, each as its value.
+
+    A hyperparameter is a bare value, `{type: const, val: x}`, or a mapping of further ones.
+
+    Raises:
+        ConfigError: One of them has to be chosen by a search.
+
+    Example:
+        >>> hyperparameters({"hyperparameters": {"lr": 0.1, "net": {"width": {"type": "const", "val": 64}}}})
+        {'lr': 0.1, 'net': {'width': 64}}
+    """
+    section = config.get("hyperparameters")
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{locate(config, 'hyperparameters')}: expected 'name: value' lines, got {_kind(section)}")
+    return {name: _constant(config, ("hyperparameters", name), value) for name, value in section.items()}
+
+
+def _constant(config: Mapping[str, Any], keys: tuple[str, ...], value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return copy.deepcopy(value)
+    if "type" not in value:
+        return {name: _constant(config, (*keys, name), part) for name, part in value.items()}
+    here, kind = locate(config, *keys), str(value["type"])
+    if kind in _SEARCHED:
+        raise ConfigError(f"{here}: type {kind!r} needs a search; a single run needs a value, such as '{keys[-1]}: 1'")
+    if kind != "const":
+        raise UnknownNameError(f"type of hyperparameter ({here})", kind, ("const", *_SEARCHED))
+    if value.keys() != {"type", "val"}:
+        raise ConfigError(
+            f"{here}: expected the keys 'type' and 'val' of a constant, got {', '.join(map(repr, value))}"
+        )
+    return copy.deepcopy(value["val"])
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a key or an item stands, counted from 1, and where what is in it does."""
+
+    line: int
+    column: int
+    parts: Mapping[str | int, _Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A value of the document, and what it costs to have it once more."""
+
+    value: Any
+    place: _Place
+    num_values: int = 1
+    depth: int = 1
+
+
+class _Reader:
+    """Makes values of the events of PyYAML's safe parser: mappings, lists and scalars, and nothing else."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self._text = text
+        self._name = name
+        self._events = yaml.parse(text, Loader=yaml.SafeLoader)
+        self._anchors: dict[str, _Part] = {}
+        self._num_values = 0
+
+    def document(self) -> _Part:
+        """Return the one document of the text; None when there is none."""
+        try:
+            next(self._events)
+            if isinstance(next(self._events), yaml.StreamEndEvent):
+                return _Part(None, _Place(1, 1))
+            document = self._part(next(self._events), 1)
+            next(self._events)
+            if not isinstance(after := next(self._events), yaml.StreamEndEvent):
+                self._refuse(after, "expected one document, got a second one")
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            assert mark is not None
+            sentence = " ".join(filter(None, (error.problem, error.context)))
+            for end in ("'<stream end>'", repr("\0")):
+                sentence = sentence.replace(end, "the end of the text")
+            raise ConfigError(f"{self._name}:{mark.line + 1}:{mark.column + 1}: {sentence}") from error
+        except yaml.reader.ReaderError as error:
+            where = _position(self._text[: error.position])
+            character = self._text[error.position]
+            raise ConfigError(f"{self._name}:{where}: the character {character!r} is not allowed") from error
+        return document
+
+    def _part(self, event: Any, depth: int) -> _Part:
+        if depth > _MAX_DEPTH:
+            self._refuse(event, f"expected at most {_MAX_DEPTH} levels, got more")
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event, depth)
+        if event.tag is not None:
+            self._refuse(event, f"expected a plain value, got the tag {event.tag!r}")
+        self._count(event, 1)
+        if isinstance(event, yaml.ScalarEvent):
+            part = _Part(self._scalar(event), _place(event))
+        elif isinstance(event, yaml.SequenceStartEvent):
+            part = self._list(event, depth)
+        else:
+            part = self._mapping(event, depth)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = part
+        return part
+
+    def _alias(self, event: Any, depth: int) -> _Part:
+        part = self._anchors.get(event.anchor)
+        if part is None:
+            self._refuse(event, f"expected an anchor &{event.anchor} that ends before *{event.anchor}, got none")
+        if depth + part.depth - 1 > _MAX_DEPTH:
+            self._refuse(event, f"expected at most {_MAX_DEPTH} levels, got more")
+        self._count(event, part.num_values)
+        # Whoever changes one of them must not change the other.
+        return _Part(copy.deepcopy(part.value), part.place, part.num_values, part.depth)
+
+    def _list(self, start: Any, depth: int) -> _Part:
+        parts = []
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            parts.append(self._part(event, depth + 1))
+        places = {number: part.place for number, part in enumerate(parts)}
+        return _joined([part.value for part in parts], _place(start, places), parts)
+
+    def _mapping(self, start: Any, depth: int) -> _Part:
+        values: dict[str, Any] = {}
+        places: dict[str | int, _Place] = {}
+        parts: list[_Part] = []
+        merged: list[tuple[str, Any, _Place]] | None = None
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key = self._key(event)
+            is_merge = key == "<<" and event.style is None
+            if merged is not None if is_merge else key in values:
+                self._refuse(event, f"the key {key!r} occurs twice")
+            part = self._part(next(self._events), depth + 1)
+            parts.append(part)
+            if is_merge:
+                merged = self._merged(event, part)
+            else:
+                values[key] = part.value
+                places[key] = _place(event, part.place.parts)
+        for key, value, place in merged or []:
+            values.setdefault(key, value)
+            places.setdefault(key, place)
+        return _joined(values, _place(start, places), parts)
+
+    def _merged(self, event: Any, part: _Part) -> list[tuple[str, Any, _Place]]:
+        """Return the entries of one mapping or a list of them, which the mapping around takes where it has none."""
+        if isinstance(part.value, dict):
+            sources: list[tuple[Any, _Place]] = [(part.value, part.place)]
+        else:
+            items = part.value if isinstance(part.value, list) else [None]
+            sources = [(item, part.place.parts.get(number, part.place)) for number, item in enumerate(items)]
+        if not all(isinstance(source, dict) for source, _ in sources):
+            self._refuse(event, f"expected a mapping or a list of them after '<<', got {_kind(part.value)}")
+        return [(key, value, place.parts[key]) for source, place in sources for key, value in source.items()]
+
+    def _key(self, event: Any) -> str:
+        if not isinstance(event, yaml.ScalarEvent) or event.tag is not None:
+            self._refuse(event, "expected text as a key, got something else")
+        key = self._scalar(event)
+        if not isinstance(key, str):
+            self._refuse(
+                event, f"expected text as a key, got {event.value or 'nothing'}: write {event.value!r} in quotes"
+            )
+        return key
+
+    def _scalar(self, event: Any) -> Any:
+        text: str = event.value
+        if event.style is not None:
+            return text
+        if text in _WORDS:
+            return _WORDS[text]
+        if _INTEGER.fullmatch(text):
+            if len(text) > _MAX_DIGITS:
+                self._refuse(event, f"expected a number of at most {_MAX_DIGITS} digits, got {len(text)}")
+            return int(text, 0 if text.startswith(("0x", "0o")) else 10)
+        if _FLOAT.fullmatch(text):
+            if math.isinf(number := float(text)):
+                self._refuse(event, f"expected a number that fits a float, got {text}; infinity is .inf")
+            return number
+        return text
+
+    def _count(self, event: Any, number: int) -> None:
+        self._num_values += number
+        if self._num_values > _MAX_VALUES:
+            self._refuse(event, f"expected at most {_MAX_VALUES} values, those of aliases counted in, got more")
+
+    def _refuse(self, event: Any, sentence: str) -> NoReturn:
+        place = _place(event)
+        raise ConfigError(f"{self._name}:{place.line}:{place.column}: {sentence}")
+
+
+_DIGITS = r"[0-9]+(?:_[0-9]+)*"
+_INTEGER = re.compile(rf"[-+]?{_DIGITS}|0x[0-9a-fA-F]+|0o[0-7]+")
+_FLOAT = re.compile(rf"[-+]?(?:\.{_DIGITS}|{_DIGITS}(?:\.(?:{_DIGITS})?)?)(?:[eE][-+]?[0-9]+)?")
+_WORDS = {
+    form(word): value
+    for word, value in (
+        *(("", None), ("~", None), ("null", None), ("true", True), ("false", False)),
+        *((".inf", math.inf), ("+.inf", math.inf), ("-.inf", -math.inf), (".nan", math.nan)),
+    )
+    for form in (str.lower, str.title, str.upper)
+} | {".NaN": math.nan}
+
+
+def _place(event: Any, parts: Mapping[Any, _Place] | None = None) -> _Place:
+    return _Place(event.start_mark.line + 1, event.start_mark.column + 1, parts or {})
+
+
+def _joined(value: Any, place: _Place, parts: list[_Part]) -> _Part:
+    return _Part(
+        value, place, 1 + sum(part.num_values for part in parts), 1 + max((part.depth for part in parts), default=0)
+    )
+
+
+def _position(before: str) -> str:
+    """Return line and column of what comes after a text."""
+    return f"{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return "nothing" if value is None else reprlib.repr(value)

@@ -1,0 +1,25 @@
+"""For scripts that own their loop: checkpoints, metrics, preemption, messages. The names are those of Determined."""
+
+from __future__ import annotations
+
+from dovetail.core.checkpoint import CheckpointContext, storage_directory
+from dovetail.core.context import Context, init
+from dovetail.core.distributed import DistributedContext
+from dovetail.core.preempt import PreemptContext, PreemptMode
+from dovetail.core.train import METRICS, EarlyExitReason, ExitedReason, TensorboardMode, TrainContext, read_metrics
+
+__all__ = [
+    "METRICS",
+    "CheckpointContext",
+    "Context",
+    "DistributedContext",
+    "EarlyExitReason",
+    "ExitedReason",
+    "PreemptContext",
+    "PreemptMode",
+    "TensorboardMode",
+    "TrainContext",
+    "init",
+    "read_metrics",
+    "storage_directory",
+]

@@ -1,0 +1,121 @@
+"""`init`: everything that a script which owns its loop can ask for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from dovetail.core.checkpoint import CheckpointContext, storage_directory
+from dovetail.core.distributed import DistributedContext
+from dovetail.core.preempt import PreemptContext, PreemptMode
+from dovetail.core.train import EarlyExitReason, TensorboardMode, TrainContext
+from dovetail.errors import InvalidHP
+from dovetail.info import TrialInfo, get_cluster_info
+
+__all__ = ["Context", "init"]
+
+_MISSING = {
+    "searcher": "a script runs to its own length here, and reports its metrics by train.report_validation_metrics",
+    "profiler": "torch.profiler writes into train.get_tensorboard_path()",
+}
+
+
+class Context:
+    """Checkpoints, processes, preemption and reports of a script.
+
+    In a `with` block it hears signals; at its end handlers are put back, and the group of processes is left. A block
+    that `InvalidHP` ends is reported as such.
+
+    Attributes:
+        checkpoint: Keeps the files of the script.
+        distributed: The processes of the run.
+        preempt: Whether somebody wants the script to leave.
+        train: Reports metrics, progress and the like.
+        info: What whoever launched this process has said about the trial, or None.
+
+    Example:
+        >>> import tempfile
+        >>> with init(checkpoint_storage=tempfile.mkdtemp()) as context:
+        ...     context.train.report_training_metrics(1, {"loss": 0.5})
+        ...     context.preempt.should_preempt()
+        False
+    """
+
+    def __init__(
+        self,
+        checkpoint: CheckpointContext,
+        distributed: DistributedContext,
+        preempt: PreemptContext,
+        train: TrainContext,
+        info: TrialInfo | None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.distributed = distributed
+        self.preempt = preempt
+        self.train = train
+        self.info = info
+
+    def __getattr__(self, name: str) -> Any:
+        instead = f": {_MISSING[name]}" if name in _MISSING else ""
+        raise AttributeError(f"the core context has no {name!r}{instead}")
+
+    def __enter__(self) -> Context:
+        self.preempt.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, InvalidHP):
+            self.train.report_early_exit(EarlyExitReason.INVALID_HP)
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Put signal handlers back and leave the group.
+
+        Args:
+            error: Why the script ends early; the other processes are told.
+        """
+        self.preempt.close()
+        self.distributed.close(error)
+
+
+def init(
+    *,
+    distributed: DistributedContext | None = None,
+    checkpoint_storage: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    preempt_mode: PreemptMode = PreemptMode.WorkersAskChief,
+    tensorboard_mode: TensorboardMode = TensorboardMode.AUTO,
+) -> Context:
+    """Return the context of a script that owns its loop.
+
+    Args:
+        distributed: The processes of the run; None finds out whether `torchrun` has started this one.
+        checkpoint_storage: Where checkpoints are: a path, or a mapping such as `checkpoint_storage` of Determined's
+            configuration. None is the trial's folder, if whoever launched the script has given one, else that of
+            `checkpoint_storage` in the configuration, else `checkpoints`. Metrics are in the trial's folder, or else
+            beside the checkpoints.
+        preempt_mode: Who of several processes knows whether to leave.
+        tensorboard_mode: As in Determined; here files stay where they are written.
+
+    Example:
+        >>> import tempfile
+        >>> context = init(checkpoint_storage=tempfile.mkdtemp())
+        >>> context.info is None, context.distributed.size
+        (True, 1)
+    """
+    TensorboardMode(tensorboard_mode)
+    info = get_cluster_info()
+    given = info.directory if info is not None else None
+    storage = checkpoint_storage or given or (info.config.get("checkpoint_storage") if info is not None else None)
+    folder = storage_directory(storage or "checkpoints")
+    peers = DistributedContext.from_environment() if distributed is None else distributed
+    return Context(
+        CheckpointContext(folder, peers),
+        peers,
+        PreemptContext(peers, preempt_mode),
+        TrainContext(given or folder, is_chief=peers.is_chief, info=info),
+        info,
+    )

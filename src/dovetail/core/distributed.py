@@ -1,0 +1,229 @@
+"""The processes of a script that owns its loop: who they are, and what they tell each other."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from dovetail.distributed import Group, is_launched
+from dovetail.errors import CheckpointError, ConfigError, DataError
+
+__all__ = ["DistributedContext"]
+
+
+class DistributedContext:
+    """The place of this process among those of a run, and messages between them.
+
+    Nothing is sent, and nobody is waited for, before the first message. Messages are numbers, strings, lists, tuples,
+    dicts, tensors and arrays, as in a checkpoint: nothing is pickled. Every method that sends one must be called by
+    all processes of the run, in the same order.
+
+    Args:
+        rank: The number of this process, from 0.
+        size: How many there are.
+        local_rank: Its number among those of its machine.
+        local_size: How many there are on its machine.
+        cross_rank: The number of its machine.
+        cross_size: How many machines there are.
+
+    Example:
+        >>> alone = DistributedContext()
+        >>> alone.is_chief, alone.allgather({"loss": 0.5}), alone.shard_batch_size(64)
+        (True, [{'loss': 0.5}], 64)
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        local_rank: int = 0,
+        local_size: int = 1,
+        cross_rank: int = 0,
+        cross_size: int = 1,
+    ) -> None:
+        for name, number, limit in (
+            ("rank", rank, size),
+            ("local_rank", local_rank, local_size),
+            ("cross_rank", cross_rank, cross_size),
+        ):
+            if not 0 <= number < limit:
+                raise ConfigError(f"{name}: expected a number from 0 to {limit - 1}, got {number}")
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.cross_rank = cross_rank
+        self.cross_size = cross_size
+        self._group: Group | None = None
+        self._is_owner = False
+
+    @classmethod
+    def from_torch_distributed(cls) -> DistributedContext:
+        """Return the place that `torchrun` or a group of torch's gives to this process.
+
+        Raises:
+            ConfigError: There is neither.
+        """
+        if not is_launched():
+            raise ConfigError(
+                "this process is in no group: start it by 'python -m dovetail.launch' or 'torchrun', which set RANK, "
+                "WORLD_SIZE and MASTER_ADDR"
+            )
+        has_met = dist.is_initialized()
+        rank = dist.get_rank() if has_met else _number("RANK")
+        size = dist.get_world_size() if has_met else _number("WORLD_SIZE")
+        # Who sets these two by hand has one machine.
+        local_size = _number("LOCAL_WORLD_SIZE", size)
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=_number("LOCAL_RANK", rank),
+            local_size=local_size,
+            cross_rank=_number("GROUP_RANK", rank // local_size),
+            cross_size=max(1, size // local_size),
+        )
+
+    @classmethod
+    def from_environment(cls) -> DistributedContext:
+        """Return the place that `torchrun` gives to this process, or that of a process alone."""
+        return cls.from_torch_distributed() if is_launched() else cls()
+
+    @classmethod
+    def from_horovod(cls, hvd: object, *_: object) -> NoReturn:
+        """Refuse: Horovod is not used here."""
+        raise ConfigError(f"from_horovod: {_INSTEAD}")
+
+    @classmethod
+    def from_deepspeed(cls, *_: object) -> NoReturn:
+        """Refuse: DeepSpeed's launcher is not used here."""
+        raise ConfigError(f"from_deepspeed: {_INSTEAD}")
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the first process, which reports and writes for all."""
+        return self.rank == 0
+
+    @property
+    def is_local_chief(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    def get_rank(self) -> int:
+        """Return the number of this process."""
+        return self.rank
+
+    def get_size(self) -> int:
+        """Return how many processes there are."""
+        return self.size
+
+    def get_local_rank(self) -> int:
+        """Return the number of this process among those of its machine."""
+        return self.local_rank
+
+    def get_num_agents(self) -> int:
+        """Return how many machines there are."""
+        return self.cross_size
+
+    def shard_batch_size(self, global_batch_size: int) -> int:
+        """Return how many samples of each global batch are this process's.
+
+        A global batch that does not divide is made smaller, with a warning.
+
+        Raises:
+            ConfigError: There are fewer samples than processes.
+        """
+        share, rest = divmod(global_batch_size, self.size)
+        if share < 1:
+            raise ConfigError(
+                f"global batch size: expected at least {self.size}, one for each process, got {global_batch_size}"
+            )
+        if rest:
+            warnings.warn(
+                f"a global batch size of {global_batch_size} does not divide by {self.size} processes: "
+                f"it is {share * self.size}, {share} for each",
+                stacklevel=2,
+            )
+        return share
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return everyone's value in the order of the ranks; None in all processes but the chief."""
+        everyone = self.allgather(value)
+        return everyone if self.is_chief else None
+
+    def gather_local(self, value: Any) -> list[Any] | None:
+        """Return the values of this machine's processes; None in all of them but the first."""
+        everyone = self.allgather_local(value)
+        return everyone if self.is_local_chief else None
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return everyone's value, in the order of the ranks."""
+        return [message["value"] for message in self._exchange(value)]
+
+    def allgather_local(self, value: Any) -> list[Any]:
+        """Return the values of this machine's processes, in the order of their ranks."""
+        return [message["value"] for message in self._exchange(value) if message["machine"] == self.cross_rank]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the chief's value; what the others give is not looked at."""
+        return self.allgather(value if self.is_chief else None)[0]
+
+    def broadcast_local(self, value: Any = None) -> Any:
+        """Return the value of this machine's first process."""
+        return self.allgather_local(value if self.is_local_chief else None)[0]
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the group, if this object has joined it.
+
+        Args:
+            error: Why this process leaves early; the others are told.
+        """
+        if self._group is not None:
+            if error is not None:
+                self._group.tell_failure(error)
+            if self._is_owner:
+                self._group.leave()
+            self._group = None
+
+    def _exchange(self, value: Any) -> list[dict[str, Any]]:
+        if self.size == 1:
+            return [{"value": value, "machine": self.cross_rank}]
+        group = self._joined()
+        try:
+            everyone = group.exchange({"value": value, "machine": self.cross_rank})
+        except CheckpointError as error:
+            # The others wait for a message, and are to know why there is none.
+            everyone = group.exchange({"problem": str(error)})
+        for rank, message in enumerate(everyone):
+            if "problem" in message:
+                raise DataError(f"rank {rank} cannot send its message: {message['problem']}")
+        return everyone
+
+    def _joined(self) -> Group:
+        # Gone, too, when another object has left the group for all.
+        if self._group is None or not dist.is_initialized():
+            self._is_owner = not dist.is_initialized()
+            has_cuda = torch.cuda.is_available()
+            group = Group.join(torch.device("cuda", self.local_rank) if has_cuda else torch.device("cpu"))
+            if (group.rank, group.size) != (self.rank, self.size):
+                raise ConfigError(
+                    f"this process is rank {group.rank} of {group.size}, but its DistributedContext says rank "
+                    f"{self.rank} of {self.size}"
+                )
+            self._group = group
+        return self._group
+
+
+_INSTEAD = "expected processes that torch starts; use DistributedContext.from_torch_distributed()"
+
+
+def _number(variable: str, default: int | None = None) -> int:
+    text = os.environ.get(variable, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"environment variable {variable}: expected a number, got {text!r}") from None

@@ -1,0 +1,111 @@
+"""Whether somebody wants this process to leave."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from dovetail.core.distributed import DistributedContext
+from dovetail.errors import ConfigError
+
+__all__ = ["PreemptContext", "PreemptMode"]
+
+
+class PreemptMode(enum.Enum):
+    """Who of several processes knows whether to leave.
+
+    Example:
+        >>> PreemptMode.WorkersAskChief.name
+        'WorkersAskChief'
+    """
+
+    ChiefOnly = "CHIEF_ONLY"
+    """Only the chief asks; how the others learn of it is the script's matter."""
+    WorkersAskChief = "WORKERS_ASK_CHIEF"
+    """All ask at the same places, and get the chief's answer: they agree."""
+    WorkersAskMaster = "WORKERS_ASK_MASTER"
+    """Each process answers for itself: they may differ."""
+
+
+class PreemptContext:
+    """Hears SIGTERM and Ctrl-C, and tells the script when it asks.
+
+    The first signal makes `should_preempt` true from then on; the second one acts as if nobody were listening. Only in
+    the main thread, and only in place of Python's own handlers: those of the user stay.
+
+    Args:
+        distributed: The processes of the run.
+        mode: Who of them knows.
+
+    Example:
+        >>> with PreemptContext(DistributedContext()) as preempt:
+        ...     preempt.should_preempt()
+        False
+    """
+
+    def __init__(self, distributed: DistributedContext, mode: PreemptMode = PreemptMode.WorkersAskChief) -> None:
+        self._distributed = distributed
+        self._mode = PreemptMode(mode)
+        self._replaced: dict[int, Any] = {}
+        self.signal: int | None = None
+        """The signal that this process has heard, or None."""
+
+    def __enter__(self) -> PreemptContext:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Listen."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        for number, handler in defaults.items():
+            if signal.getsignal(number) == handler:
+                self._replaced[number] = handler
+                signal.signal(number, self._hear)
+
+    def close(self) -> None:
+        """Listen no longer; every handler is what it was."""
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        self._replaced.clear()
+
+    def should_preempt(self, auto_ack: bool = True) -> bool:
+        """Return whether to save and leave.
+
+        With `WorkersAskChief` this is a message: all processes must ask equally often, and get the same answer.
+
+        Args:
+            auto_ack: As in Determined, where the master is told; here nobody waits to be told.
+
+        Raises:
+            ConfigError: Asked by another process than the chief, where only the chief may.
+        """
+        heard = self.signal is not None
+        if self._mode is PreemptMode.WorkersAskChief:
+            return bool(self._distributed.broadcast(heard))
+        if self._mode is PreemptMode.ChiefOnly and not self._distributed.is_chief:
+            raise ConfigError(
+                f"should_preempt() was called in rank {self._distributed.rank}: with PreemptMode.ChiefOnly only rank 0 "
+                "asks; PreemptMode.WorkersAskChief is for all"
+            )
+        return heard
+
+    def acknowledge_preemption_signal(self) -> None:
+        """Do nothing: in Determined it tells the master that the script leaves."""
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self.close()
+        # Not print: the signal may have come while the program was writing to the same stream.
+        with suppress(OSError):
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: the script is asked to leave when it looks (again to leave at once)\n".encode())

@@ -1,0 +1,246 @@
+"""What a script reports about its training: lines of a file that anybody can read while it grows.
+
+Every report is one line of `metrics.jsonl`, an object with the time and one of
+
+    {"group": "validation", "steps_completed": 100, "metrics": {"loss": 0.5}}
+    {"progress": 0.5}
+    {"status": "downloading"}
+    {"exited": "INVALID_HP"}
+
+A process that is killed loses the line that it was writing, at most. One that goes on from a checkpoint reports again
+what came after it: of two lines about the same group and step the later one counts.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dovetail.errors import ConfigError, DataError
+from dovetail.info import TrialInfo
+
+__all__ = ["METRICS", "EarlyExitReason", "ExitedReason", "TensorboardMode", "TrainContext", "read_metrics"]
+
+METRICS = "metrics.jsonl"
+"""The name of the file in the trial's folder."""
+
+_logger = logging.getLogger("dovetail.core")
+_ROW_KEYS = ("group", "progress", "status", "exited")
+_ACCEPTED = "numbers, tensors, arrays, text, and lists and dicts of them"
+
+
+class EarlyExitReason(enum.Enum):
+    """Why a trial ends before its time.
+
+    Example:
+        >>> EarlyExitReason("INVALID_HP")
+        <EarlyExitReason.INVALID_HP: 'INVALID_HP'>
+    """
+
+    INVALID_HP = "INVALID_HP"
+    """Its hyperparameters cannot work: a search replaces it by another."""
+    USER_REQUESTED_STOP = "USER_REQUESTED_STOP"
+    """It had enough."""
+
+
+ExitedReason = EarlyExitReason
+"""The name that the master's messages have for it."""
+
+
+class TensorboardMode(enum.Enum):
+    """How Determined uploads TensorBoard's files. Here they stay where they are written, in either mode.
+
+    Example:
+        >>> [mode.name for mode in TensorboardMode]
+        ['AUTO', 'MANUAL']
+    """
+
+    AUTO = "AUTO"
+    MANUAL = "MANUAL"
+
+
+class TrainContext:
+    """Reports metrics, progress and the like.
+
+    The chief writes; in the other processes every report is checked, and left at that.
+
+    Args:
+        directory: The trial's folder; made when the first report is written.
+        is_chief: Whether this process is the one that writes.
+        info: What is known about the trial.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> train = TrainContext(folder)
+        >>> train.report_validation_metrics(10, {"loss": np.float32(0.5)})
+        >>> row = read_metrics(folder / "metrics.jsonl")[0]
+        >>> row["group"], row["steps_completed"], row["metrics"]
+        ('validation', 10, {'loss': 0.5})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        is_chief: bool = True,
+        info: TrialInfo | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._is_chief = is_chief
+        self._info = info
+        self._is_open = False
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report metrics of the group `"training"`."""
+        self.report_metrics("training", steps_completed, metrics)
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report metrics of the group `"validation"`."""
+        self.report_metrics("validation", steps_completed, metrics)
+
+    def report_metrics(self, group: str, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report metrics.
+
+        Args:
+            group: What they are of.
+            steps_completed: How far training has come.
+            metrics: By name: numbers, tensors, arrays, text, and lists and dicts of them.
+
+        Raises:
+            ConfigError: A value cannot be written as JSON.
+        """
+        if not isinstance(group, str) or not group:
+            raise ConfigError(f"group: expected a name, got {group!r}")
+        if isinstance(steps_completed, bool) or not isinstance(steps_completed, int) or steps_completed < 0:
+            raise ConfigError(f"steps_completed: expected a number of steps from 0 on, got {steps_completed!r}")
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(f"metrics: expected values by name, got {type(metrics).__name__}")
+        plain = _plain(metrics, "metrics")
+        self._write({"group": group, "steps_completed": steps_completed, "metrics": plain})
+        if self._is_chief:
+            shown = ", ".join(f"{name} {value}" for name, value in plain.items())
+            _logger.info("%s metrics at step %d: %s", group, steps_completed, shown)
+
+    def report_progress(self, progress: float) -> None:
+        """Report how much of the work is done, from 0 to 1."""
+        if not 0 <= progress <= 1:
+            raise ConfigError(f"progress: expected a number from 0 to 1, got {progress}")
+        self._write({"progress": float(progress)})
+
+    def report_early_exit(self, reason: EarlyExitReason) -> None:
+        """Report why the trial ends before its time."""
+        self._write({"exited": EarlyExitReason(reason).value})
+        if self._is_chief:
+            _logger.info("the trial exits early: %s", EarlyExitReason(reason).value)
+
+    def set_status(self, status: str) -> None:
+        """Report in a few words what the trial is doing."""
+        self._write({"status": str(status)})
+        if self._is_chief:
+            _logger.info("status: %s", status)
+
+    def get_experiment_best_validation(self) -> float | None:
+        """Return the best value of the searcher's metric that this trial has reported; None where there is none.
+
+        The metric, and whether smaller is better, are those of `searcher` in the experiment's configuration.
+        """
+        searcher = self._info.config.get("searcher") if self._info is not None else None
+        path = self.directory / METRICS
+        if not isinstance(searcher, Mapping) or not path.exists():
+            return None
+        rows = [row["metrics"] for row in read_metrics(path) if row.get("group") == "validation"]
+        values = [row[searcher["metric"]] for row in rows if searcher.get("metric") in row]
+        numbers = [float(value) for value in values if isinstance(value, (int, float)) and not math.isnan(value)]
+        best = min if searcher.get("smaller_is_better", True) else max
+        return best(numbers, default=None)
+
+    def get_tensorboard_path(self) -> Path:
+        """Return the folder for TensorBoard's files, which is there afterwards."""
+        path = self.directory / "tensorboard"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        if not self._is_chief:
+            return
+        path = self.directory / METRICS
+        if not self._is_open:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _end_at_a_line(path)
+            self._is_open = True
+        line = json.dumps({**row, "time": time.time()}, allow_nan=False) + "\n"
+        # One write, and opened for each: no other process ever sees or inherits half of a line.
+        with path.open("ab", buffering=0) as file:
+            file.write(line.encode())
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the reports in a file, in the order in which they were made.
+
+    A last line that is not finished is left out. JSON has no NaN and no infinity: as values of metrics the strings
+    `"NaN"`, `"Infinity"` and `"-Infinity"` are read as the numbers.
+
+    Raises:
+        DataError: A line is none that `TrainContext` writes.
+    """
+    *lines, _ = Path(path).read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{os.fspath(path)}:{number}: not valid JSON: {error}") from error
+        if not isinstance(row, dict) or not any(key in row for key in _ROW_KEYS):
+            raise DataError(f"{os.fspath(path)}:{number}: expected a report with one of {', '.join(_ROW_KEYS)}")
+        if "metrics" in row:
+            row["metrics"] = _numbers(row["metrics"])
+        rows.append(row)
+    return rows
+
+
+def _end_at_a_line(path: Path) -> None:
+    """Cut off what a killed process has not finished."""
+    if path.exists():
+        with path.open("r+b") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{name}: expected names that are text, got {key!r}")
+        return {key: _plain(item, f"{name}.{key}") for key, item in value.items()}
+    raise ConfigError(f"{name}: cannot report a {type(value).__name__} (accepted: {_ACCEPTED})")
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SPELLED.get(value, value)
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return {name: _numbers(item) for name, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,138 @@
+"""Which trial this process is: what whoever launched it has written down for it.
+
+The environment variable `DOVETAIL_TRIAL` names a JSON file with the fields of `TrialInfo`. Without it a process is
+nobody's trial, and `get_cluster_info` returns None. This module starts without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail.errors import ConfigError, UnknownNameError
+
+__all__ = ["VARIABLE", "TrialInfo", "get_cluster_info", "write_info"]
+
+VARIABLE = "DOVETAIL_TRIAL"
+"""The environment variable that names the file."""
+
+
+@dataclass(frozen=True)
+class TrialInfo:
+    """What a process knows about its trial.
+
+    Attributes:
+        trial_id: The number of the trial.
+        experiment_id: The number of the experiment that it belongs to, or None.
+        hparams: Its hyperparameters.
+        config: The whole configuration of its experiment.
+        user_data: What that configuration has under `data`.
+        latest_checkpoint: The checkpoint that it goes on from, or None.
+        trial_seed: The seed of all its randomness, or None.
+        kind: `"trial"`, or `"job"` for a program that does not train.
+        slots: How many processes it has.
+        directory: Where it keeps checkpoints and metrics; None leaves that to the program.
+
+    Example:
+        >>> info = TrialInfo(trial_id=7, hparams={"learning_rate": 0.1})
+        >>> info.trial.hparams["learning_rate"], info.latest_checkpoint
+        (0.1, None)
+    """
+
+    trial_id: int
+    experiment_id: int | None = None
+    hparams: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    user_data: dict[str, Any] = field(default_factory=dict)
+    latest_checkpoint: str | None = None
+    trial_seed: int | None = None
+    kind: Literal["trial", "job"] = "trial"
+    slots: int = 1
+    directory: str | None = None
+
+    @property
+    def trial(self) -> TrialInfo:
+        """This object: Determined's scripts say `info.trial.hparams`."""
+        return self
+
+
+def get_cluster_info() -> TrialInfo | None:
+    """Return what this process was told about its trial, or None if nobody has launched it as one.
+
+    Raises:
+        ConfigError: The file is not there, damaged, or none that `write_info` writes.
+    """
+    path = os.environ.get(VARIABLE)
+    if path is None:
+        return None
+    where = f"{path} (named by {VARIABLE})"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    return _checked(content, where)
+
+
+def write_info(path: str | os.PathLike[str], info: TrialInfo) -> None:
+    """Write what `get_cluster_info` reads in the processes whose `DOVETAIL_TRIAL` names this file.
+
+    Raises:
+        ConfigError: Hyperparameters, configuration or data hold something that is not JSON.
+    """
+    try:
+        text = json.dumps(dataclasses.asdict(info), indent=2)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the description of trial {info.trial_id} cannot be written as JSON: {error}") from error
+    # Renamed into place: a process that reads it meanwhile sees all or nothing.
+    unfinished = Path(f"{os.fspath(path)}.tmp")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+_INTEGER, _TEXT, _MAPPING = "a whole number", "text", "a mapping"
+_TYPES: Mapping[str, tuple[str, bool]] = {
+    "trial_id": (_INTEGER, False),
+    "experiment_id": (_INTEGER, True),
+    "hparams": (_MAPPING, False),
+    "config": (_MAPPING, False),
+    "user_data": (_MAPPING, False),
+    "latest_checkpoint": (_TEXT, True),
+    "trial_seed": (_INTEGER, True),
+    "kind": (_TEXT, False),
+    "slots": (_INTEGER, False),
+    "directory": (_TEXT, True),
+}
+"""What each field is, and whether it may be None."""
+
+
+def _checked(content: Any, where: str) -> TrialInfo:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: expected the fields of a trial, got {type(content).__name__}")
+    for name in content.keys() - _TYPES.keys():
+        raise UnknownNameError(f"field of {where}", name, _TYPES)
+    if missing := sorted(_TYPES.keys() - content.keys()):
+        raise ConfigError(f"{where}: missing {', '.join(missing)}")
+    for name, (kind, may_be_none) in _TYPES.items():
+        value = content[name]
+        if _kind(value) != kind and not (value is None and may_be_none):
+            raise ConfigError(f"{where}: {name}: expected {kind}{' or null' if may_be_none else ''}, got {value!r}")
+    if content["kind"] not in ("trial", "job"):
+        raise UnknownNameError(f"kind in {where}", content["kind"], ("trial", "job"))
+    if content["slots"] < 1:
+        raise ConfigError(f"{where}: slots: expected at least 1, got {content['slots']}")
+    return TrialInfo(**content)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _INTEGER
+    if isinstance(value, str):
+        return _TEXT
+    return _MAPPING if isinstance(value, dict) else "something else"

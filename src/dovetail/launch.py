@@ -1,0 +1,232 @@
+"""`python -m dovetail.launch`: a script in several processes of this machine, or with hyperparameters, or both.
+
+    python -m dovetail.launch [--slots N] [--config FILE] [--hparam NAME=VALUE]… [--restarts N] SCRIPT ARGUMENTS…
+    python -m dovetail.launch … -m MODULE ARGUMENTS…
+
+One process without restarts is this one. Several are started by torch's elastic agent and meet on the loopback; for
+several machines there is `torchrun`. What a configuration says reaches the script by `get_cluster_info`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+from dovetail.config import hyperparameters, load_config, locate, parse_scalar
+from dovetail.errors import ConfigError, DovetailError, UnknownNameError
+from dovetail.info import VARIABLE, TrialInfo, write_info
+
+__all__ = ["main"]
+
+# The exit code of a process that left because another one had failed; a temporary failure, as sysexits.h has it.
+_AFTER_ANOTHER = 75
+_PATIENCE = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a script, and return its exit code: 2 for a mistake on the command line, 128 + signal after a signal.
+
+    Args:
+        arguments: Those of the command line; None takes the program's own.
+    """
+    wishes = _parser().parse_args(arguments)
+    try:
+        _check_script(wishes.script, wishes.module)
+        config = _config(wishes.config)
+        hparams = _hparams(config, wishes.hparam)
+        slots = wishes.slots or _slots(config)
+    except DovetailError as error:
+        print(f"dovetail.launch: {error}", file=sys.stderr)
+        return 2
+    with TemporaryDirectory(prefix="dovetail-launch-", ignore_cleanup_errors=True) as folder:
+        if wishes.config is not None or hparams:
+            os.environ[VARIABLE] = os.path.join(folder, "trial.json")
+            write_info(os.environ[VARIABLE], _info(config, hparams, slots))
+        if slots == 1 and not wishes.restarts:
+            return _run_here(wishes.script, wishes.module, wishes.arguments)
+        # Each of them is what this one would be if it were alone.
+        program = ["-m", "dovetail.launch", *(["-m"] if wishes.module else []), wishes.script, *wishes.arguments]
+        return _run_workers(program, slots, wishes.restarts, folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dovetail.launch",
+        description="Run a script in one or more processes of this machine.",
+        allow_abbrev=False,
+    )
+    count, times = _number(1), _number(0)
+    parser.add_argument("--slots", type=count, metavar="N", help="processes; else those of --config, else one")
+    parser.add_argument("--config", metavar="FILE", help="an experiment's YAML file")
+    parser.add_argument(
+        "--hparam", action="append", default=[], metavar="NAME=VALUE", help="a hyperparameter, before that of --config"
+    )
+    parser.add_argument(
+        "--restarts", type=times, default=0, metavar="N", help="how often to start again after a failure"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="the script, or the module after -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    return parser
+
+
+def _number(least: int) -> Any:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+        return int(text)
+
+    return number
+
+
+# ------------------------------------------------------------------ what the script is told
+
+
+def _check_script(script: str, is_module: bool) -> None:
+    if not is_module:
+        if not Path(script).is_file():
+            raise ConfigError(f"no script {script!r} in {Path.cwd()}")
+        return
+    # As `python -m` has it already, but not the command of a package that calls `main`.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(script)
+    except ImportError:
+        found = None
+    if found is None:
+        raise ConfigError(f"no module {script!r}")
+
+
+def _config(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return load_config(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _hparams(config: dict[str, Any], given: Sequence[str]) -> dict[str, Any]:
+    """Return the hyperparameters of a configuration, with those of the command line in their places."""
+    is_closed = "hyperparameters" in config
+    for assignment in given:
+        name, equals, text = assignment.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"--hparam: expected NAME=VALUE, got {assignment!r}")
+        *parents, last = name.split(".")
+        place: Any = config.setdefault("hyperparameters", {})
+        for parent in parents:
+            place = place.setdefault(parent, {}) if isinstance(place, dict) else None
+        if not isinstance(place, dict):
+            raise ConfigError(f"--hparam {name}: there is a value where {last!r} would have to be")
+        # A name that the file does not have is more likely mistyped than new.
+        if is_closed and last not in place:
+            raise UnknownNameError("hyperparameter (--hparam)", last, place)
+        try:
+            place[last] = parse_scalar(text)
+        except ConfigError as error:
+            raise ConfigError(f"--hparam {name}: {error}") from error
+    return hyperparameters(config)
+
+
+def _slots(config: Mapping[str, Any]) -> int:
+    resources = config.get("resources")
+    wanted = resources if isinstance(resources, Mapping) else {}
+    # A trial says `slots_per_trial`, a job `slots`.
+    key = "slots_per_trial" if "slots_per_trial" in wanted else "slots"
+    slots = wanted.get(key, 1)
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise ConfigError(f"{locate(config, 'resources', key)}: expected a whole number from 1 on, got {slots!r}")
+    return slots
+
+
+def _info(config: Mapping[str, Any], hparams: dict[str, Any], slots: int) -> TrialInfo:
+    reproducibility, data = config.get("reproducibility"), config.get("data")
+    seed = reproducibility.get("experiment_seed") if isinstance(reproducibility, Mapping) else None
+    is_job = bool(config) and not hparams and "searcher" not in config
+    return TrialInfo(
+        trial_id=0,
+        hparams=hparams,
+        config=dict(config),
+        user_data=dict(data) if isinstance(data, Mapping) else {},
+        trial_seed=seed if isinstance(seed, int) else None,
+        kind="job" if is_job else "trial",
+        slots=slots,
+    )
+
+
+# ------------------------------------------------------------------ how it is run
+
+
+def _run_here(script: str, is_module: bool, arguments: Sequence[str]) -> int:
+    sys.argv = [script, *arguments]
+    try:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if _is_about_another(error):
+            print(f"dovetail.launch: rank {os.environ.get('RANK')} leaves: {error}", file=sys.stderr)
+            # The launcher ends all as soon as one has left: that one should be the one that failed, with its own code.
+            time.sleep(_PATIENCE)
+            return _AFTER_ANOTHER
+        error.__traceback__ = _from_script_on(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _is_about_another(error: BaseException) -> bool:
+    """Whether an error says no more than that another process has failed, which tells the rest itself."""
+    # Who has raised one has imported this.
+    distributed = sys.modules.get("dovetail.distributed")
+    return distributed is not None and isinstance(error, distributed.PeerError)
+
+
+def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that Python would show if it had run the script itself."""
+    runners = (__file__, runpy.__file__, "<frozen runpy>")
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in runners:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _run_workers(program: Sequence[str], slots: int, restarts: int, folder: str) -> int:
+    # More threads than cores wait for each other, spinning.
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // slots)))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Here, because it brings torch, which one process may never need.
+    from dovetail.elastic import run_workers
+
+    # Unbuffered: lines of several processes, and of one that is killed, appear when they are written.
+    outcome = run_workers(["-u", *program], slots, folder, restarts)
+    if isinstance(outcome, int):
+        return 128 + outcome
+    codes = [failure.exitcode for _, failure in sorted(outcome.failures.items())]
+    own = [code for code in codes if code not in (_AFTER_ANOTHER, -signal.SIGTERM)]
+    code = (own or codes or [0])[0]
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,104 @@
+"""Trials from checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from dovetail import checkpoint as store
+from dovetail.core import DistributedContext
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.pytorch.context import PyTorchTrialContext
+from dovetail.pytorch.trial import PyTorchTrial
+
+__all__ = ["load_trial_from_checkpoint_path"]
+
+_Trial = TypeVar("_Trial", bound=PyTorchTrial)
+
+
+def load_trial_from_checkpoint_path(
+    path: str | Path,
+    trial_class: type[_Trial] | None = None,
+    trial_kwargs: Mapping[str, Any] | None = None,
+    torch_load_kwargs: Mapping[str, Any] | None = None,
+) -> _Trial:
+    """Return a trial with the hyperparameters and the weights of a checkpoint, to look at or to predict with.
+
+    Args:
+        path: The checkpoint.
+        trial_class: The class of the trial. It has to be given: names in files are never imported.
+        trial_kwargs: Further arguments of its constructor.
+        torch_load_kwargs: Nothing is loaded by `torch.load` here, so they are refused.
+    """
+    if torch_load_kwargs:
+        raise ConfigError("torch_load_kwargs: checkpoints are not read by torch.load here, so there is nothing to say")
+    if trial_class is None:
+        named = _trial_state(Path(path)).get("trial_class", "unknown")
+        raise ConfigError(f"trial_class: names in files are not imported: give the class (it was {named})")
+    own = _trial_state(Path(path))
+    context = PyTorchTrialContext(
+        hparams=own["hparams"],
+        config=own["experiment_config"],
+        distributed=DistributedContext(),
+        verbose=False,
+    )
+    return load_into(context, trial_class, Path(path), dict(trial_kwargs or {}))
+
+
+def checkpoint_of(root: Path | None, trial_id: int) -> Path:
+    """Return the best checkpoint of a trial, or else its newest.
+
+    Args:
+        root: Where folders of trials are, if the program knows; those of experiments are looked at, too.
+        trial_id: Which trial.
+    """
+    home = Path(os.environ.get("DOVETAIL_HOME") or ".dovetail")
+    places = [] if root is None else [root / f"trial_{trial_id}"]
+    places += home.glob(f"experiments/*/trials/trial_{trial_id}")
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None and root is None:
+        raise ConfigError(
+            "trial_id: there is no folder of checkpoints to look in: init(checkpoint_dir=…), or give a path"
+        )
+    if folder is None:
+        raise CheckpointError(
+            f"trial {trial_id} has no checkpoints: there is no folder {places[0]}, nor one of an experiment in {home}"
+        )
+    best = folder / "best_ck"
+    found = best if best.is_dir() else store.latest(folder)
+    if found is None:
+        raise CheckpointError(f"trial {trial_id} has no checkpoints in {folder}")
+    return found
+
+
+def load_into(context: PyTorchTrialContext, trial_class: type[_Trial], path: Path, kwargs: Mapping[str, Any]) -> _Trial:
+    """Make a trial, with the hyperparameters of a checkpoint where the context has none, and give it the weights."""
+    state = store.load(path)
+    own = _own(state, path)
+    if not context.hparams:
+        context.hparams.update(own["hparams"])
+    trial = context.build_trial(trial_class, **kwargs)
+    models = trial.made_with.models
+    if len(models) != own["num_models"]:
+        raise CheckpointError(f"{path} holds {own['num_models']} models, {trial_class.__name__} has {len(models)}")
+    model = models[0] if len(models) == 1 else nn.ModuleList(models)
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not fit {trial_class.__name__}: {error}") from error
+    return trial
+
+
+def _trial_state(path: Path) -> dict[str, Any]:
+    return _own(store.load(path), path)
+
+
+def _own(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    own = state.get("trial")
+    if not isinstance(own, dict):
+        raise CheckpointError(f"{path} is the checkpoint of a trainer, not of a trial")
+    return own

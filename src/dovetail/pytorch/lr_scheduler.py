@@ -1,0 +1,97 @@
+"""A learning-rate scheduler, and when it steps."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.context import BoundScheduler, Interval
+
+__all__ = ["LRScheduler"]
+
+
+class LRScheduler:
+    """A scheduler of torch and the mode in which it steps, as `context.wrap_lr_scheduler` returns it.
+
+    Args:
+        scheduler: Any scheduler of torch.
+        step_mode: When it steps. `ReduceLROnPlateau` needs a metric, so it is stepped by hand.
+        frequency: Step at every n-th epoch, batch or optimizer step; nothing to a scheduler that is stepped by hand.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> halving = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        >>> LRScheduler(halving, LRScheduler.StepMode.STEP_EVERY_EPOCH).get_last_lr()
+        [1.0]
+    """
+
+    class StepMode(Enum):
+        """When a scheduler steps.
+
+        Attributes:
+            STEP_EVERY_EPOCH: After every `frequency` epochs.
+            STEP_EVERY_BATCH: After every `frequency` batches; what lies between two updates is caught up at the next.
+            MANUAL_STEP: When the trial calls `step`, and never else.
+            STEP_EVERY_OPTIMIZER_STEP: After every `frequency` real steps of its optimizer.
+        """
+
+        STEP_EVERY_EPOCH = 1
+        STEP_EVERY_BATCH = 2
+        MANUAL_STEP = 3
+        STEP_EVERY_OPTIMIZER_STEP = 4
+
+    def __init__(self, scheduler: Any, step_mode: LRScheduler.StepMode, frequency: int = 1) -> None:
+        given: object = step_mode
+        if not isinstance(given, self.StepMode):
+            names = ", ".join(mode.name for mode in self.StepMode)
+            raise ConfigError(f"step_mode: expected one of LRScheduler.StepMode ({names}), got {given!r}")
+        if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
+            raise ConfigError(f"frequency: expected a whole number from 1 on, got {frequency!r}")
+        if isinstance(scheduler, ReduceLROnPlateau) and given is not self.StepMode.MANUAL_STEP:
+            raise ConfigError(
+                f"step_mode: expected MANUAL_STEP for ReduceLROnPlateau, whose step takes a metric, got {given.name}"
+            )
+        self.scheduler = scheduler
+        self.step_mode = step_mode
+        self.frequency = frequency
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose rate it moves."""
+        optimizer: Optimizer = self.scheduler.optimizer
+        return optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler, with whatever it takes: nothing, or a metric."""
+        self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the rate of each parameter group."""
+        rates: list[Any] = self.scheduler.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def bound(self) -> BoundScheduler:
+        """Return the scheduler as the loop steps it."""
+        return BoundScheduler(self.scheduler, _INTERVALS[self.step_mode], self.frequency)
+
+
+_INTERVALS: dict[LRScheduler.StepMode, Interval] = {
+    LRScheduler.StepMode.STEP_EVERY_EPOCH: "epoch",
+    LRScheduler.StepMode.STEP_EVERY_BATCH: "batch",
+    LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP: "update",
+    LRScheduler.StepMode.MANUAL_STEP: "manual",
+}

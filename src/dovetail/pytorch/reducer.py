@@ -1,0 +1,346 @@
+"""Metrics over all slots of a run: reduced by a known rule, or by a reducer of the user's own.
+
+A slot is one process of the run. `exchange` stands for whatever brings the slots together: it takes this slot's value
+and returns every slot's, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.data.batches import map_tensors
+from dovetail.errors import ConfigError, DataError, UnknownNameError, add_note
+from dovetail.trainers.context import Stage
+
+__all__ = ["Exchange", "FunctionReducer", "MetricReducer", "Reducer", "Reducers", "reduce_validation"]
+
+Exchange = Callable[[Any], list[Any]]
+
+
+class Reducer(Enum):
+    """How the values that `evaluate_batch` returns for each batch become one metric.
+
+    Attributes:
+        AVG: The mean over samples: each batch weighs as many as it has.
+        SUM: The sum over batches.
+        MAX: The largest value of any batch.
+        MIN: The smallest value of any batch.
+
+    Example:
+        >>> Reducer("avg")
+        <Reducer.AVG: 'avg'>
+    """
+
+    AVG = "avg"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+class MetricReducer(ABC):
+    """A metric of your own over whole passes and all slots. Give it to `context.wrap_reducer`.
+
+    Your steps feed it in any way you like. `reset` is called before each report period of training and before each
+    validation; at its end `per_slot_reduce` on every slot, then `cross_slot_reduce` with what all of them gave.
+
+    Example:
+        >>> class Mean(MetricReducer):
+        ...     def reset(self):
+        ...         self.total, self.count = 0.0, 0
+        ...     def update(self, value):
+        ...         self.total, self.count = self.total + value, self.count + 1
+        ...     def per_slot_reduce(self):
+        ...         return self.total, self.count
+        ...     def cross_slot_reduce(self, per_slot_metrics):
+        ...         totals, counts = zip(*per_slot_metrics)
+        ...         return sum(totals) / sum(counts)
+        >>> mean = Mean()
+        >>> mean.reset()
+        >>> mean.update(3.0)
+        >>> mean.cross_slot_reduce([mean.per_slot_reduce(), (9.0, 2)])
+        4.0
+    """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget every value."""
+
+    @abstractmethod
+    def per_slot_reduce(self) -> Any:
+        """Return what this slot has to tell the others: numbers, text, tensors, and lists, tuples and dicts of them."""
+
+    @abstractmethod
+    def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
+        """Return the metric, or a dict of metrics where the reducer was wrapped without a name.
+
+        Args:
+            per_slot_metrics: What every slot's `per_slot_reduce` returned, in the order of the ranks.
+        """
+
+
+class FunctionReducer(MetricReducer):
+    """Collects values, and gives those of all slots to a function as one flat list.
+
+    The list is in the order of the batches, as one slot alone would have it, where every batch has one value.
+
+    Args:
+        function: Takes the list and returns the metric.
+
+    Example:
+        >>> largest = FunctionReducer(max)
+        >>> largest.update(3)
+        >>> largest.update(1)
+        >>> largest.cross_slot_reduce([largest.per_slot_reduce(), [7]])
+        7
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self._function = function
+        self._values: list[Any] = []
+
+    def update(self, value: Any) -> None:
+        """Take in a value. Tensors are detached."""
+        self._values.append(map_tensors(Tensor.detach, value))
+
+    def reset(self) -> None:
+        """Forget every value."""
+        self._values = []
+
+    def per_slot_reduce(self) -> list[Any]:
+        """Return the values of this slot."""
+        return self._values
+
+    def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
+        """Return what the function makes of the values of all slots."""
+        # Batches are dealt out to the slots in turn.
+        turns = chain.from_iterable(zip_longest(*per_slot_metrics, fillvalue=_NOTHING))
+        return self._function([value for value in turns if value is not _NOTHING])
+
+
+_NOTHING = object()
+
+
+class Reducers:
+    """The reducers of a trial.
+
+    Example:
+        >>> reducers = Reducers()
+        >>> largest = reducers.wrap(max, name="largest")
+        >>> largest.update(3)
+        >>> reducers.reduce("valid", lambda own: [own, [[7]]])
+        {'largest': 7}
+    """
+
+    def __init__(self) -> None:
+        self._wrapped: list[_Wrapped] = []
+
+    def wrap(
+        self,
+        reducer: MetricReducer | Callable[[list[Any]], Any],
+        name: str | None = None,
+        for_training: bool = True,
+        for_validation: bool = True,
+    ) -> MetricReducer:
+        """Keep a reducer, and return it; a function becomes an object with `update(value)`.
+
+        Args:
+            reducer: A `MetricReducer`, or a function of the list of all values.
+            name: The name of the metric; None when the reducer returns a dict of metrics.
+            for_training: Reduce it whenever training metrics are reported.
+            for_validation: Reduce it at the end of each validation.
+        """
+        if not isinstance(reducer, MetricReducer):
+            if not callable(reducer) or (isinstance(reducer, type) and issubclass(reducer, MetricReducer)):
+                raise ConfigError(f"wrap_reducer: expected a MetricReducer or a function of a list, got {reducer!r}")
+            reducer = FunctionReducer(reducer)
+        for other in self._wrapped:
+            meets = (for_training and other.for_training) or (for_validation and other.for_validation)
+            if meets and name is not None and name == other.name:
+                raise ConfigError(f"wrap_reducer: expected a name of its own for each reducer, got {name!r} twice")
+        self._wrapped.append(_Wrapped(reducer, name, for_training, for_validation))
+        return reducer
+
+    def reset(self, stage: Stage) -> None:
+        """Let the reducers of a stage forget every value."""
+        for wrapped in self._of(stage):
+            wrapped.reducer.reset()
+
+    def reduce(self, stage: Stage, exchange: Exchange) -> dict[str, Any]:
+        """Return the metrics of a stage's reducers, over all slots. Every slot must call this.
+
+        Args:
+            stage: All stages but training are those of validation.
+            exchange: Called once, or not at all where the stage has no reducers.
+        """
+        chosen = self._of(stage)
+        if not chosen:
+            return {}
+        slots = exchange([wrapped.per_slot_reduce() for wrapped in chosen])
+        metrics: dict[str, Any] = {}
+        for wrapped, per_slot in zip(chosen, zip(*slots, strict=True), strict=True):
+            for name, value in wrapped.cross_slot_reduce(list(per_slot)).items():
+                if name in metrics:
+                    raise ConfigError(f"expected a name of its own for each metric, got {name!r} from two reducers")
+                metrics[name] = value
+        return metrics
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let a block update the reducers in vain: a batch that counts for nothing must not be counted by them."""
+        kept = [copy.deepcopy(vars(it.reducer)) for it in self._wrapped]
+        try:
+            yield
+        finally:
+            for it, state in zip(self._wrapped, kept, strict=True):
+                vars(it.reducer).clear()
+                vars(it.reducer).update(state)
+
+    def _of(self, stage: Stage) -> list[_Wrapped]:
+        return [it for it in self._wrapped if (it.for_training if stage == "train" else it.for_validation)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapped:
+    """A reducer, and what is to become of its result."""
+
+    reducer: MetricReducer
+    name: str | None
+    for_training: bool
+    for_validation: bool
+
+    @property
+    def title(self) -> str:
+        kind = type(self.reducer).__name__
+        return f"the reducer {kind}" if self.name is None else f"the reducer {kind} of {self.name!r}"
+
+    def per_slot_reduce(self) -> Any:
+        try:
+            return self.reducer.per_slot_reduce()
+        except Exception as error:
+            add_note(error, f"in per_slot_reduce of {self.title}")
+            raise
+
+    def cross_slot_reduce(self, per_slot: list[Any]) -> Mapping[str, Any]:
+        try:
+            result = self.reducer.cross_slot_reduce(per_slot)
+        except Exception as error:
+            add_note(error, f"in cross_slot_reduce of {self.title}")
+            raise
+        if self.name is not None:
+            return {self.name: result}
+        if not isinstance(result, Mapping):
+            raise ConfigError(
+                f"{self.title} has no name: expected a dict of metrics from cross_slot_reduce, got {result!r}"
+            )
+        return result
+
+
+def reduce_validation(
+    batch_metrics: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    how: Reducer | Mapping[str, Reducer],
+    exchange: Exchange,
+) -> dict[str, float]:
+    """Return the metrics of a validation over the batches of all slots. Every slot must call this.
+
+    Args:
+        batch_metrics: What `evaluate_batch` returned for each batch of this slot, which may have had none.
+        sizes: The samples in each of these batches. A batch without any counts for nothing.
+        how: One rule for all metrics, or a rule by name; a metric without one is averaged.
+        exchange: Brings the slots together; called once.
+
+    Raises:
+        DataError: No slot had a batch, batches have different metrics, or a value is not a scalar.
+        ConfigError: `how` is no rule, or for a metric that there is not.
+
+    Example:
+        >>> batches = [{"loss": 1.0, "worst": 1.0}, {"loss": 4.0, "worst": 7.0}]
+        >>> reduce_validation(batches, [2, 1], {"worst": Reducer.MAX}, lambda own: [own])
+        {'loss': 2.0, 'worst': 7.0}
+    """
+    rules, default = (how, Reducer.AVG) if isinstance(how, Mapping) else ({}, how)
+    for rule in (default, *rules.values()):
+        if not isinstance(rule, Reducer):
+            raise ConfigError(f"evaluation_reducer: expected AVG, SUM, MAX or MIN of pytorch.Reducer, got {rule!r}")
+    columns, weights = _columns(batch_metrics, sizes)
+    own = {name: _folded(rules.get(name, default), values, weights) for name, values in columns.items()}
+    slots = [slot for slot in exchange({"weight": sum(weights), "folded": own}) if slot["weight"]]
+    if not slots:
+        raise DataError("validation: expected at least one batch with samples, got none")
+    known, total = slots[0]["folded"], sum(slot["weight"] for slot in slots)
+    for name in rules:
+        if name not in known:
+            raise UnknownNameError("metric of evaluation_reducer", name, known)
+    for slot in slots:
+        for name in sorted(known.keys() ^ slot["folded"].keys()):
+            raise DataError(f"evaluate_batch: the metric {name!r} is there in some processes only")
+    metrics = {}
+    for name in known:
+        rule = rules.get(name, default)
+        folded = _fold(rule, torch.tensor([slot["folded"][name] for slot in slots], dtype=torch.float64))
+        metrics[name] = folded / total if rule is Reducer.AVG else folded
+    return metrics
+
+
+def _columns(
+    batch_metrics: Sequence[Mapping[str, Any]], sizes: Sequence[int]
+) -> tuple[dict[str, list[float]], list[int]]:
+    """Return the values of each metric, and the samples behind each of them."""
+    columns: dict[str, list[float]] = {}
+    weights: list[int] = []
+    first = 0
+    for number, (metrics, size) in enumerate(zip(batch_metrics, sizes, strict=True)):
+        if not isinstance(metrics, Mapping):
+            raise DataError(f"evaluate_batch: batch {number}: expected a dict of metrics, got {_described(metrics)}")
+        if size == 0:
+            continue
+        if not weights:
+            first, columns = number, {name: [] for name in metrics}
+        weights.append(size)
+        for name in sorted(metrics.keys() ^ columns.keys()):
+            has, lacks = (number, first) if name in metrics else (first, number)
+            raise DataError(f"evaluate_batch: batch {has} has the metric {name!r}, batch {lacks} has not")
+        for name, value in metrics.items():
+            if not _is_scalar(value):
+                raise DataError(
+                    f"evaluate_batch: the metric {name!r} of batch {number}: expected a number, got {_described(value)}"
+                )
+            columns[name].append(float(value if isinstance(value, (int, float)) else value.item()))
+    return columns, weights
+
+
+def _folded(rule: Reducer, values: list[float], weights: list[int]) -> float:
+    column = torch.tensor(values, dtype=torch.float64)
+    return _fold(rule, column * torch.tensor(weights) if rule is Reducer.AVG else column)
+
+
+def _fold(rule: Reducer, column: Tensor) -> float:
+    # Torch's largest and smallest value is NaN where any is.
+    folds = {Reducer.MAX: torch.max, Reducer.MIN: torch.min}
+    return float(folds.get(rule, torch.sum)(column))
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, (int, float))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {reprlib.repr(value)}"

@@ -1,0 +1,236 @@
+"""Samplers to build on: each takes another one and repeats, shares, skips or shuffles what it gives.
+
+The order that is right for training is shuffle, batch, repeat, share, skip. A batch sampler gives lists of indices,
+one per batch, and is given to a loader as `batch_sampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, Sampler
+
+from dovetail.data.loader import _mixed
+from dovetail.errors import DataError
+
+__all__ = [
+    "DistributedBatchSampler",
+    "DistributedSampler",
+    "RepeatBatchSampler",
+    "RepeatSampler",
+    "ReproducibleShuffleBatchSampler",
+    "ReproducibleShuffleSampler",
+    "SkipBatchSampler",
+    "SkipSampler",
+]
+
+T = TypeVar("T")
+
+
+class _Wrapper(Sampler[T]):
+    """A sampler over another one, which it tells the epoch."""
+
+    def __init__(self, sampler: Sampler[T] | Iterable[T]) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.sampler))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`, for a shuffle somewhere below."""
+        sampler: object = self.sampler
+        while isinstance(sampler, BatchSampler) and not isinstance(sampler, _EpochSampler):
+            sampler = sampler.sampler
+        if isinstance(sampler, _EpochSampler):
+            sampler.set_epoch(epoch)
+
+
+@runtime_checkable
+class _EpochSampler(Protocol):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class RepeatSampler(_Wrapper[T]):
+    """Begins anew, endlessly, whenever a sampler is through. Its length is that of one pass.
+
+    Args:
+        sampler: What to repeat.
+
+    Example:
+        >>> list(islice(RepeatSampler(range(3)), 7))
+        [0, 1, 2, 0, 1, 2, 0]
+    """
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            is_empty = True
+            for item in self.sampler:
+                is_empty = False
+                yield item
+            if is_empty:
+                raise DataError("a sampler that gives nothing cannot be repeated")
+
+
+class RepeatBatchSampler(RepeatSampler[list[Any]]):
+    """Begins anew, endlessly, whenever a batch sampler is through. Its length is that of one pass.
+
+    Args:
+        batch_sampler: What to repeat.
+
+    Example:
+        >>> list(islice(RepeatBatchSampler(BatchSampler(range(3), 2, drop_last=False)), 3))
+        [[0, 1], [2], [0, 1]]
+    """
+
+    def __init__(self, batch_sampler: Sampler[list[Any]] | Iterable[list[Any]]) -> None:
+        super().__init__(batch_sampler)
+
+
+class DistributedSampler(_Wrapper[T]):
+    """Gives every `num_workers`-th item of a sampler from number `rank` on.
+
+    All ranks together give exactly what the sampler gives. Where that does not divide, the first ranks get one more.
+
+    Args:
+        sampler: What to share; the same in every process.
+        num_workers: How many share it.
+        rank: Which of them this is.
+
+    Example:
+        >>> [list(DistributedSampler(range(5), num_workers=2, rank=rank)) for rank in range(2)]
+        [[0, 2, 4], [1, 3]]
+    """
+
+    def __init__(self, sampler: Sampler[T] | Iterable[T], num_workers: int, rank: int) -> None:
+        if not 0 <= rank < num_workers:
+            raise DataError(f"rank: expected 0 <= rank < num_workers = {num_workers}, got {rank}")
+        super().__init__(sampler)
+        self.num_workers = num_workers
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return len(range(self.rank, super().__len__(), self.num_workers))
+
+    def __iter__(self) -> Iterator[T]:
+        return islice(self.sampler, self.rank, None, self.num_workers)
+
+
+class DistributedBatchSampler(DistributedSampler[list[Any]]):
+    """Gives every `num_workers`-th batch of a batch sampler from number `rank` on.
+
+    All ranks together give exactly what the batch sampler gives. Where that does not divide, the first ranks get one
+    more.
+
+    Args:
+        batch_sampler: What to share; the same in every process.
+        num_workers: How many share it.
+        rank: Which of them this is.
+
+    Example:
+        >>> batches = BatchSampler(range(5), 2, drop_last=False)
+        >>> [list(DistributedBatchSampler(batches, num_workers=2, rank=rank)) for rank in range(2)]
+        [[[0, 1], [4]], [[2, 3]]]
+    """
+
+    def __init__(self, batch_sampler: Sampler[list[Any]] | Iterable[list[Any]], num_workers: int, rank: int) -> None:
+        super().__init__(batch_sampler, num_workers, rank)
+
+
+class SkipSampler(_Wrapper[T]):
+    """Leaves out the first items of the first pass over a sampler, and of no other. Its length is that of a whole pass.
+
+    Args:
+        sampler: What to begin in the middle of.
+        skip: Items to leave out.
+
+    Example:
+        >>> sampler = SkipSampler(range(4), skip=3)
+        >>> list(sampler), list(sampler), len(sampler)
+        ([3], [0, 1, 2, 3], 4)
+    """
+
+    def __init__(self, sampler: Sampler[T] | Iterable[T], skip: int) -> None:
+        if skip < 0:
+            raise DataError(f"skip: expected a number that is not negative, got {skip}")
+        super().__init__(sampler)
+        self.skip = skip
+        self._start = skip
+
+    def __iter__(self) -> Iterator[T]:
+        start, self._start = self._start, 0
+        return islice(self.sampler, start, None)
+
+
+class SkipBatchSampler(SkipSampler[list[Any]]):
+    """Leaves out the first batches of the first pass over a batch sampler, and of no other.
+
+    Its length is that of a whole pass.
+
+    Args:
+        batch_sampler: What to begin in the middle of.
+        skip: Batches to leave out.
+
+    Example:
+        >>> list(SkipBatchSampler(BatchSampler(range(5), 2, drop_last=False), skip=1))
+        [[2, 3], [4]]
+    """
+
+    def __init__(self, batch_sampler: Sampler[list[Any]] | Iterable[list[Any]], skip: int) -> None:
+        super().__init__(batch_sampler, skip)
+
+
+class ReproducibleShuffleSampler(_Wrapper[T]):
+    """Shuffles what a sampler gives, in an order that is a function of the seed and the epoch alone.
+
+    Each pass is one epoch, counted from 0, unless `set_epoch` says which one is next. Where the sampler gives the
+    indices of a dataset, the order is that of `DataLoader(dataset, shuffle=True, seed=seed)`.
+
+    Args:
+        sampler: What to shuffle; it must end.
+        seed: Any whole number.
+
+    Example:
+        >>> sampler = ReproducibleShuffleSampler(range(5), seed=1)
+        >>> first, second = list(sampler), list(sampler)
+        >>> sampler.set_epoch(0)
+        >>> list(sampler) == first != second
+        True
+    """
+
+    def __init__(self, sampler: Sampler[T] | Iterable[T], seed: int) -> None:
+        super().__init__(sampler)
+        self.seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`."""
+        super().set_epoch(epoch)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[T]:
+        generator = torch.Generator().manual_seed(_mixed(self.seed, self._epoch, 1))
+        self._epoch += 1
+        items = list(self.sampler)
+        return iter([items[place] for place in torch.randperm(len(items), generator=generator).tolist()])
+
+
+class ReproducibleShuffleBatchSampler(ReproducibleShuffleSampler[list[Any]]):
+    """Shuffles the batches of a batch sampler, in an order that is a function of the seed and the epoch alone.
+
+    What is in a batch stays together; shuffling samples before they are batched mixes better.
+
+    Args:
+        batch_sampler: What to shuffle; it must end.
+        seed: Any whole number.
+
+    Example:
+        >>> batches = BatchSampler(range(5), 2, drop_last=False)
+        >>> sorted(ReproducibleShuffleBatchSampler(batches, seed=1))
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(self, batch_sampler: Sampler[list[Any]] | Iterable[list[Any]], seed: int) -> None:
+        super().__init__(batch_sampler, seed)

@@ -1,0 +1,133 @@
+"""What a trial is: a model, its optimizers and its data in one class."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dovetail.data import batch_length
+from dovetail.errors import ConfigError
+from dovetail.pytorch.reducer import Reducer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dovetail.pytorch.callback import PyTorchCallback
+    from dovetail.pytorch.context import PyTorchTrialContext
+    from dovetail.pytorch.data import TorchData
+
+__all__ = ["PyTorchTrial"]
+
+
+class PyTorchTrial(ABC):
+    """A model, its optimizers and its data, and what is computed for a batch.
+
+    The constructor wraps models and optimizers with the context. `train_batch` computes a loss and says
+    `context.backward(loss)` and `context.step_optimizer(optimizer)`. Everything else is optional.
+
+    Args:
+        context: Knows the hyperparameters, wraps models and optimizers, and differentiates and steps.
+
+    Example:
+        >>> import torch, dovetail
+        >>> from dovetail import pytorch
+        >>> class Line(pytorch.PyTorchTrial):
+        ...     def __init__(self, context):
+        ...         self.context = context
+        ...         self.model = context.wrap_model(torch.nn.Linear(1, 1))
+        ...         lr = context.get_hparam("lr")
+        ...         self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=lr))
+        ...     def train_batch(self, batch, epoch_idx, batch_idx):
+        ...         x, y = batch
+        ...         loss = torch.nn.functional.mse_loss(self.model(x), y)
+        ...         self.context.backward(loss)
+        ...         self.context.step_optimizer(self.optimizer)
+        ...         return {"loss": loss}
+        ...     def evaluate_batch(self, batch):
+        ...         x, y = batch
+        ...         return {"loss": torch.nn.functional.mse_loss(self.model(x), y)}
+        >>> x = torch.linspace(-1, 1, 32)[:, None]
+        >>> data = pytorch.DataLoader(torch.utils.data.TensorDataset(x, 2 * x + 1), batch_size=8)
+        >>> context = pytorch.init(hparams={"lr": 0.2}, verbose=False, checkpoint_dir=None)
+        >>> trial = context.build_trial(Line)
+        >>> context.fit(trial, data, data, max_length=dovetail.Epochs(50))["loss"] < 1e-3
+        True
+    """
+
+    made_with: PyTorchTrialContext
+
+    def __new__(cls, context: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Remember the context, so that whoever trains the trial finds what it has wrapped."""
+        trial = super().__new__(cls)
+        trial.made_with = context
+        return trial
+
+    @abstractmethod
+    def __init__(self, context: PyTorchTrialContext) -> None: ...
+
+    @abstractmethod
+    def train_batch(self, batch: TorchData, epoch_idx: int, batch_idx: int) -> Tensor | Mapping[str, Any]:
+        """Train on one batch and return its loss, or metrics by name.
+
+        A step that calls neither `context.backward` nor `context.step_optimizer` is optimised by the loop, which needs
+        a loss.
+
+        Args:
+            batch: On the device already.
+            epoch_idx: The running epoch, from 0.
+            batch_idx: Batches since training began.
+        """
+
+    def build_training_data_loader(self) -> Iterable[Any]:
+        """Return the training batches; not called where the caller gives them."""
+        raise NotImplementedError
+
+    def build_validation_data_loader(self) -> Iterable[Any]:
+        """Return the validation batches; not called where the caller gives them."""
+        raise NotImplementedError
+
+    def evaluate_batch(self, batch: TorchData) -> Mapping[str, Any]:
+        """Return the metrics of one batch of validation. It may take the number of the batch as a second argument."""
+        raise NotImplementedError
+
+    def evaluate_full_dataset(self, data_loader: Iterable[Any]) -> Mapping[str, Any]:
+        """Return the metrics of all validation data, in place of `evaluate_batch`; called in one process only."""
+        raise NotImplementedError
+
+    def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
+        """Return how the metrics of batches become one: the same for all, or by name. A mean, weighted by samples."""
+        return Reducer.AVG
+
+    def predict_batch(self, batch: TorchData) -> Any:
+        """Return the predictions for one batch; without it, `context.predict` returns what `evaluate_batch` does."""
+        raise NotImplementedError
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        """Return callbacks by name."""
+        return {}
+
+    def get_batch_length(self, batch: TorchData) -> int:
+        """Return how many samples a batch holds; override it for batches of a form of your own."""
+        return batch_length(batch)
+
+
+def defines(trial: PyTorchTrial, *methods: str) -> bool:
+    """Whether a trial has its own version of any of these methods."""
+    return any(getattr(type(trial), method) is not getattr(PyTorchTrial, method) for method in methods)
+
+
+def check_evaluation(trial: PyTorchTrial) -> None:
+    """Refuse two ways to validate."""
+    if defines(trial, "evaluate_batch") and defines(trial, "evaluate_full_dataset"):
+        raise ConfigError(
+            f"{type(trial).__name__} has both evaluate_batch and evaluate_full_dataset: expected one of them"
+        )
+
+
+def takes_index(trial: PyTorchTrial) -> bool:
+    """Whether `evaluate_batch` wants the number of the batch, too."""
+    parameters = inspect.signature(trial.evaluate_batch).parameters.values()
+    positional = [it for it in parameters if it.kind in (it.POSITIONAL_ONLY, it.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 or any(it.kind is it.VAR_POSITIONAL for it in parameters)

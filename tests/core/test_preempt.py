@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from dovetail.core import DistributedContext, PreemptContext, PreemptMode
+from dovetail.errors import ConfigError
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+both = pytest.mark.parametrize("number", SIGNALS)
+
+
+def of(rank: int, mode: PreemptMode) -> PreemptContext:
+    return PreemptContext(DistributedContext(rank=rank, size=2, local_rank=rank, local_size=2), mode)
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handlers() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+@both
+def test_a_signal_is_heard_and_said(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    with PreemptContext(DistributedContext()) as preempt:
+        assert not preempt.should_preempt()
+        assert preempt.signal is None
+        os.kill(os.getpid(), number)
+        assert preempt.should_preempt()
+        assert preempt.should_preempt(auto_ack=False)
+        assert preempt.signal == number
+    assert capfd.readouterr().err.strip() == (
+        f"{number.name}: the script is asked to leave when it looks (again to leave at once)"
+    )
+
+
+def test_the_second_signal_acts_as_if_nobody_were_listening() -> None:
+    with pytest.raises(KeyboardInterrupt), PreemptContext(DistributedContext()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_handlers_are_put_back() -> None:
+    with PreemptContext(DistributedContext()):
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_users_own_stays() -> None:
+    heard: list[int] = []
+
+    def own(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGTERM, own)
+    with PreemptContext(DistributedContext()) as preempt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not preempt.should_preempt()
+    assert heard == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_another_thread_hears_nothing_and_changes_nothing() -> None:
+    found: list[object] = []
+
+    def work() -> None:
+        with PreemptContext(DistributedContext()) as preempt:
+            found.extend([signal.getsignal(signal.SIGTERM), preempt.should_preempt()])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL, False]
+
+
+def test_where_only_the_chief_asks_the_others_are_refused() -> None:
+    assert not of(0, PreemptMode.ChiefOnly).should_preempt()
+    with pytest.raises(ConfigError, match=r"should_preempt\(\) was called in rank 1: with PreemptMode\.ChiefOnly only"):
+        of(1, PreemptMode.ChiefOnly).should_preempt()
+
+
+def test_where_each_answers_for_itself_nobody_is_asked() -> None:
+    with of(1, PreemptMode.WorkersAskMaster) as preempt:
+        assert not preempt.should_preempt()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preempt.should_preempt()
+
+
+def test_determineds_acknowledgement_is_accepted() -> None:
+    with PreemptContext(DistributedContext()) as preempt:
+        preempt.acknowledge_preemption_signal()
+        assert not preempt.should_preempt()

@@ -1,0 +1,169 @@
+"""The Core API and batch processing in a real group of two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+SCRIPT = Path(__file__).with_name("core_ranks.py")
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each case gave in each rank."""
+    folder = tmp_path_factory.mktemp("core")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-W", "error", str(SCRIPT), str(folder)],
+                    env={**os.environ, **meeting, **place, "OMP_NUM_THREADS": "1"},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+Results = list[dict[str, Any]]
+
+
+def test_messages_arrive_in_the_order_of_the_ranks(results: Results) -> None:
+    everywhere = {
+        "allgather": [{"rank": 0, "list": [1, "a", None]}, {"rank": 1, "list": [1, "a", None]}],
+        "allgather_local": [0, 1],
+        "broadcast": "from 0",
+        "broadcast_local": "from 0",
+    }
+    first, second = (each["messages"] for each in results)
+    assert first == {**everywhere, "gather": [0, 1], "gather_local": [0, 1]}
+    assert second == {**everywhere, "gather": None, "gather_local": None}
+
+
+def test_tensors_tuples_and_arrays_arrive_as_what_they_are(results: Results) -> None:
+    expected = [["tuple", rank, [rank, rank], "float32", 100_000] for rank in range(2)]
+    assert [each["structures"] for each in results] == [expected, expected]
+
+
+def test_local_messages_stay_on_their_machine(results: Results) -> None:
+    assert [each["several_machines"] for each in results] == [[[0], [0], 0], [[1], [1], 1]]
+
+
+def test_a_value_that_cannot_be_sent_is_named_in_all_processes_and_they_go_on(results: Results) -> None:
+    for each in results:
+        (kind, sentence), after = each["a_value_that_cannot_be_sent"]
+        assert kind == "DataError"
+        assert sentence.startswith(
+            "rank 1 cannot send its message: value: cannot store a builtins.set (accepted: dict,"
+        )
+        assert after == [0, 1]
+
+
+def test_a_place_that_is_not_the_groups_is_refused(results: Results) -> None:
+    for rank, each in enumerate(results):
+        kind, sentence = each["another_place"]
+        expected = f"this process is rank {rank} of 2, but its DistributedContext says rank {1 - rank} of 2"
+        assert (kind, sentence) == ("ConfigError", expected)
+
+
+def test_shards_become_one_checkpoint(results: Results) -> None:
+    first, second = (each["shards"] for each in results)
+    assert first == second
+    assert first["files"] == {"deep/own-0": "own 0", "deep/own-1": "own 1", "same": "the same"}
+    assert first["copied"] == ["deep/own-0", "deep/own-1", "same"]
+    assert first["metadata"] == {"steps_completed": 3, "rank 0": 0, "rank 1": 1}
+    assert first["latest"] == first["id"]
+
+
+def test_a_process_may_have_nothing_to_add(results: Results) -> None:
+    assert [each["uploads"] for each in results] == [["only"], ["only"]]
+
+
+def test_what_goes_wrong_in_one_process_goes_wrong_in_all_and_leaves_nothing(results: Results) -> None:
+    first, second = (each["refused_shards"] for each in results)
+    assert first["left"]
+    assert second["left"]
+    different = ["CheckpointError", "file: rank 0 and rank 1 have stored different files of that name"]
+    metadata = ["CheckpointError", "metadata: 'note' is 0 in rank 0 and 1 in rank 1"]
+    assert first["sentences"][:2] == second["sentences"][:2] == [different, metadata]
+    own = second["sentences"][2:]
+    assert [kind for kind, _ in own] == ["ConfigError", "CheckpointError", "ArithmeticError"]
+    for (kind, sentence), (own_kind, own_sentence) in zip(first["sentences"][2:], own, strict=True):
+        assert kind == "CheckpointError"
+        assert sentence == f"rank 1 could not store its part of a checkpoint: {own_kind}: {own_sentence}"
+
+
+def test_all_get_the_chiefs_answer_whether_to_leave(results: Results) -> None:
+    # First the other process hears the signal, then the chief.
+    assert [each["preemption"] for each in results] == [[False, False, False, True]] * 2
+
+
+def test_one_process_reports(results: Results) -> None:
+    assert [each["reports"] for each in results] == [[{"rank": 0}]] * 2
+
+
+def numbers(results: Results, case: str) -> list[list[list[int]]]:
+    return [[batch for _, batch in each[case]["seen"]] for each in results]
+
+
+def test_every_batch_is_processed_once_in_turn(results: Results) -> None:
+    assert numbers(results, "batches") == [
+        [[0, 1], [4, 5], [8, 9], [12, 13]],
+        [[2, 3], [6, 7], [10, 11], [14]],
+    ]
+    for each in results:
+        assert [index for index, _ in each["batches"]["seen"]] == [0, 1, 2, 3]
+
+
+def test_reducers_see_all_processes_and_progress_is_reported(results: Results) -> None:
+    first = results[0]["batches"]
+    assert first["metrics"] == [{"total": sum(range(15))}]
+    assert first["progress"] == [0.75, 1]
+    assert "output" in first["left"]
+
+
+def test_max_batches_is_for_each_process(results: Results) -> None:
+    assert numbers(results, "few_batches") == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_a_signal_ends_all_at_the_next_checkpoint_and_the_same_call_goes_on(results: Results) -> None:
+    for rank, each in enumerate(results):
+        first, second, outputs = each["interrupted_batches"]
+        assert (first["code"], second["code"]) == (143, None)
+        assert [index for index, _ in first["seen"]] == [0, 1]
+        assert [index for index, _ in second["seen"]] == [2, 3]
+        assert [batch for _, batch in first["seen"] + second["seen"]] == numbers(results, "batches")[rank]
+        assert outputs == ["0.txt", "0.txt", "1.txt", "1.txt", "2.txt", "2.txt", "3.txt", "3.txt"]
+    first, second, _ = results[0]["interrupted_batches"]
+    assert first["metrics"] == []
+    assert second["metrics"] == [{"total": sum(range(15))}]
+
+
+def test_an_error_in_one_process_is_named_in_the_other(results: Results) -> None:
+    found = [each["an_error_in_one_process"] for each in results]
+    assert found == [
+        ["PeerError", "rank 1 failed: ArithmeticError: no luck"],
+        ["ArithmeticError", "no luck"],
+    ]

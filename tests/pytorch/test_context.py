@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from trials import Classifier, make
+
+from dovetail import InvalidHP, pytorch
+from dovetail.core import DistributedContext, read_metrics
+from dovetail.errors import ConfigError
+from dovetail.info import VARIABLE, TrialInfo, write_info
+from dovetail.pytorch import Batch, Epoch
+
+StepMode = pytorch.LRScheduler.StepMode
+
+
+def told(folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Make this process believe that a launcher has started it."""
+    path = folder / "info.json"
+    write_info(path, TrialInfo(**{"trial_id": 3, **fields}))
+    monkeypatch.setenv(VARIABLE, str(path))
+
+
+# ------------------------------------------------------------------ where settings come from
+
+
+def test_hyperparameters_come_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(tmp_path, monkeypatch, hparams={"lr": 0.1}, trial_seed=11, directory=str(tmp_path / "here"))
+    context = pytorch.init()
+    assert context.hparams == {"lr": 0.1}
+    assert (context.get_trial_id(), context.get_trial_seed()) == (3, 11)
+    assert context.directory == tmp_path / "here"
+
+
+def test_arguments_win_over_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(tmp_path, monkeypatch, hparams={"lr": 0.1}, trial_seed=11)
+    context = pytorch.init(hparams={"lr": 0.5}, seed=1)
+    assert (context.hparams["lr"], context.get_trial_seed()) == (0.5, 1)
+
+
+def test_hyperparameters_come_from_a_configuration() -> None:
+    config = {"hyperparameters": {"lr": {"type": "const", "val": 0.1}, "net": {"width": 3}}, "data": {"path": "x"}}
+    context = pytorch.init(exp_conf=config)
+    assert context.hparams == {"lr": 0.1, "net": {"width": 3}}
+    assert context.config_data == context.get_data_config() == {"path": "x"}
+    assert context.get_experiment_config() == config
+
+
+def test_aggregation_comes_from_a_configuration() -> None:
+    assert pytorch.init(exp_conf={"optimizations": {"aggregation_frequency": 4}}).aggregation_frequency == 4
+    with pytest.raises(ConfigError, match="aggregation_frequency: expected at least 1, got 0"):
+        pytorch.init(hparams={}, aggregation_frequency=0)
+
+
+def test_a_job_has_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(tmp_path, monkeypatch, kind="job", config={"data": {"trial_id": 7}})
+    context = pytorch.init()
+    assert context.config_data["trial_id"] == 7
+    with pytest.raises(ConfigError, match="this is a job"):
+        _ = context.training
+
+
+def test_records_per_epoch_is_not_ignored_silently() -> None:
+    with pytest.warns(UserWarning, match="records_per_epoch means nothing here"):
+        pytorch.init(exp_conf={"records_per_epoch": 100})
+
+
+def test_checkpoints_go_where_the_configuration_says(tmp_path: Path) -> None:
+    config = {"checkpoint_storage": {"type": "shared_fs", "host_path": str(tmp_path), "storage_path": "mine"}}
+    assert pytorch.init(exp_conf=config).directory == tmp_path / "mine" / "trial_0"
+    assert pytorch.init(hparams={}).directory == Path("checkpoints/trial_0")
+    assert pytorch.init(hparams={}, checkpoint_dir=None).directory is None
+
+
+def test_a_restarted_trial_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight, straight_context = make()
+    straight_context.fit(straight, max_length=Epoch(2))
+    folder = tmp_path / "run"
+    told(tmp_path, monkeypatch, directory=str(folder))
+    first, first_context = make("auto")
+    first_context.fit(first, max_length=Batch(8))
+    told(tmp_path, monkeypatch, directory=str(folder), latest_checkpoint=str(folder / "ck_epoch_1_iter_8"))
+    second, second_context = make("auto")
+    second_context.fit(second, max_length=Epoch(2))
+    assert len(second.seen) == 4
+    for one, other in zip(second.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------ batch sizes
+
+
+def test_per_slot_batch_sizes() -> None:
+    context = pytorch.init(
+        hparams={"global_batch_size": 8},
+        distributed=DistributedContext(rank=1, size=4, local_rank=1, local_size=4),
+        checkpoint_dir=None,
+    )
+    assert context.get_global_batch_size() == 8
+    assert context.get_per_slot_batch_size() == context.distributed.shard_batch_size(8) == 2
+
+
+def test_a_global_batch_size_must_be_a_number() -> None:
+    context = pytorch.init(hparams={"global_batch_size": "8"}, checkpoint_dir=None)
+    with pytest.raises(ConfigError, match="global_batch_size: expected a whole number that is at least 1, got '8'"):
+        context.get_global_batch_size()
+
+
+# ------------------------------------------------------------------ wrapping
+
+
+def test_a_schedule_of_an_unwrapped_optimizer_is_refused() -> None:
+    context = pytorch.init(hparams={}, checkpoint_dir=None)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="call wrap_optimizer first"):
+        context.wrap_lr_scheduler(StepLR(optimizer, 1), StepMode.STEP_EVERY_EPOCH)
+
+
+def test_a_plateau_schedule_is_stepped_by_hand_only() -> None:
+    context = pytorch.init(hparams={}, checkpoint_dir=None)
+    model = context.wrap_model(nn.Linear(1, 1))
+    optimizer = context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="MANUAL_STEP for ReduceLROnPlateau"):
+        context.wrap_lr_scheduler(ReduceLROnPlateau(optimizer), StepMode.STEP_EVERY_EPOCH)
+
+
+def test_compression_is_not_ignored_silently() -> None:
+    context = pytorch.init(hparams={}, checkpoint_dir=None)
+    model = context.wrap_model(nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match="full precision"):
+        context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), fp16_compression=True)
+
+
+def test_apex_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use_amp"):
+        pytorch.init(hparams={}, checkpoint_dir=None).experimental.configure_apex_amp(None, None)
+
+
+def test_a_scaler_that_was_not_wrapped_is_refused() -> None:
+    class Scaled(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            self.context.backward(loss)
+            self.context.step_optimizer(self.optimizer, scaler=torch.amp.GradScaler("cpu"))
+            return loss
+
+    trial, context = make(trial_class=Scaled)
+    with pytest.raises(ConfigError, match="expected the scaler that wrap_scaler was given, got another one"):
+        context.fit(trial, max_length=Batch(1))
+
+
+def test_backward_takes_what_torch_takes() -> None:
+    class Twice(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            losses = nn.functional.cross_entropy(self.model(batch[0]), batch[1], reduction="none")
+            weights = torch.full_like(losses, 0.5 / len(losses))
+            self.context.backward(losses, gradient=weights, retain_graph=True)
+            self.context.backward(losses, gradient=weights)
+            self.context.step_optimizer(self.optimizer)
+            return losses.mean()
+
+    once, once_context = make()
+    once_context.fit(once, max_length=Batch(3))
+    twice, twice_context = make(trial_class=Twice)
+    twice_context.fit(twice, max_length=Batch(3))
+    for one, other in zip(once.model.parameters(), twice.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+def test_gradients_stay_where_the_trial_clears_them_itself() -> None:
+    class Keeping(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            self.context.backward(loss)
+            self.context.step_optimizer(self.optimizer, auto_zero_grads=batch_idx == 1)
+            self.kept.append(self.model[0].weight.grad is not None)
+            return loss
+
+        kept: list[bool]
+
+    trial, context = make(trial_class=Keeping, change=lambda it: setattr(it, "kept", []))
+    context.fit(trial, max_length=Batch(2))
+    assert trial.kept == [True, False]
+
+
+def test_batches_stay_where_they_are_if_the_trial_moves_them() -> None:
+    class Moving(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.experimental.disable_auto_to_device()
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return super().train_batch(self.context.to_device(batch), epoch_idx, batch_idx)
+
+    trial, context = make(trial_class=Moving)
+    moved: list[Any] = []
+    adapter = context._trainer(trial).adapter
+    adapter._move = lambda batch, device: moved.append(batch) or batch
+    context.fit(trial, max_length=Batch(2))
+    assert len(trial.seen) == 2
+    assert moved == []
+
+
+def test_a_request_to_stop_cannot_be_taken_back() -> None:
+    class Wavering(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            self.context.set_stop_requested(False)
+            self.context.set_stop_requested(True)
+            self.context.set_stop_requested(False)
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    trial, context = make(trial_class=Wavering)
+    with pytest.raises(ConfigError, match="cannot be taken back"):
+        context.fit(trial, max_length=Batch(1))
+
+
+# ------------------------------------------------------------------ what is written
+
+
+def test_reports_are_written_line_by_line(tmp_path: Path) -> None:
+    trial, context = make(tmp_path)
+    metrics = context.fit(trial, max_length=Epoch(1), reporting_period=Batch(4))
+    rows = read_metrics(tmp_path / "trial_0" / "metrics.jsonl")
+    assert [(row["group"], row["steps_completed"]) for row in rows] == [
+        ("training", 4),
+        ("training", 6),
+        ("validation", 6),
+    ]
+    assert rows[-1]["metrics"] == {**metrics, "epochs": 1}
+
+
+def test_tensorboard_has_the_reports_and_what_the_trial_writes(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    class Writing(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            self.context.get_tensorboard_writer().add_scalar("mine", batch_idx, batch_idx)
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    trial, context = make(tmp_path, trial_class=Writing)
+    metrics = context.fit(trial, max_length=Epoch(1))
+    found = events.EventAccumulator(str(trial.made_with.get_tensorboard_path()))
+    found.Reload()
+    assert [event.value for event in found.Scalars("mine")] == [0, 1, 2, 3, 4, 5]
+    assert found.Scalars("validation/loss")[-1].value == pytest.approx(metrics["loss"])
+    assert found.Scalars("training/loss")[-1].step == 6
+
+
+def test_nothing_is_written_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trial, context = make()
+    context.fit(trial, max_length=Epoch(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_is_written_on_request(tmp_path: Path) -> None:
+    trial, context = make(tmp_path)
+    context.fit(trial, max_length=Epoch(1), profiling_enabled=True)
+    assert (tmp_path / "trial_0" / "profile" / "trace_1.json").exists()
+
+
+def test_a_profiler_of_the_trials_own_steps_with_every_batch(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Profiled(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.set_profiler(
+                schedule=lambda step: steps.append(step) or torch.profiler.ProfilerAction.NONE,
+                activities=[torch.profiler.ProfilerActivity.CPU],
+            )
+
+    trial, context = make(tmp_path, trial_class=Profiled)
+    context.fit(trial, max_length=Batch(4))
+    assert max(steps) == 4
+
+
+def test_hyperparameters_that_a_trial_refuses_are_written_down(tmp_path: Path) -> None:
+    class Refusing(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            raise InvalidHP("too wide")
+
+    trial, context = make(tmp_path, trial_class=Refusing)
+    with pytest.raises(InvalidHP, match="too wide"):
+        context.fit(trial, max_length=Batch(1))
+    assert read_metrics(tmp_path / "trial_0" / "metrics.jsonl")[-1]["exited"] == "INVALID_HP"

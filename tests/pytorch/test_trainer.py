@@ -1,0 +1,887 @@
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problem import assert_same_weights
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.utils.data import DataLoader as TorchLoader
+from trials import NUM_TRAINED, Classifier, make, make_data
+
+from dovetail import Epochs, Records, checkpoint, pytorch
+from dovetail.errors import CheckpointError, ConfigError, DataError
+from dovetail.pytorch import Batch, Epoch, PyTorchCallback, Trainer
+from dovetail.pytorch.context import MissingHyperparameterError
+
+StepMode = pytorch.LRScheduler.StepMode
+BATCHES = -(-NUM_TRAINED // 8)
+
+
+def by_hand(epochs: int, order: list[list[int]] | None = None) -> nn.Module:
+    """The classifier, trained by the loop that everybody writes."""
+    trial, _ = make()
+    x, y = make_data(NUM_TRAINED).tensors
+    model, optimizer = trial.model, trial.optimizer
+    for epoch in range(epochs):
+        rows = torch.arange(NUM_TRAINED) if order is None else torch.tensor(order[epoch])
+        for part in rows.split(8):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+            optimizer.step()
+    return model
+
+
+# ------------------------------------------------------------------ training
+
+
+def test_a_trial_trains_as_by_hand() -> None:
+    trial, context = make(hparams={"shuffle": False})
+    context.fit(trial, max_length=Epoch(3))
+    assert_same_weights(trial.model, by_hand(3))
+
+
+def test_the_shipped_spelling_and_that_of_the_seed_agree() -> None:
+    trial, context = make()
+    metrics = Trainer(trial, context).fit(max_length=Epoch(2))
+    other, other_context = make()
+    assert other_context.train(other, max_length=Epochs(2)) == metrics
+    assert_same_weights(trial.model, other.model)
+
+
+def test_a_trial_that_optimises_nothing_itself_is_optimised_by_the_loop() -> None:
+    class Lazy(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    trial, context = make(trial_class=Lazy, hparams={"shuffle": False})
+    context.fit(trial, max_length=Epoch(3))
+    assert_same_weights(trial.model, by_hand(3))
+
+
+def test_data_given_to_fit_replaces_that_of_the_trial() -> None:
+    trial, context = make()
+    data = list(zip(*(each.split(8) for each in make_data(NUM_TRAINED).tensors), strict=True))
+    context.fit(trial, data, data, max_length=Epoch(3))
+    assert_same_weights(trial.model, by_hand(3))
+
+
+def test_a_plain_torch_loader_works_and_ends() -> None:
+    trial, context = make()
+    context.fit(trial, TorchLoader(make_data(NUM_TRAINED), 8), max_length=Epoch(3))
+    assert_same_weights(trial.model, by_hand(3))
+
+
+def test_fit_returns_the_metrics_of_the_last_validation_weighted_by_samples() -> None:
+    trial, context = make()
+    metrics = context.fit(trial, max_length=Epoch(2))
+    x, y = make_data(21, seed=8).tensors
+    with torch.no_grad():
+        scores = trial.model.eval()(x)
+    expected = {
+        "loss": nn.functional.cross_entropy(scores, y).item(),
+        "accuracy": (scores.argmax(dim=1) == y).double().mean().item(),
+    }
+    assert metrics == pytest.approx(expected, abs=1e-12)
+
+
+def test_train_batch_sees_epoch_and_absolute_batch_indices() -> None:
+    trial, context = make()
+    context.fit(trial, max_length=Batch(8))
+    assert [each[:2] for each in trial.seen] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 6), (1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("length", "batches"), [(Epoch(2), 2 * BATCHES), (Batch(7), 7), (Records(20), 3), ({"batches": 4}, 4)]
+)
+def test_max_length_in_every_unit(length: Any, batches: int) -> None:
+    trial, context = make()
+    context.fit(trial, max_length=length)
+    assert len(trial.seen) == batches
+
+
+def test_max_length_comes_from_the_configuration_where_fit_does_not_say() -> None:
+    trial, context = make(exp_conf={"searcher": {"max_length": {"batches": 5}}})
+    context.fit(trial)
+    assert len(trial.seen) == 5
+
+
+def test_a_second_fit_goes_on() -> None:
+    trial, context = make()
+    context.fit(trial, max_length=Epoch(1))
+    context.fit(trial, max_length=Epoch(3))
+    straight, straight_context = make()
+    straight_context.fit(straight, max_length=Epoch(3))
+    assert_same_weights(trial.model, straight.model)
+
+
+def test_every_epoch_has_an_order_of_its_own_that_the_seed_alone_decides() -> None:
+    def seen(seed: int, noise: int) -> list[list[float]]:
+        class Watching(Classifier):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                rows.append(batch[0][:, 0].tolist())
+                return super().train_batch(batch, epoch_idx, batch_idx)
+
+        rows: list[list[float]] = []
+        trial, context = make(trial_class=Watching, seed=seed)
+        torch.rand(noise)
+        context.fit(trial, max_length=Epoch(2))
+        return rows
+
+    first = seen(1, 0)
+    assert first == seen(1, 5)
+    assert first != seen(2, 0)
+    assert first[:BATCHES] != first[BATCHES:]
+    assert sorted(chain(*first[:BATCHES])) == sorted(chain(*first[BATCHES:]))
+
+
+def test_two_trials_of_one_context_do_not_mix() -> None:
+    context = pytorch.init(hparams={"shuffle": False}, checkpoint_dir=None, verbose=False)
+    one, other = context.build_trial(Classifier), context.build_trial(Classifier)
+    context.fit(one, max_length=Epoch(1))
+    context.fit(other, max_length=Epoch(3))
+    assert_same_weights(one.model, by_hand(1))
+    assert_same_weights(other.model, by_hand(3))
+
+
+# ------------------------------------------------------------------ updates
+
+
+def test_clipping_sees_averaged_gradients_and_only_those_of_the_optimizer() -> None:
+    norms: list[float] = []
+
+    def clip(parameters: Any) -> None:
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.05)))
+
+    trial, context = make(
+        hparams={"shuffle": False}, aggregation_frequency=2, change=lambda it: setattr(it, "clip", clip)
+    )
+    before = copy.deepcopy(trial.model)
+    context.fit(trial, max_length=Batch(2))
+    x, y = make_data(NUM_TRAINED).tensors
+    nn.functional.cross_entropy(before(x[:16]), y[:16]).backward()
+    gradients = [parameter.grad for parameter in before.parameters()]
+    norm = float(torch.linalg.vector_norm(torch.cat([it.flatten() for it in gradients if it is not None])))
+    assert norms == pytest.approx([norm], rel=1e-12)
+    for parameter, start in zip(trial.model.parameters(), before.parameters(), strict=True):
+        assert start.grad is not None
+        torch.testing.assert_close(start - parameter, 0.1 * start.grad * 0.05 / (norm + 1e-6), rtol=1e-9, atol=1e-12)
+
+
+def test_aggregated_batches_equal_one_large_batch() -> None:
+    small, small_context = make(hparams={"shuffle": False, "batch_size": 4}, aggregation_frequency=2)
+    small_context.fit(small, max_length=Epoch(3))
+    for parameter, expected in zip(small.model.parameters(), by_hand(3).parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-12)
+
+
+def test_gradients_are_summed_where_the_trial_wants_sums() -> None:
+    class Summing(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.wrap_optimizer(self.optimizer, average_aggregated_gradients=False)
+
+    summed, summed_context = make(
+        trial_class=Summing, hparams={"shuffle": False, "batch_size": 4}, aggregation_frequency=2
+    )
+    start = copy.deepcopy(summed.model)
+    averaged, averaged_context = make(hparams={"shuffle": False, "batch_size": 4}, aggregation_frequency=2)
+    summed_context.fit(summed, max_length=Batch(2))
+    averaged_context.fit(averaged, max_length=Batch(2))
+    for one, two, zero in zip(*(it.parameters() for it in (averaged.model, summed.model, start)), strict=True):
+        torch.testing.assert_close(two - zero, 2 * (one - zero), rtol=1e-12, atol=1e-15)
+
+
+def rates_with(mode: Any, frequency: int = 1, aggregation: int = 4) -> list[int]:
+    """Train 2 epochs of 6 batches, and return how often the rate was halved before each batch."""
+
+    class Scheduled(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.schedule = context.wrap_lr_scheduler(ExponentialLR(self.optimizer, 0.5), mode, frequency)
+            self.rates: list[float] = []
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    trial, context = make(trial_class=Scheduled, aggregation_frequency=aggregation)
+    context.fit(trial, max_length=Epoch(2))
+    rates = [*trial.rates, trial.optimizer.param_groups[0]["lr"]]
+    return [round(-torch.tensor(rate / 0.1).log2().item()) for rate in rates]
+
+
+@pytest.mark.parametrize(
+    ("mode", "frequency", "expected"),
+    [
+        # Updates come after batches 4 and 6 of each epoch: the last, shorter window is closed.
+        (StepMode.STEP_EVERY_OPTIMIZER_STEP, 1, [0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]),
+        (StepMode.STEP_EVERY_OPTIMIZER_STEP, 2, [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2]),
+        # Batches are caught up at updates, never between them.
+        (StepMode.STEP_EVERY_BATCH, 1, [0, 0, 0, 0, 4, 4, 6, 6, 6, 6, 10, 10, 12]),
+        (StepMode.STEP_EVERY_BATCH, 3, [0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]),
+        (StepMode.STEP_EVERY_EPOCH, 1, [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2]),
+        (StepMode.STEP_EVERY_EPOCH, 2, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
+        (StepMode.MANUAL_STEP, 1, [0] * 13),
+    ],
+)
+def test_schedules_with_aggregation(mode: Any, frequency: int, expected: list[int]) -> None:
+    assert rates_with(mode, frequency) == expected
+
+
+def test_schedules_without_aggregation() -> None:
+    assert rates_with(StepMode.STEP_EVERY_OPTIMIZER_STEP, 2, 1) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    assert rates_with(StepMode.STEP_EVERY_BATCH, 5, 1) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_manual_schedule_is_stepped_by_the_trial() -> None:
+    class Manual(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.schedule = context.wrap_lr_scheduler(StepLR(self.optimizer, 1, 0.5), StepMode.MANUAL_STEP)
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            output = super().train_batch(batch, epoch_idx, batch_idx)
+            if batch_idx == 2:
+                self.schedule.step()
+            return output
+
+    trial, context = make(trial_class=Manual)
+    context.fit(trial, max_length=Batch(5))
+    assert trial.optimizer.param_groups[0]["lr"] == 0.05
+
+
+# ------------------------------------------------------------------ precision
+
+
+def test_amp_by_one_line_equals_the_layer() -> None:
+    from dovetail.trainers import AMPTrainer
+
+    class Mixed(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.model.float()
+            context.experimental.use_amp("bf16")
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return super().train_batch((batch[0].float(), batch[1]), epoch_idx, batch_idx)
+
+        def evaluate_batch(self, batch: Any) -> Any:
+            scores = self.model(batch[0].float())
+            return {"is_half": float(scores.dtype is torch.bfloat16)}
+
+    trial, context = make(trial_class=Mixed)
+    assert context.fit(trial, max_length=Epoch(2)) == {"is_half": 1.0}
+
+    other, other_context = make(trial_class=Mixed)
+    adapter = pytorch.TrialTrainer(other, other_context)
+    AMPTrainer(adapter, precision="bf16").fit(max_length=Epoch(2))
+    assert_same_weights(trial.model, other.model)
+
+
+def test_a_scaler_of_the_trials_own_unscales_before_clipping_and_skips_overflows() -> None:
+    class Scaling(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+            self.scaler = context.wrap_scaler(scaler)
+            self.norms: list[float] = []
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            x, y = batch
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            bad = torch.tensor(torch.inf if batch_idx == 2 else 1.0)
+            self.context.backward(self.scaler.scale(loss) * bad)
+            self.context.step_optimizer(self.optimizer, clip_grads=self.note, scaler=self.scaler)
+            self.scaler.update()
+            return loss
+
+        def note(self, parameters: Any) -> None:
+            self.norms.append(max(float(it.grad.abs().max()) for it in parameters))
+
+    trial, context = make(trial_class=Scaling)
+    context.fit(trial, max_length=Batch(4))
+    training = context._trainer(trial).adapter.context
+    assert training.progress.updates == 3
+    assert trial.scaler.get_scale() == 2.0**9
+    assert max(norm for norm in trial.norms if norm != torch.inf) < 1
+
+
+def test_two_ways_to_scale_are_refused() -> None:
+    class Twice(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.experimental.use_amp()
+            context.wrap_scaler(torch.amp.GradScaler("cpu"))
+
+    with pytest.raises(ConfigError, match="use one of the two"):
+        make(trial_class=Twice)
+
+
+# ------------------------------------------------------------------ pause and resume
+
+
+class Rich(Classifier):
+    """Everything that has state: dropout, shuffling, momentum, two schedules, a callback."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        context.wrap_lr_scheduler(ExponentialLR(self.optimizer, 0.9), StepMode.STEP_EVERY_BATCH, 2)
+        context.wrap_lr_scheduler(StepLR(self.optimizer, 1, 0.7), StepMode.STEP_EVERY_EPOCH)
+        self.callbacks = {"count": Counting()}
+
+
+class Counting(PyTorchCallback):
+    def __init__(self) -> None:
+        self.reports: list[dict[str, float]] = []
+
+    def on_training_workload_end(self, avg_metrics: Any, batch_metrics: Any) -> None:
+        self.reports.append({**avg_metrics, "batches": len(batch_metrics)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reports": self.reports}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.reports = list(state_dict["reports"])
+
+
+@pytest.mark.parametrize("aggregation", [1, 4])
+@pytest.mark.parametrize("pause", [1, 3, 4, 6, 11, 12])
+def test_paused_and_resumed_is_the_same_as_undisturbed(tmp_path: Path, pause: int, aggregation: int) -> None:
+    hparams = {"dropout": 0.5}
+    settings = {"aggregation_frequency": aggregation, "trial_class": Rich, "hparams": hparams}
+    straight, straight_context = make(tmp_path / "a", **settings)
+    metrics = straight_context.fit(straight, max_length=Epoch(3), reporting_period=Batch(4))
+
+    first, first_context = make(tmp_path / "b", **settings)
+    first_context.fit(first, max_length=Batch(pause), reporting_period=Batch(4))
+    saved = checkpoint.latest(tmp_path / "b" / "trial_0")
+    assert saved is not None
+    torch.rand(17)
+    second, second_context = make(tmp_path / "b", **settings)
+    resumed = second_context.fit(second, max_length=Epoch(3), latest_checkpoint=saved, reporting_period=Batch(4))
+    if aggregation == 1 or pause in (4, 6, 12):
+        # Else the pause has closed a window early, which the undisturbed run did not.
+        assert_same_weights(second.model, straight.model)
+        assert resumed == metrics
+        assert second.optimizer.param_groups[0]["lr"] == straight.optimizer.param_groups[0]["lr"]
+    assert [each[:2] for each in first.seen + second.seen] == [each[:2] for each in straight.seen]
+    assert second.made_with.get_initial_batch() == pause
+
+
+def test_a_stop_request_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    class Stopping(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if batch_idx == 8 and not self.context.get_hparams().get("on"):
+                self.context.set_stop_requested(True)
+                assert self.context.get_stop_requested()
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    straight, straight_context = make(None)
+    straight_context.fit(straight, max_length=Epoch(3))
+    trial, context = make(tmp_path, trial_class=Stopping)
+    context.fit(trial, max_length=Epoch(3))
+    assert len(trial.seen) == 9
+    again, again_context = make(tmp_path, trial_class=Stopping, hparams={"on": True})
+    again_context.fit(again, max_length=Epoch(3), latest_checkpoint="auto")
+    assert_same_weights(again.model, straight.model)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(info.path.name for info in checkpoint.list_checkpoints(folder / "trial_0"))
+
+
+def test_policies(tmp_path: Path) -> None:
+    values = iter([5.0, 3.0, 4.0] * 3)
+
+    class Planned(Classifier):
+        def evaluate_batch(self, batch: Any) -> Any:
+            return {"loss": next(values)}
+
+        def build_validation_data_loader(self) -> Any:
+            return [next(iter(super().build_validation_data_loader()))]
+
+    for policy in ("best", "all", "none"):
+        trial, context = make(tmp_path / policy, trial_class=Planned)
+        context.fit(trial, max_length=Epoch(3), validation_period=Epoch(1), checkpoint_policy=policy)
+    assert names_in(tmp_path / "none") == ["ck_epoch_3_iter_18"]
+    assert names_in(tmp_path / "all") == ["ck_epoch_1_iter_6", "ck_epoch_2_iter_12", "ck_epoch_3_iter_18"]
+    assert names_in(tmp_path / "best") == ["best_ck", "ck_epoch_3_iter_18"]
+    assert checkpoint.load(tmp_path / "best" / "trial_0" / "best_ck")["progress"]["epoch"] == 2
+
+
+def test_best_follows_the_metric_of_the_searcher(tmp_path: Path) -> None:
+    values = iter([0.2, 0.9, 0.5])
+
+    class Planned(Classifier):
+        def evaluate_batch(self, batch: Any) -> Any:
+            return {"loss": 0.0, "score": next(values)}
+
+        def build_validation_data_loader(self) -> Any:
+            return [next(iter(super().build_validation_data_loader()))]
+
+    config = {"searcher": {"name": "single", "metric": "score", "smaller_is_better": False}}
+    trial, context = make(tmp_path, trial_class=Planned, exp_conf=config)
+    context.fit(trial, max_length=Epoch(3), validation_period=Epoch(1))
+    assert checkpoint.load(tmp_path / "trial_0" / "best_ck")["progress"]["epoch"] == 2
+
+
+def test_best_without_a_metric_that_it_could_mean_says_so(tmp_path: Path) -> None:
+    class Odd(Classifier):
+        def evaluate_batch(self, batch: Any) -> Any:
+            return {"f1": 0.5}
+
+    trial, context = make(tmp_path, trial_class=Odd)
+    with pytest.warns(UserWarning, match="needs searcher.metric"):
+        context.fit(trial, max_length=Epoch(1))
+    assert names_in(tmp_path) == ["ck_epoch_1_iter_6"]
+
+
+def test_a_searcher_metric_that_is_missing_is_an_error() -> None:
+    trial, context = make(exp_conf={"searcher": {"metric": "f1"}})
+    with pytest.raises(ConfigError, match=r"no number called 'f1' \(it has: loss, accuracy\)"):
+        context.fit(trial, max_length=Epoch(1))
+
+
+def test_periods(tmp_path: Path) -> None:
+    trial, context = make(tmp_path)
+    context.fit(
+        trial,
+        max_length=Epoch(2),
+        min_validation_period=Batch(5),
+        min_checkpoint_period=Batch(4),
+        checkpoint_policy="none",
+    )
+    assert names_in(tmp_path) == ["ck_epoch_0_iter_4", "ck_epoch_1_iter_8", "ck_epoch_2_iter_12"]
+    rows = context._trainer(trial).adapter.history
+    assert len(rows.get_metric_values("valid_loss")) == 3
+
+
+def test_a_checkpoint_holds_all_that_determined_lists(tmp_path: Path) -> None:
+    trial, context = make(tmp_path, trial_class=Rich, hparams={"dropout": 0.1}, exp_conf={"name": "it"})
+    context.fit(trial, max_length=Epoch(1))
+    state = checkpoint.load(tmp_path / "trial_0" / "ck_epoch_1_iter_6")
+    assert set(state["model"]) == set(trial.model.state_dict())
+    assert len(state["optimizers"]) == 1
+    assert len(state["schedulers"]) == 2
+    assert {"python", "numpy", "torch"} <= set(state["rng"])
+    assert state["progress"] == {"epoch": 1, "batch": 0, "batches": 6, "records": 44, "updates": 6}
+    own = state["trial"]
+    assert own["hparams"] == {"dropout": 0.1}
+    assert own["experiment_config"] == {"name": "it"}
+    assert own["trial_class"].endswith(":Rich")
+    assert own["trial_id"] == 0
+    assert own["callbacks"]["count"]["reports"]
+    assert "class Rich(Classifier)" in own["code"]["test_trainer.py"]
+
+
+def test_what_callbacks_add_to_a_checkpoint_comes_back(tmp_path: Path) -> None:
+    class Keeping(PyTorchCallback):
+        loaded: Any = None
+
+        def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+            assert len(checkpoint["models_state_dict"]) == len(checkpoint["optimizers_state_dict"]) == 1
+            checkpoint["mine"] = {"numbers": [1, 2]}
+
+        def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
+            self.loaded = checkpoint["mine"]
+
+    trial, context = make(tmp_path, change=lambda it: it.callbacks.update(keep=Keeping()))
+    context.fit(trial, max_length=Epoch(1))
+    keeping = Keeping()
+    again, again_context = make(tmp_path, change=lambda it: it.callbacks.update(keep=keeping))
+    again_context.fit(again, max_length=Epoch(2), latest_checkpoint="auto")
+    assert keeping.loaded == {"numbers": [1, 2]}
+
+
+def test_files_that_a_callback_adds_to_a_checkpoint_do_no_harm(tmp_path: Path) -> None:
+    class Adding(PyTorchCallback):
+        def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
+            Path(checkpoint_dir, "mine.txt").write_text("kept")
+
+    trial, context = make(tmp_path, change=lambda it: it.callbacks.update(add=Adding()))
+    context.fit(trial, max_length=Epoch(1))
+    saved = checkpoint.latest(tmp_path / "trial_0")
+    assert saved is not None
+    assert (saved / "user" / "mine.txt").read_text() == "kept"
+    again, again_context = make(tmp_path)
+    again_context.fit(again, max_length=Epoch(2), latest_checkpoint=saved)
+    assert len(again.seen) == BATCHES
+
+
+# ------------------------------------------------------------------ hooks
+
+
+class Recording(PyTorchCallback):
+    """Writes down every call of every hook."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        self.log.append(f"startup {first_batch_idx} {checkpoint_uuid}")
+
+    def on_checkpoint_load_start(self, checkpoint: Any) -> None:
+        self.log.append("load")
+
+    def on_training_start(self) -> None:
+        self.log.append("training")
+
+    def on_training_epoch_start(self, epoch_idx: int) -> None:
+        self.log.append(f"epoch {epoch_idx}")
+
+    def on_training_epoch_end(self, epoch_idx: int) -> None:
+        self.log.append(f"end of epoch {epoch_idx}")
+
+    def on_training_workload_end(self, avg_metrics: Any, batch_metrics: Any) -> None:
+        self.log.append(f"workload of {len(batch_metrics)}")
+
+    def on_validation_start(self) -> None:
+        self.log.append("validation")
+
+    def on_validation_epoch_start(self) -> None:
+        self.log.append("validation epoch")
+
+    def on_validation_epoch_end(self, outputs: Any) -> None:
+        self.log.append(f"{len(outputs)} outputs")
+
+    def on_validation_end(self, metrics: Any) -> None:
+        self.log.append("validated " + " ".join(metrics))
+
+    def on_checkpoint_save_start(self, checkpoint: Any) -> None:
+        self.log.append("saving")
+
+    def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
+        self.log.append(f"wrote {Path(checkpoint_dir).parent.name}")
+
+    def on_checkpoint_upload_end(self, uuid: str) -> None:
+        self.log.append(f"uploaded {uuid}")
+
+    def on_trial_shutdown(self) -> None:
+        self.log.append("shutdown")
+
+
+def test_hooks_in_their_order(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    class Logged(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.callbacks = {"log": Recording(log)}
+
+        def build_training_data_loader(self) -> Any:
+            log.append("data")
+            return super().build_training_data_loader()
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            log.append(f"batch {batch_idx}")
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    trial, context = make(tmp_path, trial_class=Logged, hparams={"batch_size": 22})
+    context.fit(
+        trial, max_length=Epoch(1), reporting_period=Batch(1), validation_period=Epoch(1), checkpoint_policy="none"
+    )
+    assert log == [
+        "startup 0 None",
+        "data",
+        "training",
+        "epoch 0",
+        "batch 0",
+        "workload of 1",
+        "batch 1",
+        "workload of 1",
+        "end of epoch 0",
+        "validation",
+        "validation epoch",
+        "1 outputs",
+        "validated loss accuracy",
+        "saving",
+        "wrote ck_epoch_1_iter_2",
+        "uploaded ck_epoch_1_iter_2",
+        "shutdown",
+    ]
+    log.clear()
+    again, again_context = make(tmp_path, trial_class=Logged, hparams={"batch_size": 22})
+    again_context.fit(again, max_length=Batch(3), latest_checkpoint="auto", checkpoint_policy="none")
+    assert log == [
+        "startup 2 ck_epoch_1_iter_2",
+        "data",
+        "load",
+        "training",
+        "epoch 1",
+        "batch 2",
+        "workload of 1",
+        "validation",
+        "validation epoch",
+        "1 outputs",
+        "validated loss accuracy",
+        "saving",
+        "wrote ck_epoch_1_iter_3",
+        "uploaded ck_epoch_1_iter_3",
+        "shutdown",
+    ]
+
+
+def test_a_failing_trial_is_shut_down_and_keeps_its_error() -> None:
+    log: list[str] = []
+
+    class Failing(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            raise ZeroDivisionError("mine")
+
+    trial, context = make(trial_class=Failing, change=lambda it: it.callbacks.update(log=Recording(log)))
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        context.fit(trial, max_length=Epoch(1))
+    assert log[-1] == "shutdown"
+
+
+def test_workloads_average_over_samples_since_the_last_report() -> None:
+    counting = Counting()
+
+    class Numbers(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            super().train_batch(batch, epoch_idx, batch_idx)
+            return {"number": float(batch_idx)}
+
+    trial, context = make(trial_class=Numbers, change=lambda it: it.callbacks.update(count=counting))
+    context.fit(trial, max_length=Epoch(1), reporting_period=Batch(4))
+    # Batches 4 and 5 hold 8 and 4 samples.
+    assert counting.reports == [
+        {"number": 1.5, "batches": 4},
+        {"number": pytest.approx((4 * 8 + 5 * 4) / 12), "batches": 2},
+    ]
+
+
+def test_validation_before_the_first_batch() -> None:
+    log: list[str] = []
+    trial, context = make(change=lambda it: it.callbacks.update(log=Recording(log)))
+    context.fit(trial, max_length=Batch(1), step_zero_validation=True)
+    assert log.index("validation") < log.index("epoch 0")
+    assert log.count("validation") == 2
+
+
+def test_test_mode_does_one_of_each(tmp_path: Path) -> None:
+    log: list[str] = []
+    trial, context = make(tmp_path, change=lambda it: it.callbacks.update(log=Recording(log)))
+    context.fit(trial, max_length=Epoch(100), test_mode=True, checkpoint_policy="none")
+    assert len(trial.seen) == 1
+    assert "1 outputs" in log
+    assert names_in(tmp_path) == ["ck_epoch_0_iter_1"]
+
+
+# ------------------------------------------------------------------ evaluation
+
+
+def test_reducers_of_evaluation() -> None:
+    class Reduced(Classifier):
+        def evaluate_batch(self, batch: Any, batch_idx: int) -> Any:
+            return {name: float(batch_idx) for name in ("avg", "sum", "max", "min")}
+
+        def evaluation_reducer(self) -> Any:
+            return {name: pytorch.Reducer(name) for name in ("avg", "sum", "max", "min")}
+
+    config = {"searcher": {"metric": "avg"}}
+    trial, context = make(trial_class=Reduced, exp_conf=config)
+    metrics = context.fit(trial, max_length=Batch(1))
+    # Batches of 8, 8 and 5 samples.
+    assert metrics == {"avg": pytest.approx((8 + 2 * 5) / 21), "sum": 3.0, "max": 2.0, "min": 0.0}
+
+
+def test_evaluation_of_the_full_dataset() -> None:
+    class Full(Classifier):
+        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch
+
+        def evaluate_full_dataset(self, data_loader: Any) -> Any:
+            assert not self.model.training
+            assert torch.is_inference_mode_enabled()
+            return {"samples": sum(len(y) for _, y in data_loader)}
+
+    trial, context = make(trial_class=Full, exp_conf={"searcher": {"metric": "samples"}})
+    assert context.fit(trial, max_length=Batch(1)) == {"samples": 21}
+    assert trial.model.training
+
+
+def test_both_ways_to_evaluate_are_refused() -> None:
+    class Both(Classifier):
+        def evaluate_full_dataset(self, data_loader: Any) -> Any:
+            return {}
+
+    trial, context = make(trial_class=Both)
+    with pytest.raises(ConfigError, match="both evaluate_batch and evaluate_full_dataset"):
+        context.fit(trial, max_length=Batch(1))
+
+
+def test_validation_data_without_an_evaluation_is_an_error() -> None:
+    class Neither(Classifier):
+        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch
+
+    trial, context = make(trial_class=Neither)
+    with pytest.raises(ConfigError, match="neither evaluate_batch nor"):
+        context.fit(trial, max_length=Batch(1))
+
+
+def test_empty_validation_data_is_an_error() -> None:
+    trial, context = make()
+    with pytest.warns(UserWarning, match="empty"), pytest.raises(DataError, match="at least one batch with samples"):
+        context.fit(trial, val_data=[], max_length=Batch(1))
+
+
+def test_custom_reducers_of_training_and_validation() -> None:
+    counting = Counting()
+
+    class Counted(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.sizes = context.wrap_reducer(sum, name="samples")
+            self.callbacks = {"count": counting}
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            self.sizes.update(len(batch[1]))
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+        def evaluate_batch(self, batch: Any) -> Any:
+            self.sizes.update(len(batch[1]))
+            return super().evaluate_batch(batch)
+
+    trial, context = make(trial_class=Counted)
+    assert context.fit(trial, max_length=Epoch(1), reporting_period=Batch(4))["samples"] == 21
+    assert [report["samples"] for report in counting.reports] == [32, 12]
+
+
+# ------------------------------------------------------------------ prediction and loading
+
+
+def test_predictions_are_in_order() -> None:
+    trial, context = make()
+    data = make_data(21, seed=8)
+    predictions = context.predict(trial, pytorch.DataLoader(data, batch_size=4))
+    with torch.no_grad():
+        torch.testing.assert_close(predictions, trial.model(data.tensors[0]))
+
+
+def test_prediction_without_predict_batch_evaluates() -> None:
+    class NoPredict(Classifier):
+        predict_batch = pytorch.PyTorchTrial.predict_batch
+
+    trial, context = make(trial_class=NoPredict)
+    losses = context.predict(trial, pytorch.DataLoader(make_data(21, seed=8), batch_size=8))["loss"]
+    assert losses.shape == (3,)
+
+
+def test_a_trial_comes_back_from_its_best_checkpoint(tmp_path: Path) -> None:
+    trial, context = make(tmp_path, hparams={"dropout": 0.25})
+    context.fit(trial, max_length=Epoch(2), validation_period=Epoch(1))
+    data = make_data(21, seed=8).tensors[0]
+
+    fresh = pytorch.init(checkpoint_dir=tmp_path, verbose=False)
+    by_id = fresh.load_checkpoint_trial(Classifier, trial_id=0)
+    assert fresh.hparams == {"dropout": 0.25}
+    by_path = pytorch.load_trial_from_checkpoint_path(tmp_path / "trial_0" / "best_ck", Classifier)
+    best = checkpoint.load(tmp_path / "trial_0" / "best_ck")["model"]
+    for loaded in (by_id, by_path):
+        assert all(torch.equal(value, best[name]) for name, value in loaded.model.state_dict().items())
+    assert torch.equal(fresh.predict(by_id, [data]), context.predict(by_path, [data]))
+
+
+def test_loading_without_a_class_names_the_one_it_was(tmp_path: Path) -> None:
+    trial, context = make(tmp_path)
+    context.fit(trial, max_length=Batch(1))
+    with pytest.raises(ConfigError, match="trials:Classifier"):
+        pytorch.load_trial_from_checkpoint_path(tmp_path / "trial_0" / "best_ck")
+
+
+def test_loading_of_an_unknown_trial_says_where_it_looked(tmp_path: Path) -> None:
+    context = pytorch.init(hparams={}, checkpoint_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="trial 7 has no checkpoints"):
+        context.load_checkpoint_trial(Classifier, trial_id=7)
+    with pytest.raises(ConfigError, match="either a trial_id or a path"):
+        context.load_checkpoint_trial(Classifier)
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+def test_a_missing_hyperparameter_says_how_to_give_it() -> None:
+    context = pytorch.init(hparams={"learning_rate": 0.1}, checkpoint_dir=None)
+    with pytest.raises(MissingHyperparameterError, match=r"did you mean 'learning_rate'\?.*--hparam learning_rat="):
+        context.get_hparam("learning_rat")
+    with pytest.raises(KeyError):
+        context.hparams["width"]
+
+
+def test_a_length_must_be_said() -> None:
+    trial, context = make()
+    with pytest.raises(ConfigError, match="max_length: how long to train is not said"):
+        context.fit(trial)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda context: None, "has no model"),
+        (lambda context: context.wrap_model(nn.Linear(1, 1)), "has no optimizer"),
+    ],
+)
+def test_a_trial_without_a_piece_is_refused(build: Any, message: str) -> None:
+    class Bare(Classifier):
+        def __init__(self, context: Any) -> None:
+            self.context = context
+            self.callbacks = {}
+            build(context)
+
+    trial, context = make(trial_class=Bare)
+    with pytest.raises(ConfigError, match=message):
+        context.fit(trial, max_length=Batch(1))
+
+
+def test_an_optimizer_of_an_unwrapped_model_is_refused() -> None:
+    context = pytorch.init(hparams={}, checkpoint_dir=None)
+    with pytest.raises(ConfigError, match="call wrap_model first"):
+        context.wrap_optimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
+
+
+def test_a_period_by_both_names_is_refused() -> None:
+    trial, context = make()
+    with pytest.raises(ConfigError, match="are the same"):
+        context.fit(trial, max_length=Epoch(1), validation_period=Epoch(1), min_validation_period=Epoch(1))
+
+
+def test_the_context_routes_only_while_it_trains() -> None:
+    trial, _ = make()
+    with pytest.raises(ConfigError, match="no run yet"):
+        trial.made_with.backward(torch.ones(()))
+
+
+def test_init_seeds_everything() -> None:
+    pytorch.init(hparams={}, checkpoint_dir=None)
+    first = torch.rand(3)
+    pytorch.init(hparams={}, checkpoint_dir=None)
+    assert torch.equal(torch.rand(3), first)
+    pytorch.init(hparams={}, exp_conf={"reproducibility": {"experiment_seed": 5}}, checkpoint_dir=None)
+    assert not torch.equal(torch.rand(3), first)
+
+
+def test_state_of_the_training_context_is_reached_by_queries() -> None:
+    class Asking(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            asked.append(
+                (
+                    self.context.current_train_epoch() == epoch_idx,
+                    self.context.current_train_batch() == batch_idx,
+                    self.context.is_epoch_start() == (batch_idx % BATCHES == 0),
+                    self.context.is_epoch_end() == (batch_idx % BATCHES == BATCHES - 1),
+                )
+            )
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    asked: list[tuple[bool, ...]] = []
+    trial, context = make(trial_class=Asking)
+    context.fit(trial, max_length=Epoch(2))
+    assert asked == [(True,) * 4] * 2 * BATCHES
