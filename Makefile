@@ -52,13 +52,14 @@ test: lint types imports       ## everything: check, slow and integration tests,
 	$(BIN)/python -m pytest -q -n 2 --doctest-modules src/dovetail
 
 torture: $(VENV)/.dev          ## kills, damages and full disks, at length: about 10 minutes
-	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 tests/reliability
+	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/reliability tests/integration/test_experiment_kills.py
 
 bench: $(VENV)/.dev            ## side-by-side benchmarks, each printing ratios
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/strategies.py
 	$(BIN)/python benchmarks/ddp.py
 	$(BIN)/python benchmarks/memory_format.py
+	$(BIN)/python benchmarks/search.py
 
 clean:                         ## remove the environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -16,10 +16,19 @@ from typing import Any, Literal
 
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["VARIABLE", "TrialInfo", "get_cluster_info", "write_info"]
+__all__ = ["ATTEMPT", "PREEMPTED", "TEST_MODE", "VARIABLE", "TrialInfo", "get_cluster_info", "write_info"]
 
 VARIABLE = "DOVETAIL_TRIAL"
 """The environment variable that names the file."""
+
+ATTEMPT = "DOVETAIL_ATTEMPT"
+"""The environment variable that names the folder of this start of a trial, to all processes that belong to it."""
+
+PREEMPTED = "preempted"
+"""The file in that folder by which a script says that it leaves because it was asked to, and not because it is done."""
+
+TEST_MODE = "DOVETAIL_TEST_MODE"
+"""The environment variable that makes a trial try one batch only, if it is set."""
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from dovetail.core import DistributedContext, PreemptContext, PreemptMode
 from dovetail.errors import ConfigError
+from dovetail.info import ATTEMPT, PREEMPTED
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 both = pytest.mark.parametrize("number", SIGNALS)
@@ -101,3 +103,18 @@ def test_determineds_acknowledgement_is_accepted() -> None:
     with PreemptContext(DistributedContext()) as preempt:
         preempt.acknowledge_preemption_signal()
         assert not preempt.should_preempt()
+
+
+@pytest.mark.parametrize("auto_ack", [True, False])
+def test_an_experiment_is_told_that_a_script_leaves_to_go_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, auto_ack: bool
+) -> None:
+    monkeypatch.setenv(ATTEMPT, str(tmp_path))
+    with PreemptContext(DistributedContext()) as preempt:
+        assert not preempt.should_preempt(auto_ack)
+        assert list(tmp_path.iterdir()) == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preempt.should_preempt(auto_ack)
+        assert (tmp_path / PREEMPTED).exists() == auto_ack
+        preempt.acknowledge_preemption_signal()
+        assert (tmp_path / PREEMPTED).exists()

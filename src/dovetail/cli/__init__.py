@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import typer
 
-from dovetail.cli import checkpoint
+from dovetail.cli import checkpoint, experiment, job, trial
+from dovetail.cli.dashboard import dashboard
+from dovetail.cli.output import EXIT_CODES
 from dovetail.errors import DovetailError
 
 __all__ = ["app", "main"]
@@ -16,23 +18,40 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="dovetail",
     help="Train PyTorch models from pieces that fit together.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(experiment.app, name="experiment")
+app.add_typer(trial.app, name="trial")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(job.app, name="job")
+app.command()(dashboard)
+# As Determined's command line spells them.
+app.add_typer(experiment.app, name="e", hidden=True)
+app.add_typer(trial.app, name="t", hidden=True)
+app.add_typer(checkpoint.app, name="c", hidden=True)
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is one sentence on stderr and exit code 1."""
-    try:
-        app()
-    except DovetailError as error:
-        print(f"dovetail: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    """Run the command line. A user's mistake is one sentence on stderr and exit code 1; so is a file that fails."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _say_warning
+        try:
+            app()
+        except (DovetailError, OSError) as error:
+            print(f"dovetail: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+
+
+def _say_warning(message: Warning | str, *place: Any, **more: Any) -> None:
+    print(f"dovetail: warning: {message}", file=sys.stderr)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata
+
         print(f"dovetail {metadata.version('dovetail')}")
         raise typer.Exit
 

@@ -1,33 +1,41 @@
-"""`dovetail checkpoint`: look at checkpoints, verify them, and remove those that are not needed."""
+"""`dovetail checkpoint`: look at checkpoints, verify and export them, and remove those that are not needed."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import warnings
-from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from dovetail import checkpoint
-from dovetail.checkpoint import CheckpointInfo, CheckpointWarning
-from dovetail.checkpoint.store import scan
-from dovetail.errors import CheckpointError, UnknownNameError
+from dovetail.cli.output import (
+    AsJson,
+    Home,
+    StoreUrl,
+    bytes_text,
+    console,
+    make_table,
+    moment,
+    open_store,
+    plain,
+    print_facts,
+    print_json,
+)
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 
-__all__ = ["app"]
+if TYPE_CHECKING:
+    from dovetail.checkpoint import CheckpointInfo
 
-app = typer.Typer(help="Inspect, verify, list and prune checkpoints.", no_args_is_help=True)
+__all__ = ["app", "best_checkpoint"]
+
+app = typer.Typer(help="Inspect, verify, list, export and prune checkpoints.", no_args_is_help=True)
 
 _Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint.")]
 _Directory = Annotated[Path, typer.Argument(metavar="PATH", help="A directory of checkpoints.")]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Trial = Annotated[int | None, typer.Option("--trial", metavar="ID", help="Those of this trial, instead of a PATH.")]
 
 
 class _Mode(str, Enum):
@@ -36,45 +44,86 @@ class _Mode(str, Enum):
 
 
 @app.command()
-def inspect(path: _Checkpoint, as_json: _AsJson = False) -> None:
+def inspect(path: _Checkpoint, as_json: AsJson = False) -> None:
     """Show what a checkpoint says about itself."""
+    from dovetail import checkpoint
+
     info = checkpoint.inspect(path)
     if as_json:
-        return _print_json(_as_dict(info))
-    table = Table(show_header=False, box=None)
-    rows = {
+        return print_json(_as_dict(info))
+    facts = {
         "path": str(info.path),
-        "created": _moment(info),
-        "size": _bytes(info.size),
+        "created": moment(info.created),
+        "size": bytes_text(info.size),
         "format": f"version {info.format_version}, by dovetail {info.dovetail_version}",
-        **{f"file {name}": f"{_bytes(file.size)}  sha256 {file.sha256}" for name, file in info.files.items()},
-        **{f"summary {key}": json.dumps(_plain(value)) for key, value in info.summary.items()},
+        **{f"file {name}": f"{bytes_text(file.size)}  sha256 {file.sha256}" for name, file in info.files.items()},
+        **{f"summary {key}": json.dumps(plain(value)) for key, value in info.summary.items()},
     }
-    for key, value in rows.items():
-        table.add_row(f"[bold]{escape(key)}", escape(value))
-    return _console().print(table)
+    return print_facts(facts)
 
 
 @app.command()
 def verify(path: _Checkpoint) -> None:
     """Read every byte of a checkpoint and compare it with its checksums."""
+    from dovetail import checkpoint
+
     checkpoint.verify(path)
-    print(f"{path}: intact ({_bytes(checkpoint.inspect(path).size)})")
+    print(f"{path}: intact ({bytes_text(checkpoint.inspect(path).size)})")
 
 
 @app.command("list")
-def list_(path: _Directory, as_json: _AsJson = False) -> None:
+def list_(
+    path: Annotated[Path | None, typer.Argument(metavar="PATH", help="A directory of checkpoints.")] = None,
+    trial: _Trial = None,
+    home: Home = None,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
     """List the checkpoints in a directory, oldest first."""
-    infos, damaged = scan(_existing(path))
+    from dovetail.checkpoint.store import scan
+
+    infos, damaged = scan(_existing(_place(path, trial, home, store)))
     if as_json:
-        return _print_json({"checkpoints": [_as_dict(info) for info in infos], "damaged": [str(e) for e in damaged]})
-    table = Table("name", "step", "created", "size", "metrics")
-    for info in infos:
-        metrics = ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items())
-        step = "" if info.step is None else str(info.step)
-        table.add_row(escape(info.path.name), step, _moment(info), _bytes(info.size), escape(metrics))
-    _console().print(table)
+        return print_json({"checkpoints": [_as_dict(info) for info in infos], "damaged": [str(e) for e in damaged]})
+    rows = [
+        (
+            info.path.name,
+            "" if info.step is None else str(info.step),
+            moment(info.created),
+            bytes_text(info.size),
+            ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()),
+        )
+        for info in infos
+    ]
+    columns = ("name", "step", "created", "size", "metrics")
+    console().print(make_table(*columns, numbers=("step", "size"), long="metrics", rows=rows))
     return _report_damaged(damaged)
+
+
+@app.command()
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
+    path: Annotated[Path | None, typer.Argument(metavar="PATH", help="A checkpoint.")] = None,
+    trial: Annotated[
+        int | None, typer.Option("--trial", metavar="ID", help="The best one of this trial, instead of a PATH.")
+    ] = None,
+    home: Home = None,
+    store: StoreUrl = None,
+) -> None:
+    """Write the weights of the model in a checkpoint to one file: safetensors by that suffix, else of torch.save."""
+    from dovetail import checkpoint
+
+    source = _place(path, trial, home, store)
+    if trial is not None:
+        found = best_checkpoint(source)
+        if found is None:
+            raise CheckpointError(f"trial {trial} has no checkpoints in {source}")
+        source = found
+    state = checkpoint.load(source)
+    if not isinstance(state.get("model"), dict):
+        raise CheckpointError(f"{source}: there is no model in it (it has: {', '.join(sorted(state)) or 'nothing'})")
+    format: Literal["safetensors", "ckpt"] = "safetensors" if output.suffix == ".safetensors" else "ckpt"
+    print(checkpoint.export_model(output, cast("dict[str, Any]", state["model"]), format))
 
 
 @app.command()
@@ -89,6 +138,10 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
     """Remove the checkpoints in a directory that no --keep option keeps. The newest always stays."""
+    from dovetail import checkpoint
+    from dovetail.checkpoint import CheckpointWarning
+    from dovetail.checkpoint.store import scan
+
     infos, damaged = scan(_existing(path))
     known = {name for info in infos for name in info.metrics}
     if metric is not None and infos and metric not in known:
@@ -112,6 +165,20 @@ def prune(
     _report_damaged(damaged)
 
 
+def best_checkpoint(trial: Path) -> Path | None:
+    """Return the best checkpoint in the folder of a trial, or else its newest; None where there is none."""
+    from dovetail.search.checkpoints import checkpoints_of
+
+    found = {checkpoint.path.name: checkpoint.path for checkpoint in checkpoints_of(trial)}
+    return found.get("best_ck") or next(reversed(found.values()), None)
+
+
+def _place(path: Path | None, trial: int | None, home: Path | None, store: str | None) -> Path:
+    if (path is None) == (trial is None):
+        raise ConfigError("which checkpoints: expected a path or --trial ID" + (", got both" if path else ""))
+    return path if path is not None else open_store(home, store).trial(cast(int, trial)).directory
+
+
 def _existing(directory: Path) -> Path:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: there is no such directory")
@@ -123,15 +190,6 @@ def _report_damaged(damaged: list[CheckpointError]) -> None:
         print(f"damaged: {error}", file=sys.stderr)
 
 
-def _console() -> Console:
-    # A name of a file may be longer than a terminal is wide; in a pipe nothing is cut.
-    return Console() if sys.stdout.isatty() else Console(width=200)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
 def _as_dict(info: CheckpointInfo) -> dict[str, Any]:
     return {
         "path": str(info.path),
@@ -141,29 +199,5 @@ def _as_dict(info: CheckpointInfo) -> dict[str, Any]:
         "format_version": info.format_version,
         "dovetail_version": info.dovetail_version,
         "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in info.files.items()},
-        "summary": _plain(info.summary),
+        "summary": plain(info.summary),
     }
-
-
-def _plain(value: Any) -> Any:
-    """Return a summary as strict JSON has it: NaN and infinity become strings, other keys their spelling."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _moment(info: CheckpointInfo) -> str:
-    return info.created.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _bytes(count: int) -> str:
-    amount = float(count)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} GB"

@@ -7,11 +7,13 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from dovetail.core.distributed import DistributedContext
 from dovetail.errors import ConfigError
+from dovetail.info import ATTEMPT, PREEMPTED
 
 __all__ = ["PreemptContext", "PreemptMode"]
 
@@ -84,23 +86,30 @@ class PreemptContext:
         With `WorkersAskChief` this is a message: all processes must ask equally often, and get the same answer.
 
         Args:
-            auto_ack: As in Determined, where the master is told; here nobody waits to be told.
+            auto_ack: Whether an answer of True is taken for granted: an experiment then knows that the script leaves to
+                go on later. Without it, `acknowledge_preemption_signal` says so.
 
         Raises:
             ConfigError: Asked by another process than the chief, where only the chief may.
         """
         heard = self.signal is not None
         if self._mode is PreemptMode.WorkersAskChief:
-            return bool(self._distributed.broadcast(heard))
-        if self._mode is PreemptMode.ChiefOnly and not self._distributed.is_chief:
+            heard = bool(self._distributed.broadcast(heard))
+        elif self._mode is PreemptMode.ChiefOnly and not self._distributed.is_chief:
             raise ConfigError(
                 f"should_preempt() was called in rank {self._distributed.rank}: with PreemptMode.ChiefOnly only rank 0 "
                 "asks; PreemptMode.WorkersAskChief is for all"
             )
+        if heard and auto_ack:
+            self.acknowledge_preemption_signal()
         return heard
 
     def acknowledge_preemption_signal(self) -> None:
-        """Do nothing: in Determined it tells the master that the script leaves."""
+        """Tell an experiment, if this is a trial of one, that the script leaves because it was asked to."""
+        folder = os.environ.get(ATTEMPT)
+        if folder is not None and self._distributed.is_chief:
+            with suppress(OSError):
+                Path(folder, PREEMPTED).touch()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.signal = number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from dovetail.callbacks import Callback, Profiler
 from dovetail.checkpoint.manifest import USER
 from dovetail.core import ExitedReason, TrainContext
 from dovetail.errors import ConfigError, InvalidHP
+from dovetail.info import TEST_MODE
 from dovetail.pytorch.callback import PyTorchCallback
 from dovetail.pytorch.context import PyTorchTrialContext, current_checkpoint
 from dovetail.pytorch.data import DataLoader
@@ -124,7 +126,8 @@ class Trainer:
             latest_checkpoint: The checkpoint to go on from, or `"auto"` for the newest of the trial; None for what a
                 launcher says, which is none for a script on its own.
             step_zero_validation: Whether to validate before the first batch; not by default.
-            test_mode: Only one batch of training, one of validation and one checkpoint.
+            test_mode: Only one batch of training, one of validation and one checkpoint; `experiment create --test` asks
+                for it, too.
             profiling_enabled: Whether the first steps are profiled, into the trial's folder.
             min_checkpoint_period: `checkpoint_period` by another name.
             min_validation_period: `validation_period` by another name.
@@ -135,6 +138,7 @@ class Trainer:
         validation = _either(validation_period, min_validation_period, "validation_period", config)
         saving = _either(checkpoint_period, min_checkpoint_period, "checkpoint_period", config)
         length = max_length if max_length is not None else config.get("searcher", {}).get("max_length")
+        test_mode = test_mode or bool(os.environ.get(TEST_MODE))
         if test_mode:
             length, validation, saving = Batches(1), None, None
         if length is None:

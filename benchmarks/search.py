@@ -1,0 +1,153 @@
+"""What experiments cost.
+
+Part 1: the runner's own cost per trial, beyond starting its process. An experiment of trials that do nothing is
+compared with starting the same command as often, with as many at a time.
+
+Part 2: what early stopping saves. Random search and asynchronous halving look for a model of handwritten digits; both
+draw the same hyperparameters in the same order, and halving may try twice as many. Counted are epochs, not seconds.
+
+    python benchmarks/search.py [--trials 50] [--repeat 5] [--seeds 5] [--part 1] [--part 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail import Epochs
+from dovetail.callbacks import Callback
+from dovetail.data import digits
+from dovetail.search import search
+from dovetail.search.processes import LocalBackend
+from dovetail.search.runner import Runner
+from dovetail.search.schema import read_experiment
+from dovetail.search.store import Store
+from dovetail.trainers import Trainer, TrainingContext
+
+LIMIT_MS = 50
+LIMIT_EPOCHS = 0.4
+EPOCHS = 27
+SPACE = {
+    "learning_rate": {"type": "log", "minval": -4, "maxval": 0},
+    "momentum": {"type": "double", "minval": 0.0, "maxval": 0.99},
+    "width": {"type": "int", "minval": 4, "maxval": 128},
+    "batch_size": {"type": "categorical", "vals": [16, 64, 256]},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--part", type=int, action="append", choices=(1, 2))
+    wishes = parser.parse_args()
+    if 1 in (wishes.part or (1, 2)):
+        show_cost(wishes.trials, wishes.repeat)
+    if 2 in (wishes.part or (1, 2)):
+        show_saving(wishes.seeds)
+
+
+def show_cost(trials: int, repeat: int) -> None:
+    for concurrent in (1, 2):
+        costs = [runner_cost(trials, concurrent) for _ in range(repeat)]
+        median, least, most = statistics.median(costs), min(costs), max(costs)
+        print(
+            f"runner's own cost per trial, {concurrent} at a time: {median:5.1f} ms "
+            f"({least:.1f} to {most:.1f} over {repeat} experiments of {trials}; the limit is {LIMIT_MS})"
+        )
+
+
+def runner_cost(trials: int, concurrent: int) -> float:
+    """Return the milliseconds per trial that an experiment takes beyond the start of its processes."""
+    searcher = {"name": "random", "metric": "loss", "max_trials": trials, "max_concurrent_trials": concurrent}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "code").mkdir()
+        config = {
+            "entrypoint": "true",
+            "hyperparameters": {"lr": {"type": "log", "minval": -4, "maxval": -1}},
+            "searcher": searcher,
+        }
+        store = Store.open(Path(folder) / "home")
+        record = store.create_experiment(read_experiment(config), "", Path(folder) / "code")
+        runner = Runner(store, record.id, LocalBackend(slots=concurrent))
+        begun = time.perf_counter()
+        done = runner.run()
+        taken = time.perf_counter() - begun
+        assert [trial.state for trial in done.trials] == ["COMPLETED"] * trials
+    return 1e3 * (taken - starting(trials, concurrent)) / trials
+
+
+def starting(count: int, concurrent: int) -> float:
+    """Return the seconds that it takes to start the command so often, with so many at a time."""
+    begun = time.perf_counter()
+    for _ in range(0, count, concurrent):
+        processes = [subprocess.Popen(["true"], start_new_session=True) for _ in range(concurrent)]
+        for process in processes:
+            process.wait()
+    return time.perf_counter() - begun
+
+
+def show_saving(seeds: int) -> None:
+    torch.set_num_threads(1)
+    epochs, values = [], []
+    for seed in range(seeds):
+        used: list[int] = []
+        best = []
+        halving = {"num_rungs": 4, "divisor": 3, "max_time": EPOCHS, "time_metric": "epochs"}
+        for searcher, max_trials, options in (("random", 30, {}), ("async_halving", 60, halving)):
+            count = Count()
+            found = search(partial(train, count), SPACE, searcher, max_trials=max_trials, seed=seed, **options)
+            used.append(count.epochs)
+            best.append(found.best_value)
+        epochs.append(used[1] / used[0])
+        values.append(best[1] / best[0])
+        print(
+            f"seed {seed}: random {best[0]:.4f} with {used[0]} epochs, "
+            f"halving {best[1]:.4f} with {used[1]} ({epochs[-1]:.2f} of the epochs, {values[-1]:.2f} of the loss)"
+        )
+    print(
+        f"halving against random search, median of {seeds} seeds: {statistics.median(epochs):.2f} of the epochs "
+        f"(the limit is {LIMIT_EPOCHS}), {statistics.median(values):.2f} of the best validation loss"
+    )
+
+
+@dataclass
+class Count:
+    epochs: int = 0
+
+
+def train(count: Count, hparams: dict[str, Any], report: Callable[[int, float], None]) -> None:
+    """Train a small network, and report its validation loss after every epoch."""
+    (x, y), (valid_x, valid_y) = ((part.tensors[0].flatten(1), part.tensors[1]) for part in DIGITS[:2])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, hparams["width"]), nn.ReLU(), nn.Linear(hparams["width"], 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=hparams["learning_rate"], momentum=hparams["momentum"])
+    trainer = Trainer(model, "cpu", optimizer=optimizer, seed=0, verbose=False, nonfinite="ignore")
+
+    class Report(Callback):
+        def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+            count.epochs += 1
+            report(context.progress.epoch, metrics["valid_loss"])
+
+    trainer.callbacks.add(Report())
+    trainer.batch_size = hparams["batch_size"]
+    trainer.fit((x, y), (valid_x, valid_y), max_length=Epochs(EPOCHS))
+
+
+DIGITS = digits()
+
+
+if __name__ == "__main__":
+    main()

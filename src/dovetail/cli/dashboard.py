@@ -1,0 +1,44 @@
+"""`dovetail dashboard`: the store in a browser, on this machine only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.output import Home, StoreUrl, open_store
+from dovetail.errors import ConfigError
+from dovetail.extras import require
+
+__all__ = ["dashboard"]
+
+
+def dashboard(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any that is free.")] = 8080,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Start TensorBoard, too.")] = False,
+    home: Home = None,
+    store: StoreUrl = None,
+) -> None:
+    """Show experiments in a browser, with optuna-dashboard, until Ctrl-C."""
+    from dovetail.cli.serving import HOST, LocalServer, serve
+
+    pages = require("optuna_dashboard", "search")
+    opened = open_store(home, store)
+    try:
+        server = LocalServer(port, pages.wsgi(opened.storage))
+    except OSError as error:
+        raise ConfigError(f"port {port}: {error.strerror}: choose another --port, or 0 for any") from error
+    with server:
+        print(f"experiments: http://{HOST}:{server.server_port}/", flush=True)
+        if tensorboard:
+            print(f"TensorBoard: {_start_tensorboard(opened.home / 'experiments', HOST)}", flush=True)
+        serve(server)
+
+
+def _start_tensorboard(folder: Path, host: str) -> str:
+    """Start TensorBoard in a thread, and return its address."""
+    board = require("tensorboard.program", "tensorboard").TensorBoard()
+    # Its fast loader is a process of its own, which would outlive this one.
+    board.configure(argv=[None, "--logdir", str(folder), "--host", host, "--port", "0", "--load_fast", "false"])
+    return str(board.launch())

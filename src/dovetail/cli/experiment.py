@@ -1,0 +1,346 @@
+"""`dovetail experiment`: run a search from a file, and look at what comes of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli.checkpoint import best_checkpoint
+from dovetail.cli.output import (
+    EXIT_CODES,
+    AsJson,
+    Home,
+    StoreUrl,
+    console,
+    describe_experiment,
+    describe_trial,
+    hparams_text,
+    make_table,
+    moment,
+    open_store,
+    print_facts,
+    print_json,
+    state_text,
+)
+from dovetail.errors import ConfigError
+from dovetail.info import TEST_MODE
+
+if TYPE_CHECKING:
+    from dovetail.search.records import ExperimentRecord
+    from dovetail.search.schema import ExperimentConfig
+    from dovetail.search.store import Store
+
+__all__ = ["app", "complete_experiments"]
+
+app = typer.Typer(help="Create experiments, watch, pause and compare them.", no_args_is_help=True, epilog=EXIT_CODES)
+
+_SECONDS_TO_LEAVE = 60.0
+_SECONDS_TO_APPEAR = 10.0
+
+
+def complete_experiments(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the numbers of experiments that begin so, by their folders: a shell cannot wait for a database."""
+    from dovetail.search.store import home_directory
+
+    folders = (home_directory(ctx.params.get("home")) / "experiments").glob("[0-9]*")
+    return sorted((path.name for path in folders if path.name.startswith(incomplete)), key=int)
+
+
+_Id = Annotated[int, typer.Argument(metavar="ID", help="The experiment.", autocompletion=complete_experiments)]
+_Follow = Annotated[bool, typer.Option("--follow/--detach", help="Watch it, or leave it to itself.")]
+
+
+@app.command(epilog=EXIT_CODES)
+def create(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", exists=True, dir_okay=False)],
+    context_dir: Annotated[
+        Path, typer.Argument(metavar="CONTEXT_DIR", help="The folder with the code.", exists=True, file_okay=False)
+    ] = Path("."),
+    follow: _Follow = True,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file, such as searcher.max_trials=4."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run trials on a Ray cluster: ray, local or ray://HOST:PORT.")
+    ] = None,
+    test: Annotated[bool, typer.Option("--test", help="Only try the first trial, for one batch.")] = False,
+    home: Home = None,
+    store: StoreUrl = None,
+) -> None:
+    """Run an experiment.
+
+    Ctrl-C pauses it: trials save and leave, and 'experiment resume' goes on from there.
+    """
+    from dovetail.search.schema import read_experiment
+    from dovetail.search.store import Store
+
+    overrides = [*(settings or []), *([] if cluster is None else [f"resources.cluster={cluster}"])]
+    wanted = read_experiment(config, overrides)
+    if test:
+        wanted = read_experiment(config, [*overrides, *_test_settings(wanted)])
+    opened = Store.open(home, store)
+    record = opened.create_experiment(wanted, config.read_text(encoding="utf-8"), context_dir)
+    print(f"created experiment {record.id}", flush=True)
+    _run(opened, record, follow or test)
+
+
+@app.command("list")
+def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """List all experiments, the oldest first."""
+    from dovetail.search.charts import shown
+    from dovetail.search.report import duration
+    from dovetail.search.store import ExperimentError
+
+    try:
+        records = open_store(home, store).experiments()
+    except ExperimentError as error:
+        if as_json:
+            return print_json([])
+        return print(error, file=sys.stderr)
+    if as_json:
+        return print_json([describe_experiment(record) for record in records])
+    rows = [
+        (
+            str(record.id),
+            record.name,
+            state_text(record),
+            str(len(record.trials)),
+            shown(record.best_trial and record.best_trial.best),
+            moment(record.created),
+            str(duration(record.created, record.ended)),
+        )
+        for record in records
+    ]
+    columns = ("id", "name", "state", "trials", "best", "created", "time")
+    return console().print(make_table(*columns, numbers=("id", "trials", "best", "time"), long="name", rows=rows))
+
+
+@app.command()
+def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """Show an experiment and its trials."""
+    from dovetail.cli.follow import trials_view
+    from dovetail.search.report import duration
+
+    record = open_store(home, store).experiment(id)
+    if as_json:
+        return print_json(describe_experiment(record, whole=True))
+    description = record.config.get("description")
+    searcher = ", ".join(f"{name} {value}" for name, value in record.config["searcher"].items() if name != "name")
+    print_facts(
+        {
+            "name": record.name,
+            **({"description": str(description)} if description else {}),
+            "state": state_text(record) + (f": {record.reason}" if record.reason else ""),
+            "searcher": f"{record.config['searcher'].get('name')}: {searcher}",
+            "created": moment(record.created),
+            "time": str(duration(record.created, record.ended)),
+            "folder": str(record.directory),
+        }
+    )
+    return console().print(trials_view(record))
+
+
+@app.command()
+def logs(
+    id: _Id,
+    trial: Annotated[int | None, typer.Option(metavar="NUMBER", help="Of this trial, by its number.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it is over.")] = False,
+    home: Home = None,
+    store: StoreUrl = None,
+) -> None:
+    """Print the log of the runner, or of a trial."""
+    from dovetail.cli.follow import print_log
+
+    opened = open_store(home, store)
+    record = opened.experiment(id)
+    if trial is None:
+        path, what = record.directory / "runner.log", f"experiment {id}"
+    elif trial < len(record.trials):
+        path, what = record.trials[trial].directory / "log.txt", f"trial {trial} of experiment {id}"
+    else:
+        raise ConfigError(f"experiment {id} has no trial {trial} (there are {len(record.trials)}, from 0 on)")
+    begun = time.monotonic()
+
+    def is_over() -> bool:
+        now = opened.experiment(id)
+        if trial is not None and now.trials[trial].state not in ("RUNNING", "WAITING"):
+            return True
+        # A runner that was just started may not have come so far.
+        is_awaited = now.state == "ACTIVE" and time.monotonic() - begun < _SECONDS_TO_APPEAR
+        return not now.is_running and not is_awaited
+
+    print_log(path, what, is_over if follow else None)
+
+
+@app.command()
+def pause(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
+    """Let the trials save and leave; 'resume' goes on from there."""
+    _ask(open_store(home, store), id, "pause")
+
+
+@app.command(epilog=EXIT_CODES)
+def resume(id: _Id, follow: _Follow = True, home: Home = None, store: StoreUrl = None) -> None:
+    """Go on with an experiment that was paused, or whose runner was killed."""
+    opened = open_store(home, store)
+    record = opened.experiment(id)
+    if record.state not in ("ACTIVE", "PAUSED"):
+        raise ConfigError(f"experiment {id} is {record.state}: there is nothing to go on with")
+    if record.is_running:
+        raise ConfigError(f"experiment {id} runs already: 'dovetail experiment logs {id} --follow' watches it")
+    _run(opened, record, follow)
+
+
+@app.command()
+def cancel(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
+    """End an experiment for good; its trials save first."""
+    _ask(open_store(home, store), id, "cancel")
+
+
+@app.command()
+def kill(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
+    """End an experiment for good, and at once."""
+    _ask(open_store(home, store), id, "kill")
+
+
+@app.command()
+def delete(
+    id: _Id,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    home: Home = None,
+    store: StoreUrl = None,
+) -> None:
+    """Remove an experiment with all its files, checkpoints included."""
+    opened = open_store(home, store)
+    record = opened.experiment(id)
+    if not yes:
+        question = f"Delete experiment {id} ({record.name}), its {len(record.trials)} trials and their checkpoints?"
+        typer.confirm(question, abort=True)
+    opened.delete(id)
+    print(f"deleted experiment {id}")
+
+
+@app.command()
+def best(
+    id: _Id,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a configuration that runs it once more.")] = False,
+    home: Home = None,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the best trial."""
+    from dovetail.search.charts import shown
+    from dovetail.search.report import best_config, to_yaml
+
+    record = open_store(home, store).experiment(id)
+    config, trial = best_config(record), record.best_trial
+    assert trial is not None
+    checkpoint = best_checkpoint(trial.directory)
+    if as_yaml:
+        return print(to_yaml(config), end="")
+    if as_json:
+        return print_json({**describe_trial(trial), "metric": record.metric, "checkpoint": checkpoint})
+    return print_facts(
+        {
+            "trial": f"{trial.number} (id {trial.id})",
+            record.metric: f"{shown(trial.best)} after {trial.best_at} batches",
+            "hyperparameters": hparams_text(trial.hparams),
+            "checkpoint": "none" if checkpoint is None else str(checkpoint),
+        }
+    )
+
+
+@app.command()
+def report(
+    id: _Id,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The page.", show_default="report.html in its folder"),
+    ] = None,
+    home: Home = None,
+    store: StoreUrl = None,
+) -> None:
+    """Write a page about an experiment, which needs no network, and its pictures."""
+    from dovetail.search.report import report as write_report
+
+    record = open_store(home, store).experiment(id)
+    written = write_report(record, output or record.directory / "report.html")
+    for path in written:
+        print(path)
+    if len(written) == 1 and any(trial.values for trial in record.trials):
+        print("images need matplotlib: pip install 'dovetail[plot]'", file=sys.stderr)
+
+
+def _run(store: Store, record: ExperimentRecord, follow: bool) -> None:
+    from dovetail.cli.follow import summary, watching
+    from dovetail.search.runner import Runner, start_detached
+
+    if not follow:
+        process = start_detached(store, record.id)
+        return print(f"process {process.pid} runs it: 'dovetail experiment logs {record.id} --follow' watches it")
+    with watching(record) as show:
+        done = Runner(store, record.id, observer=show).run()
+    if not sys.stdout.isatty():
+        print(summary(done))
+    _show_failures(done)
+    if done.state == "PAUSED":
+        print(f"'dovetail experiment resume {done.id}' goes on with it", file=sys.stderr)
+    if done.state != "COMPLETED":
+        raise typer.Exit(3 if done.state == "ERROR" else 130)
+    return None
+
+
+def _show_failures(record: ExperimentRecord) -> None:
+    """Say where to look, once; a hundred trials mostly fail alike."""
+    failed = [trial for trial in record.trials if trial.state == "ERROR"]
+    if failed:
+        first = failed[0]
+        print(f"trial {first.number} failed: {first.reason}", file=sys.stderr)
+        print(f"'dovetail trial logs {first.id}' has the rest: {first.directory / 'log.txt'}", file=sys.stderr)
+
+
+def _ask(store: Store, experiment_id: int, wish: str) -> None:
+    """Leave a wish, and wait until it is granted."""
+    from dovetail.search.runner import request
+
+    before = store.experiment(experiment_id)
+    if before.state in ("COMPLETED", "CANCELED", "ERROR"):
+        raise ConfigError(f"experiment {experiment_id} is {before.state} already: it cannot {wish}")
+    record = request(store, experiment_id, wish)
+    deadline = time.monotonic() + _SECONDS_TO_LEAVE
+    while record.is_running and time.monotonic() < deadline:
+        time.sleep(0.1)
+        record = store.experiment(experiment_id)
+    if record.is_running:
+        return print(f"experiment {experiment_id} was asked to {wish}, and its trials are still leaving")
+    # Read again: the runner may have left between the two looks that a record is made of.
+    return print(f"experiment {experiment_id} is {store.experiment(experiment_id).state}")
+
+
+def _test_settings(config: ExperimentConfig) -> list[str]:
+    """Return what makes an experiment one trial of one batch: the searcher's first one, which may not fail twice."""
+    import optuna
+
+    from dovetail.search.searchers import make_searcher
+    from dovetail.search.space import Space
+
+    space = Space(config.hyperparameters)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    first = make_searcher(config.searcher, space, config.seed).suggest(optuna.create_study(), 0)
+    searcher = config.raw["searcher"]
+    values: dict[str, Any] = {
+        "name": f"{config.name} (test)",
+        "hyperparameters": space.hparams({} if first is None else first.params),
+        "searcher": {
+            "name": "single",
+            **{key: searcher[key] for key in ("metric", "smaller_is_better") if key in searcher},
+        },
+        "environment": {"environment_variables": {**config.environment, TEST_MODE: "1"}},
+        "max_restarts": 0,
+    }
+    return [f"{name}={json.dumps(value)}" for name, value in values.items()]

@@ -1,0 +1,203 @@
+"""Watching an experiment while it runs: a table that moves on a terminal, lines of text elsewhere; and growing logs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dovetail.cli.output import console, hparams_text, make_table
+from dovetail.errors import ConfigError
+from dovetail.search.charts import shown
+from dovetail.search.records import ExperimentRecord, TrialRecord
+from dovetail.search.report import duration, flat, searched
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["changes", "print_log", "summary", "trials_view", "watching"]
+
+_POLL_SECONDS = 0.2
+
+
+@contextmanager
+def watching(seen: ExperimentRecord | None = None) -> Iterator[Callable[[ExperimentRecord], None]]:
+    """Give what shows an experiment, again and again while it runs, on stdout.
+
+    Args:
+        seen: The experiment as it was before: lines are about what has happened since.
+    """
+    if not sys.stdout.isatty():
+
+        def say(record: ExperimentRecord) -> None:
+            nonlocal seen
+            for line in changes(seen, record):
+                print(line, flush=True)
+            seen = record
+
+        yield say
+        return
+
+    from rich.live import Live
+
+    screen = console()
+    with _stderr_aside() as said, Live(console=screen, auto_refresh=False) as live:
+
+        def draw(record: ExperimentRecord) -> None:
+            if text := said():
+                screen.print(text.strip(), markup=False)
+            live.update(trials_view(record, max(3, screen.height - 9)), refresh=True)
+
+        yield draw
+
+
+@contextmanager
+def _stderr_aside() -> Iterator[Callable[[], str]]:
+    """Give what returns all that is new on stderr: among the lines of a table that moves it would be lost."""
+    if not sys.stderr.isatty():
+        yield str
+        return
+    position = 0
+    with tempfile.TemporaryFile() as kept:
+
+        def said() -> str:
+            nonlocal position
+            # At a place, because the file's own is where the next words are written.
+            words = os.pread(kept.fileno(), 1 << 20, position)
+            position += len(words)
+            return words.decode("utf-8", errors="replace")
+
+        sys.stderr.flush()
+        terminal = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield said
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            sys.stderr.write(said())
+
+
+def trials_view(record: ExperimentRecord, num_rows: int | None = None) -> RenderableType:
+    """Return a table of trials with a line about them all.
+
+    Args:
+        record: The experiment.
+        num_rows: How many trials there is room for: the best, those at work and the newest are shown. None for all.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    trials = record.trials
+    if num_rows is not None and len(trials) > num_rows:
+        best = record.best_trial
+        wanted = sorted(trials, key=lambda it: (it is best, it.state in ("RUNNING", "WAITING"), it.number))
+        trials = tuple(sorted(wanted[-num_rows:], key=lambda it: it.number))
+    # Where nothing is chosen, there is nothing else to tell.
+    names = searched(record)
+    cells = [_cells(trial, names) for trial in trials]
+    if not any(trial.restarts for trial in trials):
+        cells = [{name: cell for name, cell in row.items() if name != "restarts"} for row in cells]
+    table = make_table(
+        *(cells[0] if cells else ()),
+        numbers=("trial", "id", "batches", "latest", "best", "restarts"),
+        long="hyperparameters",
+        rows=[list(row.values()) for row in cells],
+        wrap=num_rows is None,
+    )
+    hidden = len(record.trials) - len(trials)
+    lines = [Text(summary(record), style="bold"), table] if trials else [Text(summary(record), style="bold")]
+    if hidden:
+        lines.append(Text(f"and {hidden} more", style="bright_black"))
+    return Group(*lines)
+
+
+def summary(record: ExperimentRecord) -> str:
+    """Return an experiment in one line."""
+    counts = Counter(trial.state for trial in record.trials)
+    trials = ", ".join(f"{count} {state.lower()}" for state, count in counts.items())
+    best = record.best_trial
+    parts = [
+        f"experiment {record.id} ({record.name}) {record.state}" + (f": {record.reason}" if record.reason else ""),
+        f"{len(record.trials)} trials" + (f" ({trials})" if trials else ""),
+        *([] if best is None else [f"best {record.metric} {shown(best.best)} (trial {best.number}, id {best.id})"]),
+        str(duration(record.created, record.ended)),
+    ]
+    return " · ".join(parts)
+
+
+def changes(before: ExperimentRecord | None, after: ExperimentRecord) -> list[str]:
+    r"""Return what has happened between two looks at an experiment, a line each; every line names its trial.
+
+    Example:
+        >>> from datetime import datetime
+        >>> config = {"searcher": {"metric": "loss"}}
+        >>> trial = TrialRecord(7, 0, 1, "RUNNING", {"lr": 0.1}, Path("."), values={100: 0.5})
+        >>> record = ExperimentRecord(1, "demo", "ACTIVE", config, Path("."), datetime(2026, 1, 1), trials=(trial,))
+        >>> print(*changes(None, record), sep="\n")
+        trial 0 (id 7) RUNNING: lr 0.1
+        trial 0 (id 7) loss 0.5 after 100 batches
+    """
+    lines = []
+    for trial in after.trials:
+        old = before.trials[trial.number] if before is not None and trial.number < len(before.trials) else None
+        name = f"trial {trial.number} (id {trial.id})"
+        if old is None:
+            lines.append(f"{name} RUNNING: {hparams_text(trial.hparams)}")
+        lines += [
+            f"{name} {after.metric} {shown(value)} after {steps} batches"
+            for steps, value in trial.values.items()
+            if old is None or steps not in old.values
+        ]
+        if old is not None and trial.restarts > old.restarts:
+            lines.append(f"{name} starts again" + (f": {trial.reason}" if trial.reason else ""))
+        if trial.state != ("RUNNING" if old is None else old.state):
+            lines.append(f"{name} {trial.state}" + (f": {trial.reason}" if trial.reason else ""))
+    return lines
+
+
+def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) -> None:
+    """Print a log.
+
+    Args:
+        path: The file.
+        what: Whose it is, for the sentence that says that there is none.
+        is_over: Follow the log until this says so; None prints what is there.
+    """
+    if is_over is None and not path.exists():
+        raise ConfigError(f"{what} has no log yet")
+    position = 0
+    while True:
+        # Asked before the file is read: what was written before the end is printed.
+        over = is_over is None or is_over()
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(position)
+                while chunk := file.read(1 << 16):
+                    sys.stdout.write(chunk.decode("utf-8", errors="replace"))
+                    position += len(chunk)
+            sys.stdout.flush()
+        if over:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _cells(trial: TrialRecord, names: set[str]) -> dict[str, str]:
+    hparams = {name: value for name, value in flat(trial.hparams).items() if not names or name in names}
+    return {
+        "trial": str(trial.number),
+        "id": str(trial.id),
+        "state": trial.state,
+        "hyperparameters": hparams_text(hparams),
+        "batches": str(trial.steps),
+        "latest": shown(trial.latest),
+        "best": shown(trial.best),
+        "restarts": str(trial.restarts),
+    }

@@ -1,0 +1,255 @@
+"""What commands print: tables for people, JSON for programs. And the options that they share."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dovetail.search.records import ExperimentRecord, JobRecord, TrialRecord
+    from dovetail.search.store import Store
+
+__all__ = [
+    "EXIT_CODES",
+    "AsJson",
+    "Home",
+    "StoreUrl",
+    "bytes_text",
+    "console",
+    "describe_experiment",
+    "describe_job",
+    "describe_trial",
+    "hparams_text",
+    "make_table",
+    "moment",
+    "open_store",
+    "plain",
+    "print_facts",
+    "print_json",
+    "state_text",
+]
+
+EXIT_CODES = (
+    "Exit codes: 0 fine; 1 a mistake, said in one sentence; 2 wrong usage; 3 the experiment or job ended in ERROR; "
+    "130 interrupted, paused or canceled before its end."
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Home = Annotated[
+    Path | None,
+    typer.Option(
+        "--home", envvar="DOVETAIL_HOME", metavar="DIR", help="The folder of experiments.", show_default=".dovetail"
+    ),
+]
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        envvar="DOVETAIL_STORE",
+        metavar="URL",
+        help="A database server.",
+        show_default="a file in the folder",
+    ),
+]
+
+_STYLES = {
+    "ACTIVE": "cyan",
+    "RUNNING": "cyan",
+    "COMPLETED": "green",
+    "ERROR": "red",
+    "INVALID_HP": "red",
+    "PAUSED": "yellow",
+    "CANCELED": "yellow",
+    "WAITING": "yellow",
+    "STOPPED": "bright_black",
+}
+
+
+def open_store(home: Path | None, url: str | None) -> Store:
+    """Return the store that a command reads; looking for what is not there makes no folder.
+
+    Raises:
+        ExperimentError: There is none.
+    """
+    from dovetail.search.store import ExperimentError, Store, home_directory
+
+    folder = home_directory(home)
+    if url is None and not (folder / "store.db").exists():
+        raise ExperimentError(
+            f"there are no experiments in {folder}: make one by 'dovetail experiment create', or name another --home"
+        )
+    return Store.open(home, url)
+
+
+def console() -> Console:
+    """Return where tables are printed; in a pipe nothing is cut."""
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+
+
+def print_json(value: Any) -> None:
+    """Print strict JSON."""
+    print(json.dumps(plain(value), indent=2))
+
+
+def plain(value: Any) -> Any:
+    """Return values as strict JSON has them: NaN and infinity become strings, keys and the rest their spelling.
+
+    Example:
+        >>> plain({"loss": float("nan"), "directory": Path("runs")})
+        {'loss': 'nan', 'directory': 'runs'}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, datetime):
+        return value.astimezone(timezone.utc).isoformat(timespec="seconds")
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def make_table(
+    *columns: str, numbers: Iterable[str] = (), long: str = "", rows: Iterable[Sequence[str]] = (), wrap: bool = True
+) -> Table:
+    """Return a table of plain text; what looks like markup is shown as it is.
+
+    Args:
+        columns: The headings.
+        numbers: Those of columns with numbers.
+        long: The heading of the one column that gives way in a narrow terminal.
+        rows: The cells.
+        wrap: Whether that column takes several lines then, or is cut.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    numbers = set(numbers)
+    table = Table(box=box.ROUNDED)
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(Text(name), justify=justify, no_wrap=name != long or not wrap, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row))
+    return table
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print names and values, one pair per line; a terminal breaks those that are too long for it."""
+    from rich.text import Text
+
+    screen, width = console(), max(map(len, facts))
+    for name, value in facts.items():
+        style = _STYLES.get(value.partition(" ")[0].rstrip(":"), "")
+        screen.print(Text.assemble((name.ljust(width), "bold"), "  ", (value, style)), soft_wrap=True)
+
+
+def moment(time: datetime | None) -> str:
+    """Return a time as it is here, to the minute."""
+    return "" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def bytes_text(count: int) -> str:
+    """Return a number of bytes for people.
+
+    Example:
+        >>> bytes_text(12), bytes_text(1_500_000)
+        ('12 B', '1.5 MB')
+    """
+    amount = float(count)
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} GB"
+
+
+def hparams_text(hparams: Mapping[str, Any]) -> str:
+    """Return hyperparameters in one line; dotted names lose what stands before the last dot.
+
+    Example:
+        >>> hparams_text({"lr": 0.0123456, "model": {"depth": 2}})
+        'lr 0.01235, depth 2'
+    """
+    from dovetail.search.charts import shown
+    from dovetail.search.report import flat
+
+    return ", ".join(f"{name.rpartition('.')[2]} {shown(value)}" for name, value in flat(hparams).items())
+
+
+def state_text(record: ExperimentRecord) -> str:
+    """Return the state of an experiment, and whether anybody works on it."""
+    return "ACTIVE (nobody runs it)" if record.state == "ACTIVE" and not record.is_running else record.state
+
+
+def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dict[str, Any]:
+    """Return what `--json` prints of an experiment; the whole has its configuration and trials, too."""
+    best = record.best_trial
+    described: dict[str, Any] = {
+        "id": record.id,
+        "name": record.name,
+        "state": record.state,
+        "is_running": record.is_running,
+        "reason": record.reason,
+        "searcher": record.config["searcher"].get("name"),
+        "metric": record.metric,
+        "smaller_is_better": record.smaller_is_better,
+        "num_trials": len(record.trials),
+        "best_trial": None if best is None else best.number,
+        "best_trial_id": None if best is None else best.id,
+        "best": None if best is None else best.best,
+        "created": record.created,
+        "ended": record.ended,
+        "directory": record.directory,
+    }
+    if whole:
+        described |= {"config": record.config, "trials": [describe_trial(trial) for trial in record.trials]}
+    return described
+
+
+def describe_trial(record: TrialRecord, *, whole: bool = False) -> dict[str, Any]:
+    """Return what `--json` prints of a trial; the whole has every value of its metric, too."""
+    described: dict[str, Any] = {
+        "id": record.id,
+        "number": record.number,
+        "experiment_id": record.experiment_id,
+        "state": record.state,
+        "reason": record.reason,
+        "hparams": record.hparams,
+        "best": record.best,
+        "best_at": record.best_at,
+        "latest": record.latest,
+        "batches": record.steps,
+        "restarts": record.restarts,
+        "source": record.source,
+        "started": record.started,
+        "ended": record.ended,
+        "directory": record.directory,
+    }
+    return described | ({"values": record.values} if whole else {})
+
+
+def describe_job(record: JobRecord) -> dict[str, Any]:
+    """Return what `--json` prints of a job."""
+    return {
+        "id": record.id,
+        "name": record.name,
+        "state": record.state,
+        "exit_code": record.exit_code,
+        "started": record.started,
+        "ended": record.ended,
+        "directory": record.directory,
+    }

@@ -1,0 +1,138 @@
+"""`dovetail trial`: look at one trial of an experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dovetail.cli.output import (
+    EXIT_CODES,
+    AsJson,
+    Home,
+    StoreUrl,
+    console,
+    describe_trial,
+    hparams_text,
+    make_table,
+    moment,
+    open_store,
+    plain,
+    print_facts,
+    print_json,
+)
+from dovetail.errors import UnknownNameError
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Look at trials, their logs and metrics.", no_args_is_help=True, epilog=EXIT_CODES)
+
+
+def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
+    from dovetail.search.store import home_directory
+
+    folders = (home_directory(ctx.params.get("home")) / "experiments").glob("*/trials/trial_[0-9]*")
+    numbers = {path.name.removeprefix("trial_") for path in folders}
+    return sorted((number for number in numbers if number.startswith(incomplete)), key=int)
+
+
+_Id = Annotated[
+    int, typer.Argument(metavar="ID", help="The trial, by its number in the store.", autocompletion=_complete)
+]
+
+
+@app.command()
+def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """Show a trial."""
+    from dovetail.search.charts import shown
+    from dovetail.search.report import duration
+
+    opened = open_store(home, store)
+    record = opened.trial(id)
+    metric = opened.experiment(record.experiment_id).metric
+    if as_json:
+        return print_json({**describe_trial(record, whole=True), "metric": metric})
+    return print_facts(
+        {
+            "trial": f"{record.number} of experiment {record.experiment_id}",
+            "state": record.state + (f": {record.reason}" if record.reason else ""),
+            "hyperparameters": hparams_text(record.hparams),
+            f"best {metric}": shown(record.best)
+            + ("" if record.best_at is None else f" after {record.best_at} batches"),
+            f"latest {metric}": shown(record.latest),
+            "batches": str(record.steps),
+            "restarts": str(record.restarts),
+            **({} if record.source is None else {"began with": f"a checkpoint of trial {record.source}"}),
+            "started": moment(record.started),
+            "time": str(duration(record.started, record.ended)),
+            "folder": str(record.directory),
+        }
+    )
+
+
+@app.command()
+def logs(
+    id: _Id,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it is over.")] = False,
+    home: Home = None,
+    store: StoreUrl = None,
+) -> None:
+    """Print what a trial has said."""
+    from dovetail.cli.follow import print_log
+
+    opened = open_store(home, store)
+    record = opened.trial(id)
+
+    def is_over() -> bool:
+        is_running = opened.experiment(record.experiment_id).is_running
+        return not is_running or opened.trial(id).state not in ("RUNNING", "WAITING")
+
+    print_log(record.directory / "log.txt", f"trial {id}", is_over if follow else None)
+
+
+@app.command()
+def metrics(
+    id: _Id,
+    group: Annotated[str | None, typer.Option(help="Of this group alone, such as validation.")] = None,
+    home: Home = None,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a trial has reported."""
+    from dovetail.search.charts import shown
+    from dovetail.search.reports import METRICS
+
+    rows = _reported(open_store(home, store).trial(id).directory / METRICS)
+    groups = {row["group"] for row in rows}
+    if group is not None and rows and group not in groups:
+        raise UnknownNameError("group", group, groups)
+    rows = [row for row in rows if group in (None, row["group"])]
+    if as_json:
+        return print_json(rows)
+    # Lists and texts, which a script may report, would make a table that nobody can read: JSON has them.
+    names = list(dict.fromkeys(name for row in rows for name, value in row["metrics"].items() if _is_number(value)))
+    cells = [
+        [row["group"], str(row["batches"]), *(shown(plain(row["metrics"].get(name))) for name in names)] for row in rows
+    ]
+    return console().print(make_table("group", "batches", *names, numbers=("batches", *names), rows=cells))
+
+
+def _reported(path: Path) -> list[dict[str, Any]]:
+    """Return the metrics in a file, by group and batches; of two about the same, the later one."""
+    from dovetail.search.reports import Reports
+
+    found = {
+        (row["group"], row["steps_completed"]): {
+            "group": row["group"],
+            "batches": row["steps_completed"],
+            "metrics": row["metrics"],
+        }
+        for row in Reports(path).read()
+        if isinstance(row.get("metrics"), dict) and isinstance(row.get("group"), str) and "steps_completed" in row
+    }
+    return sorted(found.values(), key=lambda row: int(row["batches"]))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity")

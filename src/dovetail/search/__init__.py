@@ -1,0 +1,24 @@
+"""Experiments: a YAML file, many trials, one store."""
+
+from __future__ import annotations
+
+from dovetail.search.experiment import Experiment, SearchResult, search
+from dovetail.search.records import ExperimentRecord, JobRecord, TrialRecord
+from dovetail.search.runner import Runner
+from dovetail.search.schema import ConfigErrors, ExperimentConfig, read_experiment
+from dovetail.search.store import ExperimentError, Store
+
+__all__ = [
+    "ConfigErrors",
+    "Experiment",
+    "ExperimentConfig",
+    "ExperimentError",
+    "ExperimentRecord",
+    "JobRecord",
+    "Runner",
+    "SearchResult",
+    "Store",
+    "TrialRecord",
+    "read_experiment",
+    "search",
+]

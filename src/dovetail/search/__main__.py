@@ -1,0 +1,10 @@
+"""`python -m dovetail.search HOME EXPERIMENT`: run an experiment in this process."""
+
+from __future__ import annotations
+
+from dovetail.search.runner import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""The checkpoints of trials, as those who run them see them: which is the newest, and which are to be kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.checkpoint import TrialCheckpoint, experiment_retention, verify
+from dovetail.checkpoint.files import CHUNK, DISK, Digest, discard, is_temporary
+from dovetail.checkpoint.manifest import MANIFEST
+from dovetail.checkpoint.store import remove, scan
+from dovetail.errors import CheckpointError
+
+__all__ = ["FILES_FORMAT", "StoredCheckpoint", "checkpoints_of", "latest_checkpoint", "remove_surplus"]
+
+FILES_FORMAT = "dovetail-files"
+"""What the manifest of a checkpoint says that a script has stored by `core.checkpoint`."""
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint of a trial.
+
+    Attributes:
+        path: Its folder.
+        steps: After how many batches it was written, where it says so.
+        is_files: Whether a script has stored it by `core.checkpoint`: it asks for it by its name.
+    """
+
+    path: Path
+    steps: int | None
+    is_files: bool = False
+
+    @property
+    def reference(self) -> str:
+        """What a trial is given to go on from it."""
+        return self.path.name if self.is_files else str(self.path)
+
+
+def checkpoints_of(trial: Path) -> list[StoredCheckpoint]:
+    """Return the checkpoints in the folder of a trial, oldest first; those that say nothing sensible are left out."""
+    infos, _ = scan(trial)
+    return [*_stored_files(trial), *(StoredCheckpoint(info.path, info.step) for info in infos)]
+
+
+def latest_checkpoint(trial: Path) -> StoredCheckpoint | None:
+    """Return the newest checkpoint in the folder of a trial of which every byte is as it was written, or None."""
+    for checkpoint in reversed(checkpoints_of(trial)):
+        with suppress(CheckpointError, OSError):
+            _verify_files(checkpoint.path) if checkpoint.is_files else verify(checkpoint.path)
+            return checkpoint
+    return None
+
+
+def remove_surplus(
+    trials: Mapping[Path, Mapping[int, float]],
+    ended: Sequence[Path],
+    *,
+    experiment_best: int,
+    trial_best: int,
+    trial_latest: int,
+    smaller_is_better: bool,
+) -> list[Path]:
+    """Remove the checkpoints of trials that no rule keeps, and return their folders.
+
+    Args:
+        trials: The folders of trials, and their metric after so many batches.
+        ended: Those of them that have ended: only they lose any.
+        experiment_best: Keep so many of the best of all trials.
+        trial_best: Keep so many of the best of every trial.
+        trial_latest: Keep so many of the newest of every trial.
+        smaller_is_better: The direction of the metric.
+    """
+    found = {checkpoint.path: (trial, checkpoint) for trial in trials for checkpoint in checkpoints_of(trial)}
+    measured = [
+        TrialCheckpoint(path, trial, trials[trial].get(-1 if checkpoint.steps is None else checkpoint.steps))
+        for path, (trial, checkpoint) in found.items()
+    ]
+    kept = experiment_retention(measured, experiment_best, trial_best, trial_latest, smaller_is_better)
+    surplus = [(path, it.is_files) for path, (trial, it) in found.items() if trial in ended and path not in kept]
+    for path, is_files in surplus:
+        if is_files:
+            discard(DISK, path)
+        else:
+            remove(path)
+    return [path for path, _ in surplus]
+
+
+def _stored_files(trial: Path) -> Iterator[StoredCheckpoint]:
+    # `core.checkpoint`, which writes them, needs torch; here nothing does.
+    found = []
+    for manifest in trial.glob(f"*/{MANIFEST}"):
+        with suppress(OSError, ValueError):
+            document = json.loads(manifest.read_bytes())
+            if document["format"] == FILES_FORMAT and not is_temporary(manifest.parent.name):
+                steps = document["metadata"].get("steps_completed")
+                found.append((document["created"], manifest.parent, steps if isinstance(steps, int) else None))
+    return (StoredCheckpoint(path, steps, is_files=True) for _, path, steps in sorted(found, key=lambda it: it[:2]))
+
+
+def _verify_files(checkpoint: Path) -> None:
+    for name, stored in json.loads((checkpoint / MANIFEST).read_bytes())["files"].items():
+        digest = Digest()
+        with open(checkpoint / "files" / name, "rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+        if (digest.size, digest.sha256) != (stored["size"], stored["sha256"]):
+            raise CheckpointError(f"{checkpoint / 'files' / name}: the file is damaged")

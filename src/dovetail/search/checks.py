@@ -1,0 +1,302 @@
+"""What a key of a configuration may hold, and all mistakes at once."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dovetail.config import locate
+from dovetail.errors import ConfigError
+from dovetail.units import TrainUnit, parse_unit
+
+__all__ = [
+    "LIMIT",
+    "REQUIRED",
+    "ConfigErrors",
+    "Key",
+    "Problem",
+    "Problems",
+    "Refused",
+    "flag",
+    "list_of",
+    "mapping",
+    "number",
+    "one_of",
+    "read_section",
+    "text",
+    "unit",
+    "unknown_key",
+    "whole",
+]
+
+_Keys = tuple[str | int, ...]
+
+Check = Callable[[Any], Any]
+"""Returns the value of a key as the program wants it, or raises `Refused` with what was expected."""
+
+
+LIMIT = 2**53
+"""Up to here floats hold every whole number, and so does a study."""
+
+
+class ConfigErrors(ConfigError):  # noqa: N818 - it is several
+    r"""All that is wrong with a configuration.
+
+    Attributes:
+        problems: One sentence each, with file, line and column where the value is of a file.
+
+    Example:
+        >>> str(ConfigErrors(["a.yaml:1:1: name: expected text, got 1", "a.yaml:2:1: searcher: missing"]))
+        'a.yaml:1:1: name: expected text, got 1\na.yaml:2:1: searcher: missing'
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
+
+
+class Refused(ValueError):  # noqa: N818 - a word in a sentence: the value is refused
+    """Raised by a check; the text says what was expected."""
+
+
+class Problem(NamedTuple):
+    """A mistake, and the way to it from the top of the configuration.
+
+    Example:
+        >>> Problem(("searcher", "max_trials"), "missing").keys
+        ('searcher', 'max_trials')
+    """
+
+    keys: _Keys
+    sentence: str
+
+
+class Problems:
+    """The mistakes found so far in one configuration.
+
+    Args:
+        config: Knows the places of its keys when it is of a file.
+        given: The texts that the command line has set keys by: their place is the text itself.
+
+    Example:
+        >>> problems = Problems({})
+        >>> problems.add(("searcher", "name"), "missing")
+        >>> problems.raise_any()
+        Traceback (most recent call last):
+        ...
+        dovetail.search.checks.ConfigErrors: searcher.name: missing
+    """
+
+    def __init__(self, config: Mapping[str, Any], given: Mapping[_Keys, str] | None = None) -> None:
+        self._config = config
+        self._given = dict(given or {})
+        self._found: list[str] = []
+
+    def add(self, keys: _Keys, sentence: str) -> None:
+        """Note a mistake."""
+        for length in range(len(keys), 0, -1):
+            if (setting := self._given.get(keys[:length])) is not None:
+                self._found.append(f"{setting}: {'.'.join(map(str, keys))}: {sentence}")
+                return
+        self._found.append(f"{locate(self._config, *keys)}: {sentence}" if keys else sentence)
+
+    def extend(self, problems: Iterable[Problem], *above: str) -> None:
+        """Note mistakes of a section that stands below some keys."""
+        for problem in problems:
+            self.add((*above, *problem.keys), problem.sentence)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def raise_any(self) -> None:
+        """Raise all mistakes as one error, if there are any."""
+        if self._found:
+            raise ConfigErrors(self._found)
+
+
+REQUIRED: Any = object()
+"""The default of a key that has to be given."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key may hold.
+
+    Attributes:
+        check: Returns the value that is used, or raises `Refused`.
+        default: What it is when it is not given, or null.
+        hint: What to do when it is required and missing.
+
+    Example:
+        >>> Key(whole(1), default=16).check(4)
+        4
+    """
+
+    check: Check
+    default: Any = REQUIRED
+    hint: str = ""
+
+
+def read_section(
+    section: Mapping[str, Any], keys: Mapping[str, Key], problems: list[Problem], ignored: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return the values of a section, with defaults; what is wrong is noted and has its default, or is left out.
+
+    Args:
+        section: As it is in the file.
+        keys: What may be in it.
+        problems: Where mistakes are noted.
+        ignored: Keys that may be in it and are not looked at.
+
+    Example:
+        >>> problems = []
+        >>> read_section({"max_trails": 3}, {"max_trials": Key(whole(1), default=1)}, problems)
+        {'max_trials': 1}
+        >>> problems[0].sentence
+        "unknown key: did you mean 'max_trials'? (known: max_trials)"
+    """
+    skipped = set(ignored)
+    problems += [unknown_key(name, keys) for name in section if name not in keys and name not in skipped]
+    values = {}
+    for name, key in keys.items():
+        given = section.get(name)
+        if given is None:
+            if key.default is REQUIRED:
+                problems.append(Problem((name,), f"missing: {key.hint}" if key.hint else "missing"))
+            else:
+                values[name] = copy.copy(key.default)
+            continue
+        try:
+            values[name] = key.check(given)
+        except Refused as refusal:
+            problems.append(Problem((name,), f"{refusal}, got {_shown(given)}"))
+            if key.default is not REQUIRED:
+                values[name] = copy.copy(key.default)
+    return values
+
+
+def unknown_key(name: str, known: Iterable[str]) -> Problem:
+    """Return the sentence about a key that is not known, with the nearest that is."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f": did you mean {nearest[0]!r}?" if nearest else ""
+    return Problem((name,), f"unknown key{hint} (known: {', '.join(names)})")
+
+
+# Checks
+
+
+def text(value: Any) -> str:
+    """Accept text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise Refused("expected text")
+    return value
+
+
+def flag(value: Any) -> bool:
+    """Accept true and false."""
+    if not isinstance(value, bool):
+        raise Refused("expected true or false")
+    return value
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Accept 'key: value' lines."""
+    if not isinstance(value, Mapping):
+        raise Refused("expected 'key: value' lines")
+    return dict(value)
+
+
+def whole(least: int = -LIMIT, most: int = LIMIT) -> Check:
+    """Accept whole numbers, such as 1000 or 1e3, within bounds."""
+    bounds = f" from {least} to {most}" if most < LIMIT else f" of at least {least}" if least > -LIMIT else ""
+
+    def check(value: Any) -> int:
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_whole:
+            raise Refused(f"expected a whole number{bounds}")
+        if not least <= value <= most:
+            raise Refused(f"expected a whole number{' that a float can hold' if abs(value) > LIMIT else bounds}")
+        return int(value)
+
+    return check
+
+
+def number(least: float = -math.inf, most: float = math.inf) -> Check:
+    """Accept finite numbers within bounds."""
+    bounds = (
+        "" if math.isinf(least) else f" of at least {least:g}" if math.isinf(most) else f" from {least:g} to {most:g}"
+    )
+
+    def check(value: Any) -> float:
+        try:
+            found = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+        except OverflowError:
+            found = math.nan
+        if not math.isfinite(found) or not least <= found <= most:
+            raise Refused(f"expected a number{bounds}")
+        return found
+
+    return check
+
+
+def one_of(*names: str) -> Check:
+    """Accept some names."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in names:
+            nearest = difflib.get_close_matches(str(value), names, n=1)
+            hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+            raise Refused(f"expected one of {', '.join(names)}{hint}")
+        return value
+
+    return check
+
+
+def list_of(check: Check, least: int = 0) -> Check:
+    """Accept lists, of so many items at least, of what another check accepts."""
+
+    def check_all(value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) < least:
+            raise Refused(f"expected a list of at least {least}" if least else "expected a list")
+        return list(_checked(value, check))
+
+    return check_all
+
+
+def unit(least: int) -> Check:
+    """Accept lengths such as `{epochs: 3}`; a bare number is of batches."""
+
+    def check(value: Any) -> TrainUnit:
+        given = value if isinstance(value, Mapping) else {"batches": value}
+        try:
+            ((name, count),) = given.items()
+            return parse_unit({name: whole(least)(count)})
+        except ValueError as error:
+            raise Refused(
+                "expected one of epochs, batches, records and updates with a whole number, such as {epochs: 3}"
+            ) from error
+
+    return check
+
+
+def _checked(values: list[Any], check: Check) -> Iterator[Any]:
+    for position, value in enumerate(values):
+        try:
+            yield check(value)
+        except Refused as refusal:
+            raise Refused(f"{refusal} as item {position + 1}") from refusal
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping" if value else "an empty mapping"
+    return reprlib.repr(value)

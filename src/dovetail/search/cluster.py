@@ -1,0 +1,403 @@
+"""Trials on a Ray cluster.
+
+Every attempt has a keeper: an actor with a name of its own, on a node with room for it, that outlives whoever has
+started it. It begins the attempt there as `LocalBackend` does here, so the files of an attempt say the same as on one
+machine; all nodes see the folder of the experiment. Ray tells what files cannot: that a node is gone.
+
+    runner ── RayBackend ──▷ keeper (actor) ──▷ sh ──▷ the script
+                                └ guard: ends what is left of the attempt when the keeper is no more
+
+A trial whose slots are on several nodes has a keeper without a slot: see `dovetail.search.spread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.extras import require
+from dovetail.search.checkpoints import latest_checkpoint
+from dovetail.search.processes import Attempt, Ended, LocalBackend
+from dovetail.search.spread import spread
+from dovetail.search.storage import opened, pull, push
+
+__all__ = ["RayBackend", "connected", "guarded", "main"]
+
+_NAMESPACE = "dovetail"
+_EVERY = 0.05
+# Seconds for which the nodes of a cluster are believed to be the same.
+_REMEMBERED = 2.0
+# Seconds that a guard has to end the processes of a keeper that died.
+_SETTLING = 1.0
+_COPIED_EVERY = 2.0
+# Seconds after which a keeper leaves that nobody needs: its runner may be dead.
+_PATIENCE = 60.0
+
+
+class RayBackend:
+    """Runs trials on the nodes of a Ray cluster.
+
+    A slot is a graphics card where the cluster has any, else a core of a processor. The folder of experiments, the code
+    and Python's packages have the same path on all nodes. A process that is connected to a cluster stays with that one.
+
+    Args:
+        address: `local` starts a cluster on this machine that ends with this process. `ray` or `auto` is the one that
+            this machine is a node of, `host:port` names it, and `ray://host:port` reaches one from outside.
+        storage: Where copies of checkpoints are kept, as `dovetail.search.storage` does it: a URL that fsspec knows.
+
+    Raises:
+        ConfigError: There is no cluster at the address.
+        MissingExtraError: Ray, or the package for such a URL, is not installed.
+
+    Example:
+        >>> RayBackend("nowhere")
+        Traceback (most recent call last):
+            ...
+        dovetail.errors.ConfigError: cluster: expected local, ray, host:port or ray://host:port, got 'nowhere'
+    """
+
+    def __init__(self, address: str, storage: str | None = None) -> None:
+        if not re.fullmatch(r"local|ray|auto|(ray://)?[^/:\s]+:\d+", address):
+            raise ConfigError(f"cluster: expected local, ray, host:port or ray://host:port, got {address!r}")
+        if storage is not None:
+            opened(storage)
+        self._storage = storage
+        self._ray = connected("auto" if address == "ray" else address)
+        self._new_keeper = self._ray.remote(_Keeper)
+        self._keepers: dict[Path, _Keeping] = {}
+        self._rooms: tuple[float, list[int]] = (-_REMEMBERED, [])
+        self._resource = "CPU"
+
+    def capacity(self, slots: int) -> int:
+        """Return how many trials of so many slots can be at work at the same time: at least one."""
+        rooms = self._slots_of_nodes()
+        whole = sum(room // slots for room in rooms)
+        return max(1, whole or sum(rooms) // slots)
+
+    def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
+        """Begin an attempt; one that has begun already is left alone.
+
+        Where no node has so many slots, Ray Train spreads the processes of the trial over several.
+
+        Raises:
+            ConfigError: The command cannot be spread.
+        """
+        rooms = self._slots_of_nodes()
+        wanted = {self._resource: slots}
+        if max(rooms, default=0) < slots <= sum(rooms):
+            wanted, command = {}, spread(command, slots, self._resource)
+        attempt.folder.parent.mkdir(parents=True, exist_ok=True)
+        if slots > sum(rooms):
+            _tell(attempt, f"waits for {slots} slots: the cluster has {sum(rooms)}")
+        options = {
+            "name": _name(attempt),
+            "namespace": _NAMESPACE,
+            "lifetime": "detached",
+            # One of several who start the same attempt makes it, and all of them talk to that one.
+            "get_if_exists": True,
+            "num_cpus": wanted.get("CPU", 0),
+            "num_gpus": wanted.get("GPU", 0),
+        }
+        keeper = self._new_keeper.options(**options).remote(str(attempt.folder))
+        work = _Work(list(command), sys.executable, dict(env), str(cwd), slots, self._place(attempt))
+        over = keeper.run.remote(work)
+        self._keepers[attempt.folder] = _Keeping(keeper, over)
+
+    def poll(self, attempt: Attempt) -> Ended | None:
+        """Return how an attempt ended; None while it is at work, or about to be.
+
+        One that has ended without an exit code was killed, or its node is lost; the log of the trial says so.
+        """
+        ended: Ended | None = Ended(attempt.exit_code)
+        if attempt.exit_code != 0 or self._storage is not None:
+            # The keeper tells later than the file does: when nobody is left of a group that lost a process, and when
+            # the last checkpoint is copied.
+            ended = self._ended(attempt)
+        if ended is None:
+            return None
+        if ended.code is None:
+            ended = Ended(attempt.exit_code)
+        keeping = self._keepers.pop(attempt.folder, None) or self._found(attempt)
+        if keeping is not None:
+            self._ray.kill(keeping.keeper)
+        place, trial = self._place(attempt), attempt.folder.parent.parent
+        if place is not None and ended.code != 0 and latest_checkpoint(trial) is None:
+            pull(place, trial)
+        return ended
+
+    def stop(self, attempt: Attempt, kill: bool = False) -> None:
+        """Let the command have SIGTERM, or end all processes at once."""
+        keeping = self._keeping(attempt)
+        if keeping is None:
+            return
+        if not (attempt.folder / "wrapper").exists():
+            # It waits for a place, and would do so for as long as others are at work.
+            self._ray.kill(keeping.keeper)
+        elif keeping.stopping is None or self._is_ready(keeping.stopping):
+            keeping.stopping = keeping.keeper.stop.remote(kill)
+
+    def adopt(self, attempt: Attempt) -> bool:
+        """Take over an attempt that somebody else may have started; False if it has never begun."""
+        return attempt.has_begun
+
+    # ------------------------------------------------------------------ inside
+
+    def _slots_of_nodes(self) -> list[int]:
+        seen, rooms = self._rooms
+        if time.monotonic() - seen > _REMEMBERED:
+            nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+            self._resource = "GPU" if any(node.get("GPU") for node in nodes) else "CPU"
+            rooms = [int(node.get(self._resource, 0)) for node in nodes]
+            self._rooms = time.monotonic(), rooms
+        return rooms
+
+    def _place(self, attempt: Attempt) -> str | None:
+        """Return where the checkpoints of a trial are copied to, which nobody else's ever were."""
+        if self._storage is None:
+            return None
+        trial = attempt.folder.parent.parent
+        written = trial / "storage"
+        if not written.exists():
+            trial.mkdir(parents=True, exist_ok=True)
+            unfinished = trial / "storage.tmp"
+            unfinished.write_text(f"{self._storage.rstrip('/')}/{trial.name}-{secrets.token_hex(4)}")
+            unfinished.replace(written)
+        return written.read_text()
+
+    def _keeping(self, attempt: Attempt) -> _Keeping | None:
+        keeping = self._keepers.get(attempt.folder) or self._found(attempt)
+        if keeping is not None:
+            self._keepers[attempt.folder] = keeping
+        return keeping
+
+    def _found(self, attempt: Attempt) -> _Keeping | None:
+        # Ray raises this where there is none of the name, or none any more.
+        with suppress(ValueError):
+            keeper = self._ray.get_actor(_name(attempt), namespace=_NAMESPACE)
+            return _Keeping(keeper, keeper.wait.remote())
+        return None
+
+    def _ended(self, attempt: Attempt) -> Ended | None:
+        keeping = self._keeping(attempt)
+        if keeping is None:
+            if attempt.exit_code is None and attempt.asked is None:
+                _tell(attempt, f"the cluster does not know attempt {attempt.number} any more")
+            return Ended(None)
+        if not self._is_ready(keeping.over):
+            return None
+        errors = self._ray.exceptions
+        try:
+            ended: Ended = self._ray.get(keeping.over)
+        except errors.ActorUnavailableError:
+            # The network failed; whether the keeper did is not known yet.
+            keeping.over = keeping.keeper.wait.remote()
+            return None
+        except errors.RayError as error:
+            if keeping.lost_at is None:
+                keeping.lost_at = time.monotonic()
+                if attempt.exit_code is None and attempt.asked is None:
+                    _tell(attempt, _reason(attempt, error))
+            return Ended(None) if time.monotonic() - keeping.lost_at > _SETTLING else None
+        return ended
+
+    def _is_ready(self, reference: Any) -> bool:
+        return bool(self._ray.wait([reference], timeout=0)[0])
+
+
+@dataclass
+class _Keeping:
+    """A keeper, and what it was asked: `over` is answered when its attempt has ended, or when it is dead itself."""
+
+    keeper: Any
+    over: Any
+    stopping: Any = None
+    lost_at: float | None = None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a keeper is to do: `python` is what the runner calls its own Python, `storage` where checkpoints go."""
+
+    command: list[str]
+    python: str
+    env: dict[str, str]
+    cwd: str
+    slots: int
+    storage: str | None
+
+
+class _Keeper:
+    """Begins an attempt on its node, and looks after it there."""
+
+    def __init__(self, folder: str) -> None:
+        self._attempt = Attempt(Path(folder))
+        self._backend = LocalBackend()
+        self._work: _Work | None = None
+        self._copying = asyncio.Lock()
+        self._leaving = self._leave_after(_PATIENCE)
+
+    async def run(self, work: _Work) -> Ended:
+        """Begin the attempt, unless it has begun, and return how it ended."""
+        if self._work is None:
+            self._work = work
+            self._leaving.cancel()
+            # The same program may lie elsewhere on this node.
+            command = [sys.executable if word == work.python else word for word in work.command]
+            env = {**work.env, "RAY_ADDRESS": _cluster_address()}
+            self._guard = guarded(self._attempt)
+            self._backend.start(self._attempt, command, env, Path(work.cwd), work.slots)
+        return await self.wait()
+
+    async def wait(self) -> Ended:
+        """Return how the attempt ended."""
+        if self._work is None:
+            return Ended(None)
+        copied = time.monotonic()
+        while (ended := self._backend.poll(self._attempt)) is None:
+            await asyncio.sleep(_EVERY)
+            if time.monotonic() - copied > _COPIED_EVERY:
+                await self._copy(self._work.storage)
+                copied = time.monotonic()
+        await self._copy(self._work.storage)
+        self._leaving.cancel()
+        self._leaving = self._leave_after(_PATIENCE)
+        return ended
+
+    def stop(self, kill: bool) -> None:
+        """Let the command have SIGTERM, or end all processes at once."""
+        self._backend.stop(self._attempt, kill)
+
+    async def _copy(self, storage: str | None) -> None:
+        """Copy new checkpoints; a place that cannot be reached now is one that can be later."""
+        if storage is None:
+            return
+        async with self._copying:
+            try:
+                await asyncio.to_thread(push, self._attempt.folder.parent.parent, storage)
+            except Exception as error:  # every kind of place has its own
+                _tell(self._attempt, f"checkpoints could not be copied: {type(error).__name__}: {error}")
+
+    def _leave_after(self, seconds: float) -> threading.Timer:
+        # A runner ends the keepers of attempts that are over. Those of a runner that is dead would keep their slots.
+        timer = threading.Timer(seconds, os._exit, [0])
+        timer.daemon = True
+        timer.start()
+        return timer
+
+
+def connected(address: str) -> ModuleType:
+    """Connect this process to a cluster, or start one that is `local`, and return Ray.
+
+    Raises:
+        ConfigError: There is none at the address.
+        MissingExtraError: Ray is not installed.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    with _own_signals():
+        ray = require("ray", "ray")
+        if ray.is_initialized():
+            return ray
+        options: dict[str, Any] = {"namespace": _NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
+        if address == "local":
+            options |= {"include_dashboard": False, "num_cpus": LocalBackend().capacity(1)}
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            problem = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"cluster: no Ray cluster can be reached at {address!r}: {problem}") from error
+    return ray
+
+
+def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a process that ends others as soon as this one is dead, however it dies.
+
+    A word that is written to it sends it home: there is nothing to do any more.
+
+    Args:
+        attempt: Whose processes on this machine are ended.
+        group: A group of processes to end instead.
+    """
+    command = [sys.executable, "-m", "dovetail.search.cluster", str(attempt.folder), str(group or 0)]
+    guard = subprocess.Popen(  # noqa: S603 - this program
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    guard.wait()
+    return guard
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be the process that `guarded` starts.
+
+    Args:
+        arguments: The folder of an attempt, and a group of processes or 0.
+    """
+    # Nobody's child: Ray kills those together with their parent.
+    if os.fork():
+        return 0
+    # The kernel closes the other end.
+    if not sys.stdin.read():
+        folder, group = arguments
+        if int(group):
+            with suppress(ProcessLookupError):
+                os.killpg(int(group), signal.SIGKILL)
+        else:
+            LocalBackend().stop(Attempt(Path(folder)), kill=True)
+    return 0
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep Ray from answering SIGTERM: it would end a runner that is to let its trials save."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _cluster_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _name(attempt: Attempt) -> str:
+    trial = attempt.folder.parent.parent
+    place = sha256(str(trial).encode()).hexdigest()[:12]
+    return f"{trial.name}-{place}-{attempt.number}"
+
+
+def _tell(attempt: Attempt, sentence: str) -> None:
+    with open(attempt.folder.parent.parent / "log.txt", "a", encoding="utf-8") as log:
+        log.write(f"dovetail: {sentence}\n")
+
+
+def _reason(attempt: Attempt, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = next((line for line in lines if line.startswith("The actor died because")), lines[-1] if lines else "")
+    if attempt.has_begun:
+        return f"the node of attempt {attempt.number} was lost ({why.removeprefix('The actor died because ')})"
+    return f"attempt {attempt.number} could not begin on its node: {lines[-1] if lines else type(error).__name__}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

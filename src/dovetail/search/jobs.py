@@ -1,0 +1,132 @@
+"""Jobs: scripts that do not train, such as batch inference, run once with a configuration and a copy of the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from dovetail.errors import DovetailError
+from dovetail.info import VARIABLE, TrialInfo, write_info
+from dovetail.search.processes import Attempt, Backend, heard_signals
+from dovetail.search.records import JobRecord
+from dovetail.search.runner import backend_for, command_of
+from dovetail.search.schema import read_experiment
+from dovetail.search.snapshot import take_snapshot
+from dovetail.search.store import HOME, Store, holding
+
+__all__ = ["run_job"]
+
+_EVERY = 0.02
+_SAID = ("the job is asked to leave (again to kill it)", "the job is killed")
+
+
+def run_job(
+    store: Store,
+    path: str | os.PathLike[str],
+    context_dir: str | os.PathLike[str] = ".",
+    overrides: Sequence[str] = (),
+    on_output: Callable[[str], None] | None = None,
+    backend: Backend | None = None,
+) -> JobRecord:
+    r"""Run a job to its end. Ctrl-C lets it leave, a second one kills it.
+
+    Args:
+        store: Where jobs are kept.
+        path: The configuration.
+        context_dir: The folder with the code.
+        overrides: What to change in the configuration, such as `data.trial_id=3`.
+        on_output: Is given what the job writes, as it comes.
+        backend: Where it runs; None is what the configuration says.
+
+    Returns:
+        What has become of it.
+
+    Raises:
+        ConfigError: The configuration, or the folder, cannot be meant.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "code").mkdir()
+        >>> _ = (folder / "job.yaml").write_text("entrypoint: echo hello\n")
+        >>> said = []
+        >>> job = run_job(Store.open(folder / "home"), folder / "job.yaml", folder / "code", on_output=said.append)
+        >>> job.state, job.exit_code, said
+        ('COMPLETED', 0, ['hello\n'])
+    """
+    config = read_experiment(Path(path), overrides, kind="job")
+    command = command_of(config.entrypoint, config.slots)
+    number, folder = _new_folder(store.home / "jobs")
+    try:
+        take_snapshot(Path(context_dir), folder / "code", [store.home])
+    except DovetailError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.copyfile(path, folder / "config.yaml")
+    info = TrialInfo(
+        trial_id=number,
+        config=config.raw,
+        user_data=dict(config.data),
+        trial_seed=config.seed,
+        kind="job",
+        slots=config.slots,
+        directory=str(folder),
+    )
+    write_info(folder / "info.json", info)
+    told = {"name": config.name, "started": datetime.now(timezone.utc).isoformat()}
+    (folder / "job.json").write_text(json.dumps(told))
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        **config.environment,
+        VARIABLE: str(folder / "info.json"),
+        HOME: str(store.home),
+    }
+    with holding(folder / "lock", f"job {number}"):
+        _work(
+            backend or backend_for(config, concurrent=1), Attempt.of(folder, 0), command, env, config.slots, on_output
+        )
+    return store.job(number)
+
+
+def _work(
+    backend: Backend,
+    attempt: Attempt,
+    command: Sequence[str],
+    env: dict[str, str],
+    slots: int,
+    on_output: Callable[[str], None] | None,
+) -> None:
+    folder = attempt.folder.parent.parent
+    log = folder / "log.txt"
+    log.touch()
+    with heard_signals(_SAID) as signals, open(log, encoding="utf-8", errors="replace") as output:
+        backend.start(attempt, command, env, folder / "code", slots)
+        while True:
+            is_over = backend.poll(attempt) is not None
+            if on_output is not None and (text := output.read()):
+                on_output(text)
+            if is_over:
+                return
+            if signals and attempt.asked is None:
+                attempt.ask("cancel")
+                backend.stop(attempt)
+            if len(signals) > 1:
+                backend.stop(attempt, kill=True)
+            time.sleep(_EVERY)
+
+
+def _new_folder(jobs: Path) -> tuple[int, Path]:
+    jobs.mkdir(parents=True, exist_ok=True)
+    number = max((int(name) for name in os.listdir(jobs) if name.isdecimal()), default=0)
+    while True:
+        number += 1
+        try:
+            (jobs / str(number)).mkdir()
+        except FileExistsError:
+            continue
+        return number, jobs / str(number)

@@ -1,0 +1,354 @@
+"""Trials as processes: how one is started, watched and stopped so that nobody needs to remember it.
+
+A trial may be started several times. Each attempt is a folder `attempts/<n>` in the folder of the trial, and all that
+is known about it is in files there: whoever comes later, after a runner that was killed, knows as much as that one did.
+
+    wrapper   the id of the shell that looks after the command
+    pid       the id of the command
+    asked     why it was asked to leave: pause, stop or cancel
+    signalled that it has got SIGTERM for it
+    preempted a script that leaves when it is asked to, with exit code 0, says so by this file
+    exit      the exit code of the command
+
+The shell makes the folder first, and leaves if it is there already. So of any number of processes that begin the same
+attempt, one runs the command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal, Protocol, cast
+
+import psutil
+
+from dovetail.info import ATTEMPT, PREEMPTED
+
+__all__ = ["ATTEMPT", "Attempt", "Backend", "Ended", "LocalBackend", "Wish", "heard_signals", "is_at_work", "wrapped"]
+
+Wish = Literal["pause", "stop", "cancel"]
+"""Why a trial is asked to leave: `stop` is the searcher's wish, the others are people's."""
+
+# Seconds after which a process that was killed hangs in the kernel, and nobody can help.
+_PATIENCE = 5.0
+
+# TERM has a handler, though it does nothing, and is not ignored: that the command would inherit. A number is written at
+# once or not at all, so that whoever reads it meanwhile finds it or finds nothing.
+_SHELL = """
+mkdir "$1" 2>/dev/null || exit 75
+exec >>"$1/../../log.txt" 2>&1
+trap : TERM INT HUP
+echo $$ >"$1/wrapper"
+sh -c 'echo $$ >"$0/pid"; [ -e "$0/asked" ] && exit 143; exec "$@"' "$@"
+code=$?
+echo $code >"$1/exit"
+exit $code
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended.
+
+    Attributes:
+        code: Its exit code, 128 + signal after a signal; None if it was killed together with its shell.
+    """
+
+    code: int | None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a trial: what its files say.
+
+    Attributes:
+        folder: `attempts/<n>` in the folder of the trial.
+
+    Example:
+        >>> import tempfile
+        >>> attempt = Attempt.of(Path(tempfile.mkdtemp()), 0)
+        >>> attempt.has_begun, attempt.exit_code
+        (False, None)
+        >>> attempt.ask("pause")
+        >>> attempt.asked
+        'pause'
+    """
+
+    folder: Path
+
+    @classmethod
+    def of(cls, trial: Path, number: int) -> Attempt:
+        """Return an attempt of the trial in a folder."""
+        return cls(trial / "attempts" / str(number))
+
+    @classmethod
+    def all_of(cls, trial: Path) -> list[Attempt]:
+        """Return the attempts of a trial that have begun, in order."""
+        with suppress(FileNotFoundError):
+            numbers = sorted(int(name) for name in os.listdir(trial / "attempts") if name.isdecimal())
+            return [cls.of(trial, number) for number in numbers]
+        return []
+
+    @property
+    def number(self) -> int:
+        """Its number, from 0."""
+        return int(self.folder.name)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a shell has taken it."""
+        return self.folder.is_dir()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the command, once it has ended."""
+        return _number(self.folder / "exit")
+
+    @property
+    def asked(self) -> Wish | None:
+        """Why it was asked to leave, if it was."""
+        with suppress(OSError):
+            return cast(Wish, (self.folder / "asked").read_text())
+        return None
+
+    @property
+    def asked_at(self) -> float:
+        """When, in seconds since the epoch."""
+        return (self.folder / "asked").stat().st_mtime
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether it has got SIGTERM because it was asked."""
+        return (self.folder / "signalled").exists()
+
+    def note_signal(self) -> None:
+        """Write down that it has got SIGTERM."""
+        (self.folder / "signalled").touch()
+
+    @property
+    def was_preempted(self) -> bool:
+        """Whether the script has said that it leaves because it was asked to."""
+        return (self.folder / PREEMPTED).exists()
+
+    def ask(self, wish: Wish) -> None:
+        """Write down why it is asked to leave. Of an attempt that has not begun, that prevents the beginning."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self.folder / "asked.tmp"
+        unfinished.write_text(wish)
+        unfinished.replace(self.folder / "asked")
+
+
+class Backend(Protocol):
+    """Where the processes of trials run. It keeps nothing that the files of an attempt do not say."""
+
+    def capacity(self, slots: int) -> int:
+        """Return how many trials of so many slots can be at work at the same time: at least one."""
+
+    def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
+        """Begin an attempt; one that has begun already is left alone.
+
+        Args:
+            attempt: Its folder is made by what is started, not before.
+            command: The program and its arguments.
+            env: Environment variables beside those of this process.
+            cwd: The folder to run in.
+            slots: How many processes the command starts on its own: what they need is to be there for them.
+        """
+
+    def poll(self, attempt: Attempt) -> Ended | None:
+        """Return how an attempt ended, with no process of it left; None while it is at work, or about to be."""
+
+    def stop(self, attempt: Attempt, kill: bool = False) -> None:
+        """Let the command have SIGTERM, or end all processes at once. The attempt has been asked (`Attempt.ask`)."""
+
+    def adopt(self, attempt: Attempt) -> bool:
+        """Take over an attempt that somebody else may have started; False if it has never begun."""
+
+
+class LocalBackend:
+    r"""Runs trials on this machine.
+
+    A slot is a graphics card where there are any, else a core of the processor. Trials get cards of their own, by
+    `CUDA_VISIBLE_DEVICES`, and their share of the cores, by `OMP_NUM_THREADS`, unless that is set already.
+
+    Args:
+        slots: How many there are; None counts them.
+        concurrent: How many trials are at work at the same time at most; None is as many as there are slots for.
+
+    Example:
+        >>> import tempfile, time
+        >>> trial = Path(tempfile.mkdtemp())
+        >>> backend, attempt = LocalBackend(), Attempt.of(trial, 0)
+        >>> backend.start(attempt, ["echo", "hello"], {}, trial, slots=1)
+        >>> while (ended := backend.poll(attempt)) is None:
+        ...     time.sleep(0.01)
+        >>> ended, (trial / "log.txt").read_text()
+        (Ended(code=0), 'hello\n')
+    """
+
+    def __init__(self, slots: int | None = None, concurrent: int | None = None) -> None:
+        self._cards = _cards()
+        self._slots = slots or len(self._cards) or _num_cores()
+        self._concurrent = concurrent
+        self._started: dict[Path, subprocess.Popen[bytes]] = {}
+        self._cards_of: dict[Path, list[str]] = {}
+
+    def capacity(self, slots: int) -> int:
+        """Return how many trials of so many slots can be at work at the same time: at least one."""
+        return max(1, self._slots // slots)
+
+    def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
+        """Begin an attempt; one that has begun already is left alone."""
+        attempt.folder.parent.mkdir(parents=True, exist_ok=True)
+        fit = self.capacity(slots)
+        threads = max(1, _num_cores() // (slots * min(fit, self._concurrent or fit)))
+        variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **env, ATTEMPT: str(attempt.folder)}
+        if self._cards:
+            taken = {card for cards in self._cards_of.values() for card in cards}
+            free = [card for card in self._cards if card not in taken]
+            self._cards_of[attempt.folder] = free[:slots] or self._cards[:slots]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._cards_of[attempt.folder])
+        # A session of its own: a Ctrl-C at the terminal is for the runner only.
+        self._started[attempt.folder] = subprocess.Popen(  # noqa: S603 - the user's own command
+            wrapped(attempt, command), cwd=cwd, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def poll(self, attempt: Attempt) -> Ended | None:
+        """Return how an attempt ended; None while it is at work, or about to be."""
+        code = attempt.exit_code
+        if code is None and self._is_at_work(attempt):
+            return None
+        # It may have ended between the two looks.
+        code = attempt.exit_code
+        if code != 0:
+            # A launcher or a shell that was killed leaves its children behind.
+            _end_all(attempt)
+        self._cards_of.pop(attempt.folder, None)
+        if (process := self._started.pop(attempt.folder, None)) is not None:
+            process.wait()
+        return Ended(code)
+
+    def stop(self, attempt: Attempt, kill: bool = False) -> None:
+        """Let the command have SIGTERM, or end all processes at once."""
+        if kill:
+            _end_all(attempt)
+            return
+        # While the shell waits for it, no other process has the command's id. If there is none yet, the command will
+        # see, before it begins, that it was asked to leave.
+        pid = _number(attempt.folder / "pid")
+        if pid is not None and self._is_at_work(attempt):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def adopt(self, attempt: Attempt) -> bool:
+        """Take over an attempt that somebody else may have started; False if it has never begun."""
+        if self._cards and (pid := _number(attempt.folder / "pid")) is not None:
+            with suppress(psutil.Error):
+                visible = psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "")
+                self._cards_of[attempt.folder] = visible.split(",")
+        return attempt.has_begun
+
+    def _is_at_work(self, attempt: Attempt) -> bool:
+        process = self._started.get(attempt.folder)
+        if process is not None and process.poll() is None:
+            return True
+        # Somebody else's, or begun by a shell of somebody else while ours came too late.
+        return is_at_work(attempt)
+
+
+def is_at_work(attempt: Attempt) -> bool:
+    """Whether a shell of this machine looks after an attempt that has begun."""
+    wrapper = _number(attempt.folder / "wrapper")
+    if wrapper is None:
+        return any(_is_wrapper(each, attempt) for each in psutil.process_iter())
+    with suppress(psutil.Error):
+        return _is_wrapper(psutil.Process(wrapper), attempt)
+    return False
+
+
+@contextmanager
+def heard_signals(sentences: Sequence[str]) -> Iterator[list[int]]:
+    """Collect Ctrl-C and SIGTERM in a list, instead of dying of them; in other threads than the main one, nothing.
+
+    Args:
+        sentences: What to tell people after the first, the second, … of them.
+    """
+    heard: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield heard
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        # Not print: the signal may have come while the program was writing to the same stream.
+        with suppress(OSError):
+            said = sentences[min(len(heard), len(sentences)) - 1]
+            os.write(2, f"\n{signal.Signals(number).name}: {said}\n".encode())
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def wrapped(attempt: Attempt, command: Sequence[str]) -> list[str]:
+    """Return the command of the shell that begins an attempt, runs a command and writes down its exit code."""
+    return ["sh", "-c", _SHELL, "dovetail-trial", str(attempt.folder), *command]
+
+
+def _is_wrapper(process: psutil.Process, attempt: Attempt) -> bool:
+    # A number alone may belong to another process by now.
+    with suppress(psutil.Error):
+        return process.cmdline()[3:5] == ["dovetail-trial", str(attempt.folder)]
+    return False
+
+
+def _end_all(attempt: Attempt) -> None:
+    """Kill every process of an attempt, also those that have left its session, and wait until they are gone."""
+    deadline = time.monotonic() + _PATIENCE
+    # More than once: one of them may have been starting another.
+    while (found := list(_processes(attempt))) and time.monotonic() < deadline:
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.005)
+
+
+def _processes(attempt: Attempt) -> Iterator[psutil.Process]:
+    # One that has ended and is only waiting to be counted has no environment any more.
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(ATTEMPT) == str(attempt.folder) and process.pid != os.getpid():
+                yield process
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None if it is not there, or being written."""
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _cards() -> list[str]:
+    """Return the names of the graphics cards that this process may use, without asking torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [card for card in visible.split(",") if card and card != "-1"]
+    with suppress(OSError):
+        return [str(number) for number, _ in enumerate(os.listdir("/proc/driver/nvidia/gpus"))]
+    return []

@@ -1,0 +1,123 @@
+"""What is known about experiments and their trials: values that are read from the store, and change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["ExperimentRecord", "ExperimentState", "JobRecord", "TrialRecord", "TrialState"]
+
+ExperimentState = Literal["ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR"]
+TrialState = Literal["WAITING", "RUNNING", "COMPLETED", "STOPPED", "INVALID_HP", "CANCELED", "ERROR"]
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One trial.
+
+    Attributes:
+        id: Its number in the whole store; that of `load_checkpoint_trial(trial_id=…)`.
+        number: Its number in the experiment, from 0.
+        experiment_id: Whose it is.
+        state: `STOPPED` is a trial that the searcher ended early; `WAITING` one that is to go on.
+        hparams: Its hyperparameters, nested as in the file.
+        directory: Its folder: `info.json`, `log.txt`, `metrics.jsonl`, checkpoints.
+        best: The best value of the searcher's metric.
+        best_at: After how many batches.
+        latest: The last value.
+        steps: Batches that were reported last.
+        restarts: How often it was started again after a failure.
+        started: When it was first started.
+        ended: When it was over.
+        reason: Why it ended as it did, for people.
+        source: The trial whose checkpoint it began with, if any.
+        values: The metric after so many batches, in order.
+    """
+
+    id: int
+    number: int
+    experiment_id: int
+    state: TrialState
+    hparams: dict[str, Any]
+    directory: Path
+    best: float | None = None
+    best_at: int | None = None
+    latest: float | None = None
+    steps: int = 0
+    restarts: int = 0
+    started: datetime | None = None
+    ended: datetime | None = None
+    reason: str | None = None
+    source: int | None = None
+    values: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExperimentRecord:
+    """One experiment.
+
+    Attributes:
+        id: Its number in the store.
+        name: As the file has it, or the file's own name.
+        state: What became of it.
+        config: The configuration, with what the command line has set.
+        directory: Its folder: `config.yaml`, `code`, `runner.log`, `trials`.
+        created: When.
+        ended: When it was over.
+        reason: Why it ended as it did, for people.
+        is_running: Whether a runner is at work on it now.
+        trials: Its trials, by number.
+    """
+
+    id: int
+    name: str
+    state: ExperimentState
+    config: dict[str, Any]
+    directory: Path
+    created: datetime
+    ended: datetime | None = None
+    reason: str | None = None
+    is_running: bool = False
+    trials: tuple[TrialRecord, ...] = ()
+
+    @property
+    def metric(self) -> str:
+        """The metric that the searcher looks at."""
+        return str(self.config["searcher"]["metric"])
+
+    @property
+    def smaller_is_better(self) -> bool:
+        """Its direction."""
+        return bool(self.config["searcher"].get("smaller_is_better", True))
+
+    @property
+    def best_trial(self) -> TrialRecord | None:
+        """The trial with the best value, the first of several; None where none has one."""
+        sign = 1 if self.smaller_is_better else -1
+        measured = [trial for trial in self.trials if trial.best is not None and trial.best == trial.best]
+        return min(measured, key=lambda trial: sign * (trial.best or 0.0), default=None)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A script that was run as a job.
+
+    Attributes:
+        id: Its number.
+        name: As the file has it, or the file's own name.
+        state: What became of it.
+        directory: Its folder: `info.json`, `log.txt`, `code`.
+        exit_code: That of the script, once it is over.
+        started: When.
+        ended: When it was over.
+    """
+
+    id: int
+    name: str
+    state: Literal["RUNNING", "COMPLETED", "ERROR", "CANCELED"]
+    directory: Path
+    exit_code: int | None = None
+    started: datetime | None = None
+    ended: datetime | None = None

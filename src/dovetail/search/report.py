@@ -1,0 +1,440 @@
+"""An experiment as a page that people can keep: one HTML file without anything around it, and its pictures."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from html import escape
+from importlib import metadata, resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from dovetail.config import parse_scalar
+from dovetail.errors import ConfigError
+from dovetail.extras import require
+from dovetail.search.charts import (
+    BarChart,
+    Dimension,
+    Line,
+    LineChart,
+    ParallelChart,
+    Polyline,
+    Scale,
+    shown,
+)
+from dovetail.search.records import ExperimentRecord, TrialRecord
+
+__all__ = ["best_config", "best_so_far", "duration", "flat", "report", "searched", "to_yaml", "varied"]
+
+# Fewer say nothing about which hyperparameter matters.
+_ENOUGH = 5
+_Chart = LineChart | ParallelChart | BarChart
+
+
+def report(record: ExperimentRecord, path: str | os.PathLike[str]) -> list[Path]:
+    """Write an experiment's report, and return the files.
+
+    The page needs nothing beside it and no network. Where matplotlib is installed, its pictures are written as images,
+    too, beside it and under its name: `report.html`, `report-curves.png`, ….
+
+    Args:
+        record: What the store has on the experiment.
+        path: The page; folders on the way are created.
+
+    Example:
+        >>> import tempfile
+        >>> config = {"searcher": {"name": "random", "metric": "loss"}}
+        >>> record = ExperimentRecord(1, "demo", "ACTIVE", config, Path("."), datetime(2026, 1, 1))
+        >>> report(record, f"{tempfile.mkdtemp()}/report.html")[0].name
+        'report.html'
+    """
+    target = Path(path)
+    charts = _charts(record)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(_page(record, charts), encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is None:
+        return [target]
+    drawn = {name: chart for name, (_, chart) in charts.items() if not isinstance(chart, str)}
+    return [target, *(_draw(chart, target.with_name(f"{target.stem}-{name}.png")) for name, chart in drawn.items())]
+
+
+def best_config(record: ExperimentRecord) -> dict[str, Any]:
+    """Return the configuration that runs the best trial once more, by itself.
+
+    Raises:
+        ConfigError: No trial has a value yet.
+    """
+    best = record.best_trial
+    if best is None:
+        raise ConfigError(f"experiment {record.id}: no trial has reported {record.metric!r}, so none is the best")
+    kept = ("metric", "smaller_is_better", "max_length")
+    searcher = {key: value for key, value in record.config["searcher"].items() if key in kept}
+    return {**record.config, "hyperparameters": best.hparams, "searcher": {"name": "single", **searcher}}
+
+
+def to_yaml(value: Any) -> str:
+    """Return plain values as YAML that `load_config` reads back as they are.
+
+    Example:
+        >>> print(to_yaml({"lr": 1e-05, "name": "1e-3"}), end="")
+        lr: 1.0e-05
+        name: '1e-3'
+    """
+    return yaml.dump(value, Dumper=_dumper(), sort_keys=False, allow_unicode=True, width=100)
+
+
+def flat(hparams: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested hyperparameters by dotted names.
+
+    Example:
+        >>> flat({"lr": 0.1, "model": {"depth": 2}})
+        {'lr': 0.1, 'model.depth': 2}
+    """
+    found: dict[str, Any] = {}
+    for name, value in hparams.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def searched(record: ExperimentRecord) -> set[str]:
+    """Return the dotted names of the hyperparameters that the searcher chooses."""
+    names = dict.fromkeys(name for trial in record.trials for name in flat(trial.hparams))
+    return {name for name in names if _declared(record, name) in ("int", "double", "log", "categorical")}
+
+
+def best_so_far(record: ExperimentRecord) -> dict[int, float]:
+    """Return the best value after each trial that has one, by its number."""
+    pick = min if record.smaller_is_better else max
+    found: dict[int, float] = {}
+    for trial in _measured(record):
+        found[trial.number] = pick([*list(found.values())[-1:], trial.best or 0.0])
+    return found
+
+
+def duration(started: datetime | None, ended: datetime | None) -> timedelta | None:
+    """Return how long something took, or has taken by now, in whole seconds; None before it began."""
+    if started is None:
+        return None
+    elapsed = (ended or datetime.now(started.tzinfo)) - started
+    return timedelta(seconds=max(0, round(elapsed.total_seconds())))
+
+
+@functools.cache
+def _dumper() -> type[yaml.SafeDumper]:
+    class Dumper(yaml.SafeDumper):
+        """Quotes what YAML 1.2, which we read, would take for a number; PyYAML thinks of YAML 1.1 only."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in value else None
+        # Breaks of lines that YAML 1.1 knows, and which it would take for blanks.
+        if re.search("[\x85\u2028\u2029\ufeff]", value):
+            style = '"'
+        elif style is None and re.match(r"[-+.\d]", value):
+            try:
+                is_text = isinstance(parse_scalar(value), str)
+            except ConfigError:
+                is_text = False
+            style = None if is_text else "'"
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+    Dumper.add_representer(str, text)
+    return Dumper
+
+
+# What is drawn
+
+
+def _measured(record: ExperimentRecord) -> list[TrialRecord]:
+    return [trial for trial in record.trials if trial.best is not None and math.isfinite(trial.best)]
+
+
+def _charts(record: ExperimentRecord) -> dict[str, tuple[str, _Chart | str]]:
+    """Return the title of each picture, and the picture or the reason why there is none."""
+    return {
+        "curves": (f"{record.metric} of every trial", _curves(record)),
+        "best": (f"Best {record.metric} so far", _best(record)),
+        "importance": ("Importance of hyperparameters", _importance(record)),
+        "parallel": ("Hyperparameters and what came of them", _parallel(record)),
+    }
+
+
+def _quality(record: ExperimentRecord) -> dict[int, float]:
+    """Return how good each trial is, by number: from 0 for the worst to 1 for the best."""
+    ranked = sorted(_measured(record), key=lambda trial: trial.best or 0.0, reverse=record.smaller_is_better)
+    return {trial.number: rank / max(1, len(ranked) - 1) for rank, trial in enumerate(ranked)}
+
+
+def _label(record: ExperimentRecord, trial: TrialRecord) -> str:
+    hparams = ", ".join(f"{name} {shown(value)}" for name, value in flat(trial.hparams).items())
+    return f"trial {trial.number}: {record.metric} {shown(trial.best)}\n{hparams}"
+
+
+def _curves(record: ExperimentRecord) -> LineChart | str:
+    quality = _quality(record)
+    lines = [
+        Line(_label(record, trial), points, quality.get(trial.number, 0.0), trial.number)
+        for trial in record.trials
+        if (points := tuple((steps, value) for steps, value in trial.values.items() if math.isfinite(value)))
+    ]
+    return LineChart("batches", record.metric, tuple(lines)) if lines else f"No trial has reported {record.metric}."
+
+
+def _best(record: ExperimentRecord) -> LineChart | str:
+    quality, best = _quality(record), best_so_far(record)
+    if not best:
+        return f"No trial has reported {record.metric}."
+    stairs = Line("best so far", tuple(best.items()), 1.0, style="stairs")
+    dots = [
+        Line(_label(record, trial), ((trial.number, trial.best or 0.0),), quality[trial.number], trial.number, "dots")
+        for trial in _measured(record)
+    ]
+    return LineChart("trial", record.metric, (stairs, *dots))
+
+
+def varied(trials: Sequence[TrialRecord]) -> dict[str, list[Any]]:
+    """Return the hyperparameters that trials differ in, by dotted names: a value per trial, None where it has none."""
+    rows = [flat(trial.hparams) for trial in trials]
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    return {name: column for name, column in columns.items() if len({json.dumps(each) for each in column}) > 1}
+
+
+def _parallel(record: ExperimentRecord) -> ParallelChart | str:
+    trials = _measured(record)
+    columns = varied(trials)
+    if not columns:
+        return f"No two trials with a value of {record.metric} differ in their hyperparameters."
+    columns[record.metric] = [trial.best for trial in trials]
+    placed = {name: _dimension(name, column, _is_log(record, name)) for name, column in columns.items()}
+    quality = _quality(record)
+    lines = [
+        Polyline(
+            _label(record, trial),
+            tuple(places[index] for _, places in placed.values()),
+            quality[trial.number],
+            trial.number,
+        )
+        for index, trial in enumerate(trials)
+    ]
+    return ParallelChart(tuple(dimension for dimension, _ in placed.values()), tuple(lines))
+
+
+def _dimension(name: str, column: Sequence[Any], is_log: bool | None) -> tuple[Dimension, list[float]]:
+    if all(_is_number(value) for value in column):
+        scale = Scale.of(column, is_log)
+        distinct = sorted(set(column))
+        inner = distinct[1:-1] if len(distinct) <= 6 else scale.ticks(4)
+        labels = [(scale(value), shown(value)) for value in (distinct[0], distinct[-1])]
+        for tick in inner:
+            if all(abs(scale(tick) - place) > 0.07 for place, _ in labels):
+                labels.append((scale(tick), shown(tick)))
+        return Dimension(name, tuple(labels)), [scale(value) for value in column]
+    spelled = [json.dumps(value) if isinstance(value, (list, dict)) else shown(value) for value in column]
+    known = sorted(set(spelled))
+    places = {label: (index + 0.5) / len(known) for index, label in enumerate(known)}
+    return Dimension(name, tuple((place, label) for label, place in places.items())), [places[s] for s in spelled]
+
+
+def _is_log(record: ExperimentRecord, name: str) -> bool | None:
+    """Return whether the configuration draws a hyperparameter from a logarithmic scale; None where it does not say."""
+    kind = _declared(record, name)
+    return kind == "log" if kind in ("log", "double", "int") else None
+
+
+def _declared(record: ExperimentRecord, name: str) -> Any:
+    """Return the type that the configuration gives a hyperparameter, if any."""
+    declared = record.config.get("hyperparameters")
+    for key in name.split("."):
+        declared = declared.get(key) if isinstance(declared, Mapping) else None
+    return declared.get("type") if isinstance(declared, Mapping) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _importance(record: ExperimentRecord) -> BarChart | str:
+    trials = [trial for trial in _measured(record) if trial.state == "COMPLETED"]
+    columns = varied(trials)
+    if len(trials) < _ENOUGH:
+        return f"Needs at least {_ENOUGH} completed trials with a value of {record.metric}; there are {len(trials)}."
+    if not columns:
+        return "The completed trials do not differ in their hyperparameters."
+    if importlib.util.find_spec("optuna") is None:
+        return "Needs Optuna: pip install 'dovetail[search]'."
+    optuna = require("optuna", "search")
+    distributions = {}
+    for name, column in columns.items():
+        if all(_is_number(value) for value in column):
+            is_log = Scale.of(column, _is_log(record, name)).is_log
+            distributions[name] = optuna.distributions.FloatDistribution(min(column), max(column), log=is_log)
+        else:
+            columns[name] = [json.dumps(value) for value in column]
+            distributions[name] = optuna.distributions.CategoricalDistribution(sorted(set(columns[name])))
+    try:
+        shares = _shares(record, trials, columns, distributions)
+    except UserWarning:
+        return f"The values of {record.metric} are too much alike to tell."
+    return BarChart(tuple(sorted(shares.items(), key=lambda share: -share[1])))
+
+
+def _shares(
+    record: ExperimentRecord,
+    trials: Sequence[TrialRecord],
+    columns: Mapping[str, list[Any]],
+    distributions: Mapping[str, Any],
+) -> dict[str, float]:
+    import optuna
+
+    level = optuna.logging.get_verbosity()
+    # No line on the terminal about a study that is nobody's.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        study = optuna.create_study(direction="minimize" if record.smaller_is_better else "maximize")
+    finally:
+        optuna.logging.set_verbosity(level)
+    for index, trial in enumerate(trials):
+        params = {name: column[index] for name, column in columns.items()}
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=dict(distributions), value=trial.best))
+    with warnings.catch_warnings():
+        # Of shares that mean nothing it only warns.
+        warnings.simplefilter("error", UserWarning)
+        return optuna.importance.get_param_importances(study)
+
+
+def _draw(chart: _Chart, path: Path) -> Path:
+    figures = require("matplotlib.figure", "plot")
+    # A Figure of its own, never pyplot: nothing global changes, and no display is needed.
+    figure = figures.Figure(figsize=(7.0, 3.6), dpi=144, layout="constrained")
+    with warnings.catch_warnings():
+        # About letters that its font lacks, and numbers near the end of all floats. The page has both.
+        warnings.simplefilter("ignore")
+        chart.draw(figure)
+        figure.savefig(path)
+    return path
+
+
+# The page
+
+
+def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str]]) -> str:
+    template = resources.files("dovetail.search").joinpath("report.html").read_text(encoding="utf-8")
+    # No script but ours runs in the page, even if some text should get into it as markup.
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    searcher = record.config["searcher"]
+    goal = "smaller" if record.smaller_is_better else "larger"
+    description = record.config.get("description")
+    sections = {name: _section(name, title, chart) for name, (title, chart) in charts.items()}
+    # Beside the importance, where there is room; the parallel coordinates take a row of their own.
+    sections = {"curves": "", "best": "", "importance": "", "config": _best_section(record), "parallel": ""} | sections
+    return Template(template).substitute(
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        title=escape(f"{record.name} · experiment {record.id}"),
+        name=escape(record.name),
+        id=record.id,
+        state=record.state,
+        reason=escape(f" ({record.reason})" if record.reason else ""),
+        searcher=escape(f"searcher {searcher.get('name', 'single')}, by {record.metric}: {goal} is better"),
+        description=f"<p>{escape(str(description))}</p>" if description else "",
+        facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(record).items()),
+        charts="\n".join(sections.values()),
+        table=_table(record),
+        constants=_constants(record),
+        version=escape(metadata.version("dovetail")),
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    )
+
+
+def _facts(record: ExperimentRecord) -> dict[str, str]:
+    best = record.best_trial
+    over = sum(trial.state in ("COMPLETED", "STOPPED") for trial in record.trials)
+    return {
+        f"best {record.metric}": shown(best and best.best),
+        "best trial": "–" if best is None else f"{best.number} (id {best.id})",
+        "trials": f"{over} of {len(record.trials)} finished" if over < len(record.trials) else str(over),
+        "batches": f"{sum(trial.steps for trial in record.trials):,}",
+        "created": record.created.astimezone().strftime("%Y-%m-%d %H:%M"),
+        "time": str(duration(record.created, record.ended)),
+    }
+
+
+def _section(name: str, title: str, chart: _Chart | str) -> str:
+    content = f'<p class="faint">{escape(chart)}</p>' if isinstance(chart, str) else chart.svg()
+    wide = ' class="wide"' if name == "parallel" else ""
+    return f'<section id="{name}"{wide}>\n<h2>{escape(title)}</h2>\n<div class="scroll">{content}</div>\n</section>'
+
+
+def _columns(record: ExperimentRecord) -> Iterator[tuple[str, str, Callable[[TrialRecord], Any]]]:
+    """Yield the heading of each column, the class of its cells, and what is in them."""
+    yield "trial", "number", lambda trial: trial.number
+    yield "id", "number", lambda trial: trial.id
+    yield "state", "state", lambda trial: trial.state
+    yield f"best {record.metric}", "number", lambda trial: trial.best
+    for name, column in varied(record.trials).items():
+        kind = "number" if all(value is None or _is_number(value) for value in column) else "text"
+        yield name, kind, functools.partial(lambda name, trial: flat(trial.hparams).get(name), name)
+    yield "at batch", "number", lambda trial: trial.best_at
+    yield f"latest {record.metric}", "number", lambda trial: trial.latest
+    yield "batches", "number", lambda trial: trial.steps
+    yield "restarts", "number", lambda trial: trial.restarts
+    yield "time", "number", lambda trial: duration(trial.started, trial.ended)
+    if any(trial.reason for trial in record.trials):
+        yield "reason", "reason", lambda trial: trial.reason
+
+
+def _table(record: ExperimentRecord) -> str:
+    columns = list(_columns(record))
+    heads = "".join(f'<th class="{kind}"><button>{escape(name)}</button></th>' for name, kind, _ in columns)
+    rows = []
+    for trial in record.trials:
+        cells = "".join(_cell(kind, get(trial)) for _, kind, get in columns)
+        is_best = ' class="best"' if trial is record.best_trial else ""
+        rows.append(f'<tr data-trial="{trial.number}"{is_best}>{cells}</tr>')
+    return f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table>"
+
+
+def _cell(kind: str, value: Any) -> str:
+    if value is None:
+        key, text = "", "–"
+    elif isinstance(value, timedelta):
+        key, text = str(value.total_seconds()), str(value)
+    else:
+        key = text = json.dumps(value) if isinstance(value, (list, dict)) else shown(value)
+        key = repr(value) if isinstance(value, float) else key
+    look = f"state {value}" if kind == "state" else kind
+    return f'<td class="{escape(look)}" data-value="{escape(key)}">{escape(text)}</td>'
+
+
+def _constants(record: ExperimentRecord) -> str:
+    if not record.trials:
+        return ""
+    different = varied(record.trials)
+    same = {name: value for name, value in flat(record.trials[0].hparams).items() if name not in different}
+    listed = ", ".join(f"{name} {shown(value)}" for name, value in same.items())
+    return f'<p class="faint">The same in every trial: {escape(listed)}.</p>' if same else ""
+
+
+def _best_section(record: ExperimentRecord) -> str:
+    best = record.best_trial
+    if best is None:
+        return ""
+    heading = f'<h2>Configuration of the best trial, {best.number}</h2><button id="copy">Copy</button>'
+    content = escape(to_yaml(best_config(record)))
+    return f'<section id="config">\n<div class="row">{heading}</div>\n<pre id="yaml">{content}</pre>\n</section>'

@@ -1,0 +1,636 @@
+"""Runs an experiment, and can be killed at any moment.
+
+    python -m dovetail.search HOME EXPERIMENT
+
+One thread looks at the trials again and again. What it learns goes through three stages, in this order:
+
+1. Files say what trials have done: reports in `metrics.jsonl`, exit codes in `attempts/<n>`. Nothing of it is lost.
+2. The searcher is told, once and in order. Its state, what it has decided, and up to where it was told, are kept in the
+   store as one value: a decision is made or it is not.
+3. What follows from that is done: values and states are written, processes started and stopped. All of it may be done
+   twice and is the same.
+
+So a runner that comes after one that was killed loads that value, does the third stage again, and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from dovetail.errors import DovetailError
+from dovetail.info import VARIABLE, TrialInfo, write_info
+from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
+from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend, Wish, heard_signals
+from dovetail.search.records import ExperimentRecord, ExperimentState, TrialRecord, TrialState
+from dovetail.search.reports import METRICS, Reports, number
+from dovetail.search.schema import ExperimentConfig, read_experiment
+from dovetail.search.searchers import Searcher, SearcherConfig, Suggestion, make_searcher
+from dovetail.search.space import Space
+from dovetail.search.store import HOME, STORE, WISHES, Store, best_step, experiment_record
+
+__all__ = ["Observer", "Runner", "backend_for", "command_of", "main", "request", "start_detached", "trial_seed"]
+
+Observer = Callable[[ExperimentRecord], None]
+
+_OVER = ("COMPLETED", "CANCELED", "ERROR")
+# Seconds that a trial has to save and leave before it is killed.
+_GRACE = 30.0
+# Seconds between two looks: a twentieth of the time that nothing has happened, so that waiting costs little.
+_SHORTEST, _LONGEST, _SHARE = 0.005, 0.25, 0.05
+_OBSERVED_EVERY = 0.25
+_SAID = ("trials save and leave (again to kill them)", "trials are killed")
+
+
+class Runner:
+    r"""Runs an experiment to its end, or until somebody wants it to pause.
+
+    Ctrl-C or SIGTERM pauses: trials save and leave, and the next run goes on. The second one kills the trials, which go
+    on from their last checkpoint then. `Store.wish` does the same from outside.
+
+    Args:
+        store: Where the experiment is.
+        experiment_id: Which one.
+        backend: Where trials run; None is what the configuration says.
+        observer: Is shown the experiment a few times a second while it runs, and at the end.
+
+    Example:
+        >>> import tempfile
+        >>> from dovetail.config import parse_config
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "code").mkdir()
+        >>> text = "entrypoint: echo hello\nsearcher: {name: single, metric: loss}\nhyperparameters: {lr: 0.1}\n"
+        >>> store = Store.open(folder / "home")
+        >>> experiment = store.create_experiment(read_experiment(parse_config(text)), text, folder / "code")
+        >>> done = Runner(store, experiment.id).run()
+        >>> done.state, [trial.state for trial in done.trials]
+        ('COMPLETED', ['COMPLETED'])
+    """
+
+    def __init__(
+        self, store: Store, experiment_id: int, backend: Backend | None = None, observer: Observer | None = None
+    ) -> None:
+        self.store = store
+        self.experiment_id = experiment_id
+        self._observer = observer
+        self._backend = backend
+        record = store.experiment(experiment_id)
+        self._directory = record.directory
+        with warnings.catch_warnings():
+            # Whoever has created it was told of the keys that are ignored.
+            warnings.simplefilter("ignore", UserWarning)
+            self._config = read_experiment(record.config)
+        self._space = Space(self._config.hyperparameters)
+        self._signals: Sequence[int] = ()
+        self._observed_at = 0.0
+
+    def run(self, *, only_wish: bool = False) -> ExperimentRecord:
+        """Run, and return what has become of the experiment. One that is over already is left alone.
+
+        Args:
+            only_wish: Whether to do no more than grant a wish (`Store.wish`) that nobody has granted yet.
+
+        Raises:
+            ExperimentError: Another process runs it.
+        """
+        with self.store.running(self.experiment_id), heard_signals(_SAID) as self._signals:
+            before = self.store.experiment(self.experiment_id)
+            wish = _read_wish(self._directory)
+            is_granted = wish is None or (wish == "pause" and before.state == "PAUSED")
+            if before.state in _OVER or is_granted:
+                self._forget_wish()
+            if before.state not in _OVER and not (only_wish and is_granted):
+                self._load(before)
+                self._go_on()
+        return self.store.experiment(self.experiment_id)
+
+    def _go_on(self) -> None:
+        event_at = time.monotonic()
+        while (outcome := self._outcome()) is None:
+            if self._look_around():
+                event_at = time.monotonic()
+            self._observe()
+            idle = time.monotonic() - event_at
+            time.sleep(min(max(_SHORTEST, idle * _SHARE), _LONGEST))
+        self.store.set_state(self.experiment_id, *outcome)
+        self._forget_wish()
+        self._say(f"experiment {outcome[0]}" + (f": {outcome[1]}" if outcome[1] else ""))
+        self._observe(now=True)
+
+    # ------------------------------------------------------------------ going on
+
+    def _load(self, record: ExperimentRecord) -> None:
+        self._say(f"process {os.getpid()} runs experiment {record.id}")
+        if record.state == "PAUSED":
+            self.store.set_state(self.experiment_id, "ACTIVE")
+        self._study = self.store.study(self.experiment_id)
+        self._place = self.store.trials_directory(self.experiment_id)
+        self._searcher: Searcher = make_searcher(self._config.searcher, self._space, self._config.seed)
+        self._work = self._backend or backend_for(self._config, self._searcher.max_concurrent_trials)
+        self._trials: dict[int, _Trial] = {}
+        self._folders: dict[int, Path] = {trial.number: trial.directory for trial in record.trials}
+        self._ended: dict[Path, Mapping[int, float]] = {}
+        self._num_failed = sum(trial.state in ("ERROR", "INVALID_HP") for trial in record.trials)
+        self._wish: Literal["pause", "cancel", "kill"] | None = None
+        self._is_exhausted = False
+        memory = self.store.memory(self.experiment_id)
+        if memory:
+            self._searcher.load_state_dict(memory["searcher"])
+        told: Mapping[str, Any] = memory.get("trials", {})
+        for each in record.trials:
+            if each.ended is None:
+                self._trials[each.number] = self._adopted(each, told.get(str(each.number), {}))
+            else:
+                self._ended[each.directory] = each.values
+        pending = memory.get("pending")
+        if pending is not None and pending["number"] == len(record.trials):
+            self._create(pending["number"], Suggestion(pending["params"], pending["source"], pending["attributes"]))
+
+    def _adopted(self, record: TrialRecord, told: Mapping[str, Any]) -> _Trial:
+        trial = _Trial(record, Reports(record.directory / METRICS), values=dict(record.values))
+        trial.told, trial.verdict = told.get("told", -1), told.get("verdict")
+        trial.end, trial.reason = told.get("end"), told.get("reason")
+        attempts = Attempt.all_of(record.directory)
+        if attempts and self._work.adopt(attempts[-1]):
+            trial.attempt, trial.is_at_work = attempts[-1], trial.end is None
+        # The last one is judged when it has ended, if it has not been.
+        earlier = attempts[:-1] if trial.is_at_work or trial.end is not None else attempts
+        failures = sum(attempt.asked is None and attempt.exit_code != 0 for attempt in earlier)
+        trial.restarts = min(failures, self._config.max_restarts)
+        return trial
+
+    # ------------------------------------------------------------------ one look
+
+    def _look_around(self) -> bool:
+        """Do the three stages, and return whether there was anything to do."""
+        self._heed()
+        found = False
+        for trial in list(self._trials.values()):
+            found |= self._learn(trial)
+        if found:
+            self._remember()
+        for trial in list(self._trials.values()):
+            found |= self._act(trial)
+        return self._suggest() or found
+
+    def _learn(self, trial: _Trial) -> bool:
+        """Read what a trial has done, and tell the searcher."""
+        # In this order: an attempt that has ended writes nothing more.
+        ended = self._work.poll(trial.attempt) if trial.attempt is not None and trial.is_at_work else None
+        found = False
+        for row in trial.reports.read():
+            found |= self._hear(trial, row)
+        if ended is None:
+            return found
+        trial.is_at_work = False
+        trial.end = self._judge(trial, ended)
+        if trial.end is not None and trial.end != "CANCELED":
+            self._searcher.on_exit(trial.number, trial.end)
+        return True
+
+    def _hear(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
+        if row.get("exited") == "INVALID_HP":
+            trial.is_invalid = True
+        steps, metrics = row.get("steps_completed"), row.get("metrics")
+        if not isinstance(steps, int) or not isinstance(metrics, dict):
+            return False
+        trial.steps = max(trial.steps, steps)
+        if row.get("group") != "validation":
+            return False
+        searcher = self._config.searcher
+        value = number(metrics, searcher.metric)
+        at = float(steps) if searcher.time_metric == "batches" else number(metrics, searcher.time_metric)
+        if value is None or at is None:
+            missing = searcher.metric if value is None else searcher.time_metric
+            self._complain(trial, f"its validation reports no number {missing!r}, which the searcher needs")
+            return False
+        if trial.values.get(steps) != value:
+            trial.fresh[steps] = value
+        # A trial that goes on from a checkpoint reports again what came after it; the searcher has heard that.
+        if steps <= trial.told or trial.verdict is not None:
+            return False
+        trial.told = steps
+        if not self._searcher.on_validation(trial.number, int(at), value):
+            trial.verdict = verdict(searcher, at)
+        return True
+
+    def _judge(self, trial: _Trial, ended: Ended) -> TrialState | None:
+        """Return what has become of a trial whose attempt has ended; None if it is to go on."""
+        assert trial.attempt is not None
+        asked = trial.attempt.asked
+        trial.reason = None
+        if trial.is_invalid:
+            trial.reason = "the trial says that its hyperparameters cannot work"
+            return "INVALID_HP"
+        # Of one that the searcher has ended, code 0 may mean that it has heard so.
+        if ended.code == 0 and not trial.attempt.was_preempted and (trial.verdict is None or asked is None):
+            return "COMPLETED"
+        if trial.verdict is not None:
+            return self._stopped(trial)
+        if asked == "cancel":
+            return "CANCELED"
+        if asked == "pause":
+            return None
+        how = "was killed" if ended.code is None else f"ended with exit code {ended.code}"
+        trial.reason = f"attempt {trial.attempt.number} {how}{_last_words(trial.folder)}"
+        self._say(f"trial {trial.id}: {trial.reason}")
+        if trial.restarts >= self._config.max_restarts:
+            return "ERROR"
+        trial.restarts += 1
+        return None
+
+    def _stopped(self, trial: _Trial) -> TrialState | None:
+        early = trial.verdict == "STOPPED"
+        trial.reason = f"stopped early after {trial.told} batches" if early else None
+        return trial.verdict
+
+    def _remember(self, pending: Mapping[str, Any] | None = None) -> None:
+        trials = {
+            str(trial.number): {
+                "told": trial.told,
+                "verdict": trial.verdict,
+                "end": trial.end,
+                "reason": trial.reason,
+            }
+            for trial in self._trials.values()
+        }
+        memory = {"searcher": self._searcher.state_dict(), "trials": trials, "pending": pending}
+        self.store.remember(self.experiment_id, memory)
+
+    def _act(self, trial: _Trial) -> bool:
+        """Do what follows from what is known about a trial."""
+        for steps, value in trial.fresh.items():
+            self.store.add_value(trial.id, steps, value)
+        trial.values |= trial.fresh
+        trial.fresh = {}
+        if trial.end is None and not trial.is_at_work:
+            if self._wish is None:
+                self._start(trial)
+                return True
+            if self._wish in ("cancel", "kill"):
+                # Nobody who was about to start it may do so any more.
+                self._next_attempt(trial).ask("cancel")
+                trial.end = "CANCELED"
+        if trial.end is not None:
+            self._finish(trial, trial.end)
+            return True
+        if trial.is_at_work:
+            self._dismiss(trial)
+        return False
+
+    def _dismiss(self, trial: _Trial) -> None:
+        """Let a trial leave that somebody wants to."""
+        attempt = trial.attempt
+        assert attempt is not None
+        wish: Wish | None = "stop" if trial.verdict is not None else "cancel" if self._wish == "kill" else self._wish
+        asked = attempt.asked
+        if wish is not None and (asked is None or (wish == "cancel" and asked == "pause")):
+            attempt.ask(wish)
+        elif asked is None:
+            return
+        # Once: trials take the second signal for a wish to leave at once.
+        if not attempt.was_signalled:
+            self._work.stop(attempt)
+            attempt.note_signal()
+        # A launcher gives its processes as much, and then needs a moment itself.
+        grace = _GRACE if self._config.slots == 1 else _GRACE + 10
+        if self._wish == "kill" or len(self._signals) > 1 or time.time() - attempt.asked_at > grace:
+            self._work.stop(attempt, kill=True)
+
+    def _finish(self, trial: _Trial, end: TrialState) -> None:
+        self.store.end_trial(self._record_of(trial, end))
+        del self._trials[trial.number]
+        self._ended[trial.folder] = trial.values
+        self._num_failed += end in ("ERROR", "INVALID_HP")
+        self._say(f"trial {trial.id} {end}" + (f": {trial.reason}" if trial.reason else ""))
+        keep = self._config.checkpoint_storage
+        everyone = {**self._ended, **{it.folder: it.values for it in self._trials.values()}}
+        try:
+            remove_surplus(
+                # The best of all are known from all; otherwise a trial is nobody else's matter.
+                everyone if keep.save_experiment_best else {trial.folder: trial.values},
+                list(self._ended),
+                experiment_best=keep.save_experiment_best,
+                trial_best=keep.save_trial_best,
+                trial_latest=keep.save_trial_latest,
+                smaller_is_better=self._config.searcher.smaller_is_better,
+            )
+        except (OSError, DovetailError) as error:
+            self._say(f"trial {trial.id}: old checkpoints could not be removed: {error}")
+
+    # ------------------------------------------------------------------ starting
+
+    def _suggest(self) -> bool:
+        """Create and start the trials that the searcher wants now."""
+        limit = min(self._searcher.max_concurrent_trials, self._work.capacity(self._config.slots))
+        found = self._is_exhausted = False
+        while self._wish is None and len(self._trials) < limit:
+            following = len(self._folders)
+            suggestion = self._searcher.suggest(self._study, following)
+            if suggestion is None:
+                self._is_exhausted = True
+                break
+            pending = {
+                "number": following,
+                "params": suggestion.params,
+                "source": suggestion.source,
+                "attributes": suggestion.attributes,
+            }
+            self._remember(pending)
+            self._start(self._create(following, suggestion))
+            found = True
+        return found
+
+    def _create(self, following: int, suggestion: Suggestion) -> _Trial:
+        hparams = self._space.hparams(suggestion.params)
+        trial_id = self.store.add_trial(
+            self.experiment_id,
+            suggestion.params,
+            self._space.distributions(),
+            hparams,
+            suggestion.source,
+            suggestion.attributes,
+        )
+        folder = self._place / f"trial_{trial_id}"
+        record = TrialRecord(
+            trial_id, following, self.experiment_id, "RUNNING", hparams, folder, source=suggestion.source
+        )
+        self._folders[following] = record.directory
+        self._trials[following] = trial = _Trial(record, Reports(record.directory / METRICS))
+        return trial
+
+    def _start(self, trial: _Trial) -> None:
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        link = self._directory / "trials" / trial.folder.name
+        if not (link.exists() or link.is_symlink()):
+            # Trials that lie elsewhere are found here, too.
+            link.symlink_to(trial.folder)
+        info = TrialInfo(
+            trial_id=trial.id,
+            experiment_id=self.experiment_id,
+            hparams=trial.record.hparams,
+            config=self._config.raw,
+            user_data=dict(self._config.data),
+            latest_checkpoint=self._checkpoint_for(trial),
+            trial_seed=trial_seed(self._config.seed, trial.number),
+            slots=self._config.slots,
+            directory=str(trial.folder),
+        )
+        write_info(trial.folder / "info.json", info)
+        env = {
+            # Lines of a trial that is killed are in its log.
+            "PYTHONUNBUFFERED": "1",
+            **self._config.environment,
+            VARIABLE: str(trial.folder / "info.json"),
+            HOME: str(self.store.home),
+        }
+        if trial.attempt is not None or trial.record.state == "WAITING":
+            self.store.update_trial(self._record_of(trial, "RUNNING"))
+        trial.attempt, trial.is_at_work = self._next_attempt(trial), True
+        command = command_of(self._config.entrypoint, self._config.slots)
+        self._say(
+            f"trial {trial.id} starts (attempt {trial.attempt.number}, from {info.latest_checkpoint or 'the start'})"
+        )
+        self._work.start(trial.attempt, command, env, self._directory / "code", self._config.slots)
+
+    def _next_attempt(self, trial: _Trial) -> Attempt:
+        begun = Attempt.all_of(trial.folder)
+        return Attempt.of(trial.folder, begun[-1].number + 1 if begun else 0)
+
+    def _checkpoint_for(self, trial: _Trial) -> str | None:
+        own = latest_checkpoint(trial.folder)
+        if own is not None:
+            return own.reference
+        source = None
+        if trial.record.source is not None:
+            source = self._folders[trial.record.source]
+        elif self._config.searcher.source_trial_id is not None:
+            source = self.store.trial(self._config.searcher.source_trial_id).directory
+        found = None if source is None else latest_checkpoint(source)
+        if found is not None and found.is_files:
+            # A script asks for it by its name, in its own folder.
+            shutil.copytree(found.path, trial.folder / found.path.name, dirs_exist_ok=True)
+        return None if found is None else found.reference
+
+    # ------------------------------------------------------------------ leaving
+
+    def _outcome(self) -> tuple[ExperimentState, str | None] | None:
+        """Return how the experiment has ended, once it has."""
+        if any(trial.is_at_work or trial.end is not None for trial in self._trials.values()):
+            return None
+        if self._wish == "pause":
+            for trial in self._trials.values():
+                self.store.update_trial(self._record_of(trial, "WAITING"))
+            return "PAUSED", "trials were killed" if len(self._signals) > 1 else None
+        if self._trials:
+            return None
+        if self._wish in ("cancel", "kill"):
+            return "CANCELED", None
+        # Nobody is at work, so nothing will happen that could change the searcher's mind.
+        if not self._is_exhausted:
+            return None
+        if self._num_failed == len(self._folders) and self._folders:
+            return "ERROR", "no trial has succeeded"
+        return "COMPLETED", None
+
+    def _heed(self) -> None:
+        """See whether somebody wants the experiment to end."""
+        wish = _read_wish(self._directory)
+        if wish is not None and wish != self._wish:
+            self._say(f"somebody wants it to {wish}")
+            self._wish = wish
+        elif self._wish is None and self._signals:
+            self._say("a signal came: trials save and leave")
+            self._wish = "pause"
+
+    def _forget_wish(self) -> None:
+        (self._directory / "wish").unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ telling
+
+    def _record_of(self, trial: _Trial, state: TrialState) -> TrialRecord:
+        best_at = best_step(trial.values, self._config.searcher.smaller_is_better)
+        return replace(
+            trial.record,
+            state=state,
+            restarts=trial.restarts,
+            reason=trial.reason,
+            steps=trial.steps,
+            best=None if best_at is None else trial.values[best_at],
+            best_at=best_at,
+        )
+
+    def _observe(self, now: bool = False) -> None:
+        if self._observer is None or not (now or time.monotonic() - self._observed_at > _OBSERVED_EVERY):
+            return
+        attributes = self.store.storage.get_study_user_attrs(self.experiment_id)
+        record = experiment_record(self.experiment_id, attributes, self._study.get_trials(deepcopy=False))
+        live = tuple(
+            replace(it, steps=max(it.steps, self._trials[it.number].steps)) if it.number in self._trials else it
+            for it in record.trials
+        )
+        self._observer(replace(record, trials=live))
+        self._observed_at = time.monotonic()
+
+    def _complain(self, trial: _Trial, sentence: str) -> None:
+        if sentence not in trial.complaints:
+            trial.complaints.add(sentence)
+            self._say(f"trial {trial.id}: {sentence}")
+
+    def _say(self, sentence: str) -> None:
+        with suppress(OSError), open(self._directory / "runner.log", "a", encoding="utf-8") as log:
+            log.write(f"{datetime.now().isoformat(sep=' ', timespec='milliseconds')} {sentence}\n")
+
+
+@dataclass
+class _Trial:
+    """A trial that is not over."""
+
+    record: TrialRecord
+    reports: Reports
+    attempt: Attempt | None = None
+    is_at_work: bool = False
+    values: dict[int, float] = field(default_factory=dict)
+    """Its metric after so many batches, as the store has it."""
+    fresh: dict[int, float] = field(default_factory=dict)
+    """What the store does not have yet."""
+    told: int = -1
+    """The batches of the last report that the searcher has heard of."""
+    verdict: Literal["STOPPED", "COMPLETED"] | None = None
+    """What it ends as since the searcher has seen enough of it; None if it has not."""
+    is_invalid: bool = False
+    end: TrialState | None = None
+    reason: str | None = None
+    restarts: int = 0
+    steps: int = 0
+    complaints: set[str] = field(default_factory=set)
+
+    @property
+    def id(self) -> int:
+        return self.record.id
+
+    @property
+    def number(self) -> int:
+        return self.record.number
+
+    @property
+    def folder(self) -> Path:
+        return self.record.directory
+
+
+def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
+    """Return the command of a trial: this Python for `python`, and a launcher for several slots.
+
+    Example:
+        >>> command_of(["python3", "-u", "train.py"], slots=2)[1:]
+        ['-u', '-m', 'dovetail.launch', '--slots', '2', 'train.py']
+        >>> command_of(["./train.sh"], slots=2)
+        ['./train.sh']
+    """
+    program, *rest = entrypoint
+    if not re.fullmatch(r"python(3(\.\d+)?)?", program):
+        return list(entrypoint)
+    options = []
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
+        options += [rest.pop(0) for _ in range(2 if rest[0] in ("-W", "-X") else 1)]
+    launches = rest[:1] in (["-c"], ["-"]) or rest[:2] in (["-m", "dovetail.launch"], ["-m", "torch.distributed.run"])
+    launcher = ["-m", "dovetail.launch", "--slots", str(slots)] if slots > 1 and rest and not launches else []
+    return [sys.executable, *options, *launcher, *rest]
+
+
+def verdict(searcher: SearcherConfig, time: float) -> Literal["STOPPED", "COMPLETED"]:
+    """Return what a trial ends as that its searcher has seen enough of: at `max_time` nothing is left to train."""
+    longest = searcher.options.get("max_time")
+    return "COMPLETED" if longest is not None and time >= longest else "STOPPED"
+
+
+def trial_seed(seed: int, number: int) -> int:
+    """Return the seed of a trial, which depends on that of the experiment and on its number only."""
+    return int.from_bytes(sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
+
+
+def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:
+    """Return where the configuration of an experiment wants its trials to run.
+
+    Args:
+        config: The configuration.
+        concurrent: How many trials are at work at the same time at most.
+    """
+    if config.cluster is None:
+        return LocalBackend(concurrent=concurrent)
+    from dovetail.search.cluster import RayBackend
+
+    return RayBackend(config.cluster, config.checkpoint_storage.url)
+
+
+def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
+    """Let an experiment `pause`, `cancel` or `kill`, whether somebody runs it or not, and return it as it is then.
+
+    Where nobody does, trials of a runner that was killed may still be at work: they are dealt with here. Where somebody
+    does, this returns at once, and the record may not show it yet.
+    """
+    store.wish(experiment_id, wish)
+    record = store.experiment(experiment_id)
+    return record if record.is_running else Runner(store, experiment_id).run(only_wish=True)
+
+
+def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
+    """Start a process that runs an experiment and outlives this one; what it says is in `runner.log`."""
+    directory = store.experiment(experiment_id).directory
+    env = dict(os.environ) if store.url.startswith("sqlite") else {**os.environ, STORE: store.url}
+    with open(directory / "runner.log", "ab") as log:
+        return subprocess.Popen(  # noqa: S603 - this program
+            [sys.executable, "-m", "dovetail.search", str(store.home), str(experiment_id)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=env,
+            start_new_session=True,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run an experiment in this process; the exit code is 1 if it fails."""
+    parser = argparse.ArgumentParser(prog="python -m dovetail.search", description="Run an experiment.")
+    parser.add_argument("home", type=Path, help="the folder of experiments")
+    parser.add_argument("experiment", type=int, help="the number of the experiment")
+    wishes = parser.parse_args(arguments)
+    try:
+        return int(Runner(Store.open(wishes.home), wishes.experiment).run().state == "ERROR")
+    except DovetailError as error:
+        print(f"dovetail: {error}", file=sys.stderr)
+        return 1
+
+
+def _read_wish(directory: Path) -> Literal["pause", "cancel", "kill"] | None:
+    with suppress(FileNotFoundError):
+        wish = (directory / "wish").read_text()
+        return cast(Any, wish) if wish in WISHES else None
+    return None
+
+
+def _last_words(trial: Path) -> str:
+    """Return what a trial has said last, for a sentence about its end."""
+    with suppress(OSError), open(trial / "log.txt", "rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - 2000))
+        lines = log.read().decode("utf-8", errors="replace").split("\n")
+        words = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {words[:300]}" if words else ""
+    return ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,269 @@
+"""What a searcher is: it says which trials to run, and which of them to end early."""
+
+from __future__ import annotations
+
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dovetail.search.records import TrialState
+from dovetail.units import TrainUnit
+
+if TYPE_CHECKING:
+    from optuna import Study
+
+__all__ = ["WORST", "Composed", "NeverStop", "Sampler", "Searcher", "SearcherConfig", "StoppingRule", "Suggestion"]
+
+WORST = sys.float_info.max
+"""What a trial that failed counts as, and a metric that is not a number: JSON has no infinity."""
+
+
+@dataclass(frozen=True)
+class SearcherConfig:
+    """The section `searcher` of a configuration.
+
+    Attributes:
+        name: A name of `searchers`.
+        metric: The validation metric that trials are compared by; empty for a job.
+        smaller_is_better: Its direction.
+        time_metric: What `on_validation` is told as `time`: `batches`, `epochs` or another reported number.
+        max_length: How long trials train, where the file says so.
+        source_trial_id: The trial of the store whose checkpoint all trials begin with, if any.
+        options: Those of the searcher itself, each with its value or default.
+
+    Example:
+        >>> SearcherConfig("random", "loss", options={"max_trials": 8}).time_metric
+        'batches'
+    """
+
+    name: str
+    metric: str
+    smaller_is_better: bool = True
+    time_metric: str = "batches"
+    max_length: TrainUnit | None = None
+    source_trial_id: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A trial to run.
+
+    Attributes:
+        params: The searched hyperparameters by their dotted names; `Space.hparams` adds the constants.
+        source: The number of the trial whose newest checkpoint to begin with, or None.
+        attributes: What else to say about the trial, for people, such as its bracket.
+
+    Example:
+        >>> Suggestion({"lr": 0.1}).source is None
+        True
+    """
+
+    params: dict[str, Any]
+    source: int | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+class Searcher(ABC):
+    """Says which trials to run, and which to end early.
+
+    The runner calls it from one thread: `suggest` with 0, 1, 2, … while trials may start, `on_validation` and
+    `on_exit` as trials report and end. It saves `state_dict` after each of these calls. What a searcher answers
+    depends on its arguments, this state and the *finished* trials of the study only, and asking again for the same
+    number gives the same answer: a runner that was killed asks again and nothing changes.
+
+    Example:
+        >>> class Twice(Searcher):
+        ...     def suggest(self, study, number):
+        ...         return Suggestion({}) if number < 2 else None
+        ...
+        ...     def is_over(self):
+        ...         return False
+        >>> Twice().suggest(None, 1)
+        Suggestion(params={}, source=None, attributes={})
+    """
+
+    max_concurrent_trials: int = 1
+
+    @abstractmethod
+    def suggest(self, study: Study, number: int) -> Suggestion | None:
+        """Return the trial of the next number; None when there is none now.
+
+        Args:
+            study: The trials so far; not written to.
+            number: How many trials were created before.
+        """
+
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether no trial is left to suggest; an experiment ends when this is so and no trial runs."""
+
+    def on_validation(self, number: int, time: int, value: float) -> bool:
+        """Learn the metric of a trial, in the order of its reports; False ends the trial.
+
+        Args:
+            number: Which trial.
+            time: Its batches, epochs, … so far: `SearcherConfig.time_metric`.
+            value: The metric as it was reported.
+        """
+        return True
+
+    def on_exit(self, number: int, state: TrialState) -> None:  # noqa: B027 - nothing to do is a sensible default
+        """Learn that a trial is over and will not be started again.
+
+        Args:
+            number: Which trial.
+            state: How it ended: of these, `INVALID_HP` asks for another trial in its place.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold of everything learnt so far."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing to do is a sensible default
+        """Go on from what `state_dict` has returned."""
+
+
+class Sampler(ABC):
+    """Chooses the hyperparameters of a trial; the answer depends on its arguments only.
+
+    Example:
+        >>> class Middle(Sampler):
+        ...     def sample(self, study, number):
+        ...         return {"lr": 0.5}
+        >>> Middle().sample(None, 0)
+        {'lr': 0.5}
+    """
+
+    @abstractmethod
+    def sample(self, study: Study, number: int) -> dict[str, Any]:
+        """Return the searched hyperparameters of the trial of a number, by their dotted names."""
+
+
+class StoppingRule(ABC):
+    """Decides which trials end early. Values are such that smaller is better, and never NaN or infinite.
+
+    Example:
+        >>> NeverStop().report(0, time=1, value=0.5)
+        True
+    """
+
+    @abstractmethod
+    def report(self, number: int, time: int, value: float) -> bool:
+        """Learn the metric of a trial; False ends it."""
+
+    def admit(self, number: int) -> dict[str, Any]:
+        """Take in a trial, and return what to say about it; the same when it was taken in before."""
+        return {}
+
+    def leave(self, number: int, state: TrialState) -> None:  # noqa: B027 - nothing to do is a sensible default
+        """Learn that a trial is over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold of everything learnt so far."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing to do is a sensible default
+        """Go on from what `state_dict` has returned."""
+
+
+class NeverStop(StoppingRule):
+    """Lets every trial train to its end.
+
+    Example:
+        >>> NeverStop().admit(0)
+        {}
+    """
+
+    def report(self, number: int, time: int, value: float) -> bool:
+        """Return True."""
+        return True
+
+
+class Composed(Searcher):
+    """A sampler and a stopping rule.
+
+    Args:
+        sampler: Chooses hyperparameters.
+        rule: Ends trials.
+        max_trials: How many trials to run.
+        max_concurrent_trials: How many at a time.
+        smaller_is_better: The direction of the metric.
+        replaces_invalid: Whether a trial with invalid hyperparameters is followed by another in its place;
+            at most `max_trials` are.
+
+    Example:
+        >>> from dovetail.search.searchers.sampled import RandomSampler
+        >>> from dovetail.search.space import Space
+        >>> space = Space({"act": {"type": "categorical", "vals": ["relu"]}})
+        >>> searcher = Composed(RandomSampler(space, seed=0), NeverStop(), max_trials=1)
+        >>> searcher.suggest(None, 0).params, searcher.suggest(None, 1), searcher.is_over()
+        ({'act': 'relu'}, None, True)
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        rule: StoppingRule,
+        *,
+        max_trials: int,
+        max_concurrent_trials: int = 1,
+        smaller_is_better: bool = True,
+        replaces_invalid: bool = True,
+    ) -> None:
+        self.max_concurrent_trials = max_concurrent_trials
+        self._sampler = sampler
+        self._rule = rule
+        self._max_trials = max_trials
+        self._max_replaced = max_trials if replaces_invalid else 0
+        self._sign = 1.0 if smaller_is_better else -1.0
+        self._num_created = 0
+        self._invalid: set[int] = set()
+
+    def suggest(self, study: Study, number: int) -> Suggestion | None:
+        """Return the trial of the next number; None once there are enough."""
+        if number >= self._limit:
+            return None
+        self._num_created = max(self._num_created, number + 1)
+        return Suggestion(self._sampler.sample(study, number), attributes=self._rule.admit(number))
+
+    def on_validation(self, number: int, time: int, value: float) -> bool:
+        """Ask the rule."""
+        return self._rule.report(number, time, comparable(self._sign * value))
+
+    def on_exit(self, number: int, state: TrialState) -> None:
+        """Tell the rule."""
+        if state == "INVALID_HP":
+            self._invalid.add(number)
+        self._rule.leave(number, state)
+
+    def is_over(self) -> bool:
+        """Whether all trials were created."""
+        return self._num_created >= self._limit
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of trials, those that were invalid, and the state of the rule."""
+        return {"created": self._num_created, "invalid": sorted(self._invalid), "rule": self._rule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned."""
+        self._num_created = state["created"]
+        self._invalid = set(state["invalid"])
+        self._rule.load_state_dict(state["rule"])
+
+    @property
+    def _limit(self) -> int:
+        return self._max_trials + min(len(self._invalid), self._max_replaced)
+
+
+def comparable(value: float) -> float:
+    """Return a value that sorts and that JSON can hold; what is not a number is worst."""
+    return WORST if value != value else max(-WORST, min(value, WORST))
+
+
+def generator(seed: int, number: int) -> random.Random:
+    """Return the randomness of one trial: the same in every process and version of Python."""
+    return random.Random(f"{seed}/{number}")

@@ -1,0 +1,193 @@
+"""Successive halving without waiting: of the trials that come to a rung, only the best go on."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from dovetail.search.records import TrialState
+from dovetail.search.searchers.base import WORST, StoppingRule
+
+__all__ = ["AsyncHalving", "Bracket", "adaptive_brackets", "rung_units"]
+
+
+class Bracket(NamedTuple):
+    """A part of the trials that are compared with each other only.
+
+    Attributes:
+        num_rungs: How often they are compared.
+        max_trials: How many there are.
+        max_concurrent_trials: How many of them run at a time, while there are enough.
+
+    Example:
+        >>> Bracket(4, 64, 16).num_rungs
+        4
+    """
+
+    num_rungs: int
+    max_trials: int
+    max_concurrent_trials: int
+
+
+def rung_units(num_rungs: int, max_time: int, divisor: int) -> list[int]:
+    """Return the times at which trials are compared.
+
+    Example:
+        >>> rung_units(4, 100, 4)
+        [1, 6, 25, 100]
+    """
+    return [max(max_time // divisor**above, 1) for above in reversed(range(num_rungs))]
+
+
+def adaptive_brackets(
+    max_trials: int,
+    max_time: int,
+    *,
+    mode: Literal["aggressive", "standard", "conservative"] = "standard",
+    divisor: int = 4,
+    max_rungs: int = 5,
+    max_concurrent_trials: int = 16,
+    bracket_rungs: Sequence[int] = (),
+) -> list[Bracket]:
+    """Return the brackets of adaptive ASHA: the more rungs, the more trials, and the earlier most of them end.
+
+    Args:
+        max_trials: Of all brackets.
+        max_time: That of the last rung.
+        mode: From one bracket of many rungs (`aggressive`) to brackets of every number of rungs.
+        divisor: One of so many trials goes on.
+        max_rungs: At most.
+        max_concurrent_trials: Of all brackets.
+        bracket_rungs: The numbers of rungs, in place of those that the mode means.
+
+    Example:
+        >>> [tuple(bracket) for bracket in adaptive_brackets(64, 100)]
+        [(4, 45, 6), (3, 14, 5), (2, 5, 5)]
+    """
+    top = min(max_rungs, _log(max_time, divisor) + 1, _log(max_trials, divisor) + 1)
+    lowest = {"aggressive": top, "standard": (top - 1) // 2 + 1, "conservative": 1}[mode]
+    # A bracket without a trial is none.
+    rungs = (sorted(bracket_rungs, reverse=True) or list(range(top, lowest - 1, -1)))[:max_trials]
+    weights = [divisor ** (count - 1) / count for count in rungs]
+    trials = [max(int(weight / sum(weights) * max_trials), 1) for weight in weights]
+    trials[0] += max(max_trials - sum(trials), 0)
+    while sum(trials) > max_trials:
+        trials[trials.index(max(trials))] -= 1
+    share, rest = divmod(max_concurrent_trials, len(rungs))
+    return [
+        Bracket(count, number, max(share + (index < rest), 1))
+        for index, (count, number) in enumerate(zip(rungs, trials, strict=True))
+    ]
+
+
+@dataclass
+class _Trial:
+    """How far a trial has come: the next rung of its bracket; whether it was told to stop, and has left."""
+
+    bracket: int
+    rung: int = 0
+    is_stopped: bool = False
+    has_left: bool = False
+
+
+class AsyncHalving(StoppingRule):
+    """Ends a trial at a rung unless it is among the best 1/divisor of those that were there before; the first goes on.
+
+    Args:
+        brackets: Trials of different ones are not compared.
+        max_time: That of the last rung, where every trial ends.
+        divisor: One of so many trials goes on.
+
+    Example:
+        >>> rule = AsyncHalving([Bracket(2, 3, 1)], max_time=8, divisor=2)
+        >>> [rule.report(number, time=4, value=loss) for number, loss in enumerate([0.5, 0.9, 0.3])]
+        [True, False, True]
+        >>> rule.report(2, time=8, value=0.2)
+        False
+    """
+
+    def __init__(self, brackets: Sequence[Bracket], max_time: int, divisor: int) -> None:
+        self._brackets = list(brackets)
+        self._divisor = divisor
+        # Rungs of the same time are one: a second comparison of the same values would end nearly all trials there.
+        self._units = [sorted(set(rung_units(bracket.num_rungs, max_time, divisor))) for bracket in brackets]
+        # Of every rung of every bracket the values in order, each with the number of its trial.
+        self._rungs: list[list[list[list[float]]]] = [[[] for _ in units] for units in self._units]
+        self._trials: dict[int, _Trial] = {}
+
+    def admit(self, number: int) -> dict[str, Any]:
+        """Put a trial into the first bracket that has room, or else that lacks trials."""
+        if number not in self._trials:
+            self._trials[number] = _Trial(self._open_bracket())
+        return {"bracket": self._trials[number].bracket}
+
+    def report(self, number: int, time: int, value: float) -> bool:
+        """Compare a trial at every rung that it has come to."""
+        trial = self._trial(number)
+        units = self._units[trial.bracket]
+        while not trial.is_stopped and time >= units[trial.rung]:
+            position, count = self._enter(number, trial, value)
+            trial.rung += 1
+            trial.is_stopped = trial.rung == len(units) or position >= max(count // self._divisor, 1)
+        return not trial.is_stopped
+
+    def leave(self, number: int, state: TrialState) -> None:
+        """Count a failed trial as the worst at all rungs that it has not come to, and forget an invalid one."""
+        trial = self._trial(number)
+        if state == "INVALID_HP":
+            for rung in self._rungs[trial.bracket]:
+                rung[:] = [entry for entry in rung if entry[1] != number]
+            del self._trials[number]
+            return
+        if state == "ERROR" and not trial.is_stopped:
+            while trial.rung < len(self._units[trial.bracket]):
+                self._enter(number, trial, WORST)
+                trial.rung += 1
+        trial.is_stopped = trial.has_left = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all rungs, and how far every trial has come."""
+        return {
+            "rungs": [[[list(entry) for entry in rung] for rung in rungs] for rungs in self._rungs],
+            "trials": {str(number): asdict(trial) for number, trial in self._trials.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned."""
+        self._rungs = [[[list(entry) for entry in rung] for rung in rungs] for rungs in state["rungs"]]
+        self._trials = {int(number): _Trial(**trial) for number, trial in state["trials"].items()}
+
+    def _trial(self, number: int) -> _Trial:
+        self.admit(number)
+        return self._trials[number]
+
+    def _open_bracket(self) -> int:
+        members = [[trial for trial in self._trials.values() if trial.bracket == b] for b in range(len(self._brackets))]
+        lacking = [b for b, bracket in enumerate(self._brackets) if len(members[b]) < bracket.max_trials]
+        # A bracket that has all its trials leaves its share of the machine to the others.
+        for b in lacking:
+            if sum(not trial.has_left for trial in members[b]) < self._brackets[b].max_concurrent_trials:
+                return b
+        return lacking[0] if lacking else 0
+
+    def _enter(self, number: int, trial: _Trial, value: float) -> tuple[int, int]:
+        """Insert a value into the next rung of a trial; return its position there and the number of values."""
+        rung = self._rungs[trial.bracket][trial.rung]
+        # Of equal values the older is the better.
+        position = bisect_right(rung, value, key=_value)
+        rung.insert(position, [value, number])
+        return position, len(rung)
+
+
+def _value(entry: list[float]) -> float:
+    return entry[0]
+
+
+def _log(value: int, base: int) -> int:
+    """Return the whole part of a logarithm, exactly."""
+    count = 0
+    while base ** (count + 1) <= value:
+        count += 1
+    return count

@@ -1,0 +1,195 @@
+"""Population based training: trials that fall behind go on from the checkpoint of a better one."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dovetail.search.records import TrialState
+from dovetail.search.searchers.base import Searcher, Suggestion, comparable, generator
+from dovetail.search.space import Space
+
+if TYPE_CHECKING:
+    from optuna import Study
+
+__all__ = ["PopulationBasedTraining"]
+
+
+@dataclass
+class _Member:
+    """A trial: what it was suggested with, and the next round that it will be compared in."""
+
+    params: dict[str, Any]
+    source: int | None = None
+    round: int = 1
+    is_over: bool = False
+    is_invalid: bool = False
+
+
+@dataclass
+class _State:
+    members: dict[int, _Member] = field(default_factory=dict)
+    # Of every round the values in order, each with the number of its trial.
+    rounds: list[list[list[float]]] = field(default_factory=list)
+    # Trials that were ended and have no successor yet: whom the successor follows, and after which round.
+    vacancies: list[list[int]] = field(default_factory=list)
+
+
+class PopulationBasedTraining(Searcher):
+    """Trains a population; at every interval the worst end, and a changed copy of one of the best takes their place.
+
+    A trial that comes to an interval is compared with those that were there before. If it is in the last
+    `truncate_fraction` of them, it ends, and a new trial begins with the newest checkpoint of a random one of the
+    first `truncate_fraction`. Its hyperparameters are those of that trial, each drawn anew with `resample_probability`
+    and else, if it is a number, multiplied by one of `perturb_factors`.
+
+    Args:
+        space: What to choose.
+        seed: Of the experiment.
+        max_time: Where trials end.
+        population_size: How many trials train side by side.
+        num_rounds: Into how many intervals `max_time` is divided.
+        truncate_fraction: Which share of the trials ends at an interval, and which is copied.
+        perturb_factors: What numbers are multiplied by.
+        resample_probability: How likely a hyperparameter is drawn anew.
+        max_trials: How many trials are created, copies counted in; None sets no bound.
+        max_concurrent_trials: How many trials run at a time; None is the population.
+        smaller_is_better: The direction of the metric.
+
+    Example:
+        >>> space = Space({"lr": {"type": "log", "minval": -4, "maxval": -1}})
+        >>> searcher = PopulationBasedTraining(space, 0, max_time=10, population_size=2, truncate_fraction=0.5)
+        >>> first, second = searcher.suggest(None, 0), searcher.suggest(None, 1)
+        >>> searcher.on_validation(0, time=1, value=0.1), searcher.on_validation(1, time=1, value=0.9)
+        (True, False)
+        >>> searcher.suggest(None, 2).source
+        0
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        seed: int,
+        *,
+        max_time: int,
+        population_size: int = 16,
+        num_rounds: int = 10,
+        truncate_fraction: float = 0.2,
+        perturb_factors: Sequence[float] = (0.8, 1.2),
+        resample_probability: float = 0.25,
+        max_trials: int | None = None,
+        max_concurrent_trials: int | None = None,
+        smaller_is_better: bool = True,
+    ) -> None:
+        self.max_concurrent_trials = max_concurrent_trials or population_size
+        self._space = space
+        self._seed = seed
+        self._population_size = population_size
+        self._interval = max(max_time // num_rounds, 1)
+        self._num_rounds = max(min(num_rounds, max_time), 1)
+        self._max_time = max_time
+        self._fraction = truncate_fraction
+        self._factors = list(perturb_factors)
+        self._resample_probability = resample_probability
+        # Of every round at most all end, so this bounds the copies of a run where everything is invalid, too.
+        self._max_trials = population_size * self._num_rounds if max_trials is None else max_trials
+        self._sign = 1.0 if smaller_is_better else -1.0
+        self._state = _State(rounds=[[] for _ in range(self._num_rounds)])
+
+    def suggest(self, study: Study, number: int) -> Suggestion | None:
+        """Return a random trial until the population is complete, then the successor of one that was ended."""
+        members, vacancies = self._state.members, self._state.vacancies
+        if number not in members:
+            if number >= self._max_trials or (self._num_lacking == 0 and not vacancies):
+                return None
+            if self._num_lacking:
+                members[number] = _Member(self._space.sample(generator(self._seed, number)))
+            else:
+                source, after = vacancies.pop(0)
+                members[number] = _Member(self._perturbed(source, number), source, after + 1)
+        member = members[number]
+        attributes = {} if member.source is None else {"round": member.round - 1}
+        return Suggestion(dict(member.params), member.source, attributes)
+
+    def on_validation(self, number: int, time: int, value: float) -> bool:
+        """Compare a trial at every interval that it has come to."""
+        member = self._state.members[number]
+        while not member.is_over and time >= self._time(member.round):
+            entries = self._state.rounds[member.round - 1]
+            score = comparable(self._sign * value)
+            position = bisect_right(entries, score, key=lambda entry: entry[0])
+            entries.insert(position, [score, number])
+            if member.round == self._num_rounds:
+                member.is_over = True
+            elif position >= len(entries) - self._num_truncated(entries):
+                member.is_over = True
+                self._state.vacancies.append([self._leader(number, member.round), member.round])
+            member.round += 1
+        return not member.is_over
+
+    def on_exit(self, number: int, state: TrialState) -> None:
+        """Replace a trial that was invalid, or that failed after others had come further than its last interval."""
+        if number not in self._state.members:
+            return
+        member = self._state.members[number]
+        was_over, member.is_over = member.is_over, True
+        passed = member.round - 1
+        if was_over:
+            return
+        if state == "INVALID_HP":
+            member.is_invalid = True
+            for entries in self._state.rounds:
+                entries[:] = [entry for entry in entries if entry[1] != number]
+            if member.source is not None:
+                self._state.vacancies.append([member.source, passed])
+        elif state == "ERROR" and passed > 0 and self._state.rounds[passed - 1][0][1] != number:
+            self._state.vacancies.append([self._leader(number, passed), passed])
+
+    def is_over(self) -> bool:
+        """Whether the population is complete, and nobody waits for a successor."""
+        created = max(self._state.members, default=-1) + 1
+        return created >= self._max_trials or (self._num_lacking == 0 and not self._state.vacancies)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the population, the values of all rounds, and who is to be replaced."""
+        state = asdict(self._state)
+        return {**state, "members": {str(number): member for number, member in state["members"].items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned."""
+        self._state = _State(
+            {int(number): _Member(**member) for number, member in state["members"].items()},
+            [[list(entry) for entry in entries] for entries in state["rounds"]],
+            [list(vacancy) for vacancy in state["vacancies"]],
+        )
+
+    @property
+    def _num_lacking(self) -> int:
+        founders = sum(member.source is None and not member.is_invalid for member in self._state.members.values())
+        return max(self._population_size - founders, 0)
+
+    def _time(self, number: int) -> int:
+        """Return when a round ends; the last one does with the run."""
+        return self._max_time if number == self._num_rounds else number * self._interval
+
+    def _num_truncated(self, entries: list[list[float]]) -> int:
+        # Half at most: a trial that is copied does not end.
+        return int(min(self._fraction, 0.5) * len(entries))
+
+    def _leader(self, number: int, after: int) -> int:
+        """Return a random one of the best trials of a round."""
+        entries = self._state.rounds[after - 1]
+        best = [int(entry[1]) for entry in entries[: max(self._num_truncated(entries), 1)] if entry[1] != number]
+        return generator(self._seed, -1 - number).choice(best)
+
+    def _perturbed(self, source: int, number: int) -> dict[str, Any]:
+        chance = generator(self._seed, number)
+        params = dict(self._state.members[source].params)
+        for name, parameter in self._space.parameters.items():
+            if chance.random() < self._resample_probability:
+                params[name] = parameter.at(chance.random())
+            else:
+                params[name] = parameter.scaled(params[name], chance.choice(self._factors))
+        return params

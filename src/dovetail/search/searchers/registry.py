@@ -1,0 +1,315 @@
+"""The searchers by name, with the options that a configuration may give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.extras import require
+from dovetail.registry import Registry
+from dovetail.search.checks import (
+    Key,
+    Problem,
+    Problems,
+    Refused,
+    flag,
+    list_of,
+    number,
+    one_of,
+    read_section,
+    text,
+    unit,
+    whole,
+)
+from dovetail.search.searchers.base import Composed, NeverStop, Sampler, Searcher, SearcherConfig
+from dovetail.search.searchers.halving import AsyncHalving, Bracket, adaptive_brackets
+from dovetail.search.searchers.pbt import PopulationBasedTraining
+from dovetail.search.searchers.sampled import CmaSampler, GridSampler, OptunaSampler, RandomSampler
+from dovetail.search.space import Space
+from dovetail.units import TrainUnit
+
+__all__ = ["COMMON", "IGNORED", "SearcherKind", "make_searcher", "read_searcher", "searchers", "unit_name"]
+
+Make = Callable[[SearcherConfig, Space, int], Searcher]
+
+
+def _no_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
+    return iter(())
+
+
+@dataclass(frozen=True)
+class SearcherKind:
+    """How a configuration becomes a searcher.
+
+    Attributes:
+        make: Returns the searcher for a configuration, a space and a seed.
+        options: What the section `searcher` may say besides what every searcher knows.
+        problems: Says what is wrong with a configuration that no option says alone, by the keys from the top.
+
+    Example:
+        >>> def few(config, space, seed):
+        ...     return Composed(RandomSampler(space, seed), NeverStop(), max_trials=config.options["tries"])
+        >>> kind = SearcherKind(few, {"tries": Key(whole(1), default=3)})
+        >>> kind.make(SearcherConfig("few", "loss", options={"tries": 2}), Space({}), 0).suggest(None, 2) is None
+        True
+    """
+
+    make: Make
+    options: Mapping[str, Key] = field(default_factory=dict)
+    problems: Callable[[SearcherConfig, Space], Iterator[Problem]] = _no_problems
+
+
+def make_searcher(config: SearcherConfig, space: Space, seed: int) -> Searcher:
+    """Return the searcher that a configuration means.
+
+    Raises:
+        ConfigErrors: It does not go together with the space.
+
+    Example:
+        >>> space = Space({"size": {"type": "categorical", "vals": [16, 32]}})
+        >>> searcher = make_searcher(read_searcher({"name": "grid", "metric": "loss"}), space, seed=0)
+        >>> [searcher.suggest(None, number).params for number in range(2)]
+        [{'size': 16}, {'size': 32}]
+    """
+    kind = searchers.get(config.name)
+    found = Problems({})
+    found.extend(kind.problems(config, space))
+    found.raise_any()
+    return kind.make(config, space, seed)
+
+
+def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = None) -> SearcherConfig:
+    """Return the configuration of a searcher.
+
+    Args:
+        section: What a file has under `searcher`.
+        problems: Where mistakes are noted, by the keys in the section, in place of an error.
+
+    Raises:
+        ConfigErrors: All that is wrong.
+
+    Example:
+        >>> read_searcher({"name": "random", "metric": "loss", "max_trials": 8}).options
+        {'max_trials': 8, 'max_concurrent_trials': 16}
+    """
+    noted: list[Problem] = []
+    name = section.get("name")
+    kind = searchers.get(name) if isinstance(name, str) and name in searchers.names() else None
+    if kind is not None:
+        options = kind.options
+        keys = {**COMMON, **options}
+    else:
+        # Whose options they are is not known: of these, only their names are looked at.
+        options = {name: Key(_anything, None) for known in searchers.names() for name in searchers.get(known).options}
+        keys = {**options, **COMMON}
+    values = read_section(section, keys, noted, IGNORED)
+    if kind is not None and "max_time" in options:
+        _resolve_time(section, values, noted)
+    if problems is None:
+        found = Problems({})
+        found.extend(noted, "searcher")
+        found.raise_any()
+    else:
+        problems += noted
+    return SearcherConfig(
+        name=values.get("name", ""),
+        metric=values.get("metric", ""),
+        smaller_is_better=values["smaller_is_better"],
+        # Every report has its batches; another number is asked for only by those who compare trials by it.
+        time_metric=values.get("time_metric") or "batches",
+        max_length=values["max_length"],
+        source_trial_id=values["source_trial_id"],
+        options={name: values[name] for name in options if name in values and name != "time_metric"},
+    )
+
+
+def _resolve_time(section: Mapping[str, Any], values: dict[str, Any], problems: list[Problem]) -> None:
+    """Fill in the time of a searcher that compares trials at times from the length of the trials."""
+    length = values["max_length"]
+    if length is not None and values["time_metric"] in (None, unit_name(length)):
+        values["time_metric"] = unit_name(length)
+        values["max_time"] = values["max_time"] or length.length
+    for name, hint in (
+        ("time_metric", "what time is measured in, such as epochs or batches"),
+        ("max_time", "the time that the best trials train for, a number of time_metric"),
+    ):
+        if values[name] is None and section.get(name) is None:
+            problems.append(Problem((name,), f"missing: {hint}"))
+
+
+def unit_name(length: TrainUnit) -> str:
+    """Return what a file calls the unit of a length."""
+    return type(length).__name__.lower()
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"expected one of {', '.join(searchers.names())}")
+    checked: str = one_of(*searchers.names())(value)
+    return checked
+
+
+COMMON = {
+    "name": Key(_name, hint="one of the searchers, such as single, grid, random or adaptive_asha"),
+    "metric": Key(text, hint="the validation metric that trials are compared by, such as validation_loss"),
+    "smaller_is_better": Key(flag, True),
+    "max_length": Key(unit(1), None),
+    "source_trial_id": Key(whole(0), None),
+}
+"""What every searcher knows."""
+
+IGNORED = ("source_checkpoint_uuid", "stop_once")
+"""What Determined's searchers know besides."""
+
+
+# The table
+
+
+def _random(config: SearcherConfig, space: Space, seed: int) -> Sampler:
+    return RandomSampler(space, seed)
+
+
+def _tpe(config: SearcherConfig, space: Space, seed: int) -> Sampler:
+    startup = config.options.get("num_startup_trials", 10)
+
+    def make(seed: int) -> Any:
+        return require("optuna", "search").samplers.TPESampler(seed=seed, n_startup_trials=startup)
+
+    return OptunaSampler(space, seed, make, config.smaller_is_better)
+
+
+def _gp(config: SearcherConfig, space: Space, seed: int) -> Sampler:
+    require("scipy", "search")
+    startup = config.options["num_startup_trials"]
+
+    def make(seed: int) -> Any:
+        return require("optuna", "search").samplers.GPSampler(seed=seed, n_startup_trials=startup)
+
+    return OptunaSampler(space, seed, make, config.smaller_is_better)
+
+
+def _cma(config: SearcherConfig, space: Space, seed: int) -> Sampler:
+    require("cmaes", "search")
+    return CmaSampler(space, seed, config.options["population_size"], config.smaller_is_better)
+
+
+def _sampled(sampler: Callable[[SearcherConfig, Space, int], Sampler]) -> Make:
+    """Return how to make a searcher whose trials all train to their end."""
+
+    def make(config: SearcherConfig, space: Space, seed: int) -> Searcher:
+        return Composed(sampler(config, space, seed), NeverStop(), **_bounds(config))
+
+    return make
+
+
+def _halved(brackets: Callable[[Mapping[str, Any]], list[Bracket]]) -> Make:
+    """Return how to make a searcher whose trials are compared at rungs."""
+
+    def make(config: SearcherConfig, space: Space, seed: int) -> Searcher:
+        options = config.options
+        sampler = {"random": _random, "tpe": _tpe}[options["sampler"]](config, space, seed)
+        rule = AsyncHalving(brackets(options), options["max_time"], options["divisor"])
+        return Composed(sampler, rule, **_bounds(config))
+
+    return make
+
+
+def _single(config: SearcherConfig, space: Space, seed: int) -> Searcher:
+    return Composed(RandomSampler(space, seed), NeverStop(), max_trials=1, replaces_invalid=False)
+
+
+def _grid(config: SearcherConfig, space: Space, seed: int) -> Searcher:
+    sampler = GridSampler(space)
+    bounds = {**_bounds(config), "max_trials": len(sampler)}
+    return Composed(sampler, NeverStop(), **bounds, replaces_invalid=False)
+
+
+def _pbt(config: SearcherConfig, space: Space, seed: int) -> Searcher:
+    return PopulationBasedTraining(space, seed, smaller_is_better=config.smaller_is_better, **config.options)
+
+
+def _bounds(config: SearcherConfig) -> dict[str, Any]:
+    """Return the arguments of every composed searcher."""
+    named = {name: config.options[name] for name in ("max_trials", "max_concurrent_trials") if name in config.options}
+    return {**named, "smaller_is_better": config.smaller_is_better}
+
+
+def _one_bracket(options: Mapping[str, Any]) -> list[Bracket]:
+    return [Bracket(options["num_rungs"], options["max_trials"], options["max_concurrent_trials"])]
+
+
+def _adaptive(options: Mapping[str, Any]) -> list[Bracket]:
+    named = ("max_trials", "max_time", "mode", "divisor", "max_rungs", "max_concurrent_trials", "bracket_rungs")
+    return adaptive_brackets(**{name: options[name] for name in named})
+
+
+def _hyperband(options: Mapping[str, Any]) -> list[Bracket]:
+    # Hyperband's brackets are all numbers of rungs, with trials in proportion to divisor^(rungs - 1) / rungs.
+    return _adaptive({**options, "mode": "conservative", "bracket_rungs": ()})
+
+
+def _grid_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
+    return space.grid_problems()
+
+
+def _cma_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
+    if not any(parameter.is_numeric for parameter in space.parameters.values()):
+        yield Problem(
+            ("searcher", "name"),
+            "cmaes needs a hyperparameter of type int, double or log, got none; tpe and random need no numbers",
+        )
+
+
+_CONCURRENT = {"max_concurrent_trials": Key(whole(1), 16)}
+_TRIALS = {"max_trials": Key(whole(1), hint="how many trials to run"), **_CONCURRENT}
+_STARTUP = {"num_startup_trials": Key(whole(1), 10)}
+_TIME = {"max_time": Key(whole(1), None), "time_metric": Key(text, None)}
+_DIVISOR = whole(2, 1000)
+_RUNGS = whole(1, 50)
+_SAMPLER = {"sampler": Key(one_of("random", "tpe"), "random")}
+
+_HALVING = {**_TRIALS, **_TIME, "divisor": Key(_DIVISOR, 4), **_SAMPLER, "num_rungs": Key(_RUNGS)}
+_ADAPTIVE = {
+    **_TRIALS,
+    **_TIME,
+    "divisor": Key(_DIVISOR, 4),
+    **_SAMPLER,
+    "mode": Key(one_of("aggressive", "standard", "conservative"), "standard"),
+    "max_rungs": Key(_RUNGS, 5),
+    "bracket_rungs": Key(list_of(_RUNGS), ()),
+}
+_HYPERBAND = {**_TRIALS, **_TIME, "divisor": Key(_DIVISOR, 3), **_SAMPLER, "max_rungs": Key(_RUNGS, 5)}
+_PBT = {
+    **_TIME,
+    "max_trials": Key(whole(1), None),
+    "max_concurrent_trials": Key(whole(1), None),
+    "population_size": Key(whole(2), 16),
+    "num_rounds": Key(whole(1, 10_000), 10),
+    "truncate_fraction": Key(number(0, 0.5), 0.2),
+    "perturb_factors": Key(list_of(number(0), least=1), (0.8, 1.2)),
+    "resample_probability": Key(number(0, 1), 0.25),
+}
+
+
+def _built_in() -> dict[str, SearcherKind]:
+    return {
+        "single": SearcherKind(_single),
+        "grid": SearcherKind(_grid, _CONCURRENT, _grid_problems),
+        "random": SearcherKind(_sampled(_random), _TRIALS),
+        "tpe": SearcherKind(_sampled(_tpe), {**_TRIALS, **_STARTUP}),
+        "gp": SearcherKind(_sampled(_gp), {**_TRIALS, **_STARTUP}),
+        "cmaes": SearcherKind(_sampled(_cma), {**_TRIALS, "population_size": Key(whole(4), None)}, _cma_problems),
+        "async_halving": SearcherKind(_halved(_one_bracket), _HALVING),
+        "adaptive_asha": SearcherKind(_halved(_adaptive), _ADAPTIVE),
+        "hyperband": SearcherKind(_halved(_hyperband), _HYPERBAND),
+        "pbt": SearcherKind(_pbt, _PBT),
+    }
+
+
+searchers: Registry[SearcherKind] = Registry("searcher", _built_in)
+"""The searchers by name."""

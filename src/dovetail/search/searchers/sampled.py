@@ -1,0 +1,197 @@
+"""Samplers: where the hyperparameters of a trial come from."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dovetail.extras import require
+from dovetail.search.searchers.base import Sampler, comparable, generator
+from dovetail.search.space import Space
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+__all__ = ["CmaSampler", "GridSampler", "OptunaSampler", "RandomSampler"]
+
+
+class RandomSampler(Sampler):
+    """Draws every hyperparameter from its range.
+
+    Example:
+        >>> sampler = RandomSampler(Space({"lr": {"type": "log", "minval": -4, "maxval": -1}}), seed=7)
+        >>> sampler.sample(None, 3) == sampler.sample(None, 3) != sampler.sample(None, 4)
+        True
+    """
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self._space = space
+        self._seed = seed
+
+    def sample(self, study: Study, number: int) -> dict[str, Any]:
+        """Return values that depend on seed and number only."""
+        return self._space.sample(generator(self._seed, number))
+
+
+class GridSampler(Sampler):
+    """Goes through all points of the grid.
+
+    Example:
+        >>> sampler = GridSampler(Space({"size": {"type": "categorical", "vals": [16, 32]}}))
+        >>> sampler.sample(None, 1), len(sampler)
+        ({'size': 32}, 2)
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._points = space.grid()
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def sample(self, study: Study, number: int) -> dict[str, Any]:
+        """Return the point of a number."""
+        return dict(self._points[number])
+
+
+class OptunaSampler(Sampler):
+    """Asks a sampler of Optuna, made anew for every trial from the finished ones.
+
+    Args:
+        space: What to choose.
+        seed: Of the experiment.
+        make: Returns the sampler for a seed.
+        smaller_is_better: The direction of the metric.
+
+    Example:
+        >>> import optuna
+        >>> space = Space({"x": {"type": "double", "minval": 0, "maxval": 1}})
+        >>> sampler = OptunaSampler(space, 0, lambda seed: optuna.samplers.TPESampler(seed=seed))
+        >>> optuna.logging.set_verbosity(optuna.logging.WARNING)
+        >>> list(sampler.sample(optuna.create_study(), 0))
+        ['x']
+    """
+
+    def __init__(
+        self, space: Space, seed: int, make: Callable[[int], BaseSampler], smaller_is_better: bool = True
+    ) -> None:
+        self._space = space
+        self._seed = seed
+        self._make = make
+        self._sign = 1.0 if smaller_is_better else -1.0
+
+    def sample(self, study: Study, number: int) -> dict[str, Any]:
+        """Return what the sampler suggests after the finished trials."""
+        optuna = require("optuna", "search")
+        # A study of its own, in memory: samplers write down what they think, and look at trials that still run.
+        with _quiet():
+            finished = optuna.create_study(sampler=self._make(generator(self._seed, number).getrandbits(32)))
+        trials = _finished(study, optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+        bounded = _bounded([self._sign * value for trial in trials for value in _last(trial).values()])
+        for trial in trials:
+            last = {step: bounded(self._sign * value) for step, value in _last(trial).items()}
+            finished.add_trial(
+                optuna.trial.create_trial(
+                    state=trial.state,
+                    value=None if trial.value is None else last[0],
+                    params=trial.params,
+                    distributions=trial.distributions,
+                    intermediate_values=last if trial.value is None else None,
+                )
+            )
+        params: dict[str, Any] = finished.ask(self._space.distributions()).params
+        return params
+
+
+class CmaSampler(Sampler):
+    """The evolution strategy CMA-ES over the numbers of a space; what is categorical is drawn at random.
+
+    The strategy is made anew for every trial and told the completed ones, in the order of their numbers and as many
+    at a time as its population has: all that it knows is in the study.
+
+    Example:
+        >>> import optuna
+        >>> optuna.logging.set_verbosity(optuna.logging.WARNING)
+        >>> axis = {"type": "double", "minval": -1, "maxval": 1}
+        >>> sorted(CmaSampler(Space({"x": axis, "y": axis}), seed=0).sample(optuna.create_study(), 0))
+        ['x', 'y']
+    """
+
+    def __init__(
+        self, space: Space, seed: int, population_size: int | None = None, smaller_is_better: bool = True
+    ) -> None:
+        self._space = space
+        self._seed = seed
+        self._axes = [parameter for parameter in space.parameters.values() if parameter.is_numeric]
+        self._population_size = population_size or 4 + int(3 * math.log(max(1, len(self._axes))))
+        self._sign = 1.0 if smaller_is_better else -1.0
+
+    def sample(self, study: Study, number: int) -> dict[str, Any]:
+        """Return a point of the distribution that the completed trials lead to."""
+        optuna, numpy = require("optuna", "search"), require("numpy", "search")
+        chance = generator(self._seed, number)
+        params = self._space.sample(chance)
+        strategy = self._strategy(chance.getrandbits(31))
+        told = [
+            (
+                numpy.array([axis.place(trial.params[axis.name]) for axis in self._axes]),
+                comparable(self._sign * trial.value),
+            )
+            for trial in _finished(study, optuna.trial.TrialState.COMPLETE)
+            if trial.value is not None
+        ]
+        size = self._population_size
+        for first in range(0, len(told) - size + 1, size):
+            strategy.tell(told[first : first + size])
+            if strategy.should_stop():
+                strategy = self._strategy(chance.getrandbits(31))
+        places = strategy.ask()
+        return params | {axis.name: axis.at(float(place)) for axis, place in zip(self._axes, places, strict=True)}
+
+    def _strategy(self, seed: int) -> Any:
+        numpy = require("numpy", "search")
+        count = len(self._axes)
+        return require("cmaes", "search").CMA(
+            mean=numpy.full(count, 0.5),
+            sigma=1 / 6,
+            bounds=numpy.array([[0.0, 1.0]] * count),
+            seed=seed,
+            population_size=self._population_size,
+        )
+
+
+def _finished(study: Study, *states: Any) -> list[FrozenTrial]:
+    """Return the trials of a study in some states that have a value or values, by number."""
+    trials = study.get_trials(deepcopy=False, states=states)
+    return sorted(
+        (trial for trial in trials if trial.value is not None or trial.intermediate_values),
+        key=lambda trial: trial.number,
+    )
+
+
+def _last(trial: FrozenTrial) -> dict[int, float]:
+    """Return the value of a trial as step 0, or the last step and value of one that was ended early."""
+    return dict([max(trial.intermediate_values.items())] if trial.value is None else [(0, trial.value)])
+
+
+def _bounded(values: list[float]) -> Callable[[float], float]:
+    """Return what puts a value that is infinite or not a number in the place of the best or worst that is neither."""
+    finite = [value for value in values if math.isfinite(value)]
+    best, worst = min(finite, default=0.0), max(finite, default=0.0)
+    return lambda value: max(best, min(comparable(value), worst))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Optuna from announcing a study that nobody will see."""
+    log = logging.getLogger("optuna.storages._in_memory")
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

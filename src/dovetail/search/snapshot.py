@@ -1,0 +1,191 @@
+"""A copy of the code that trials run, taken once: what is edited afterwards is for the next experiment."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.errors import ConfigError
+
+__all__ = ["IGNORE_FILES", "MAX_BYTES", "IgnoreRules", "take_snapshot"]
+
+IGNORE_FILES = (".detignore", ".dovetailignore")
+"""Files at the top of the folder that say what to leave out, one pattern a line, as `.gitignore` does."""
+
+MAX_BYTES = 95 << 20
+"""More than this is data, not code."""
+
+_NEVER = {".git", ".dovetail", "__pycache__"}
+
+
+def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), max_bytes: int = MAX_BYTES) -> int:
+    """Copy a folder of code, and return how many bytes that were.
+
+    Left out is what the folder's `.detignore` and `.dovetailignore` say, `.git`, `.dovetail`, `__pycache__`, every
+    checkpoint, and all that is neither a file nor a folder. Links stay links, to where they lead now.
+
+    Args:
+        source: The folder.
+        target: Its copy, which must not be there yet.
+        leave_out: Further files or folders to leave out, wherever they are.
+        max_bytes: How large the copy may be.
+
+    Raises:
+        ConfigError: There is no such folder, or too much is in it.
+    """
+    if not source.is_dir():
+        what = "is not a folder" if source.exists() else "does not exist"
+        raise ConfigError(f"context directory: expected a folder with the code, but {str(source)!r} {what}")
+    rules = IgnoreRules.of(source)
+    forbidden = {path.resolve() for path in (*leave_out, target)}
+    entries = list(_entries(source, source, rules, forbidden))
+    total = sum(entry.size for entry in entries)
+    if total > max_bytes:
+        largest = max(entries, key=lambda entry: entry.size)
+        raise ConfigError(
+            f"context directory {str(source)!r} holds {_megabytes(total)}; at most {_megabytes(max_bytes)} can "
+            f"be copied for an experiment; the largest is {str(largest.name)!r} with {_megabytes(largest.size)}: list "
+            f"what trials do not need in {' or '.join(IGNORE_FILES)}, and give data by their path"
+        )
+    target.mkdir(parents=True)
+    for entry in entries:
+        copy = target / entry.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if entry.leads_to is not None:
+            copy.symlink_to(entry.leads_to)
+        elif entry.is_folder:
+            copy.mkdir(exist_ok=True)
+        else:
+            shutil.copy2(source / entry.name, copy)
+    return total
+
+
+@dataclass(frozen=True)
+class IgnoreRules:
+    """Patterns as `.gitignore` has them: the last one that matches decides, and `!` takes back.
+
+    Example:
+        >>> rules = IgnoreRules.parse(["*.ckpt", "/data/", "!small.ckpt"])
+        >>> rules.ignores("runs/a.ckpt"), rules.ignores("small.ckpt"), rules.ignores("data", is_folder=True)
+        (True, False, True)
+        >>> rules.ignores("data"), rules.ignores("src/data", is_folder=True)
+        (False, False)
+    """
+
+    patterns: Sequence[_Pattern]
+
+    @classmethod
+    def of(cls, folder: Path) -> IgnoreRules:
+        """Return the rules that a folder has."""
+        lines: list[str] = []
+        for name in IGNORE_FILES:
+            with suppress(FileNotFoundError):
+                lines += (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+        return cls.parse(lines)
+
+    @classmethod
+    def parse(cls, lines: Iterable[str]) -> IgnoreRules:
+        """Return the rules that lines of text say; empty ones and those with `#` say nothing."""
+        return cls([_pattern(line) for line in lines if line.strip().strip("/!") and not line.startswith("#")])
+
+    def ignores(self, name: str, is_folder: bool = False) -> bool:
+        """Whether to leave out a file or folder, by its path with `/` inside of the whole."""
+        for pattern in reversed(self.patterns):
+            if (is_folder or not pattern.only_folders) and pattern.regex.fullmatch(name):
+                return not pattern.takes_back
+        return False
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    regex: re.Pattern[str]
+    only_folders: bool
+    takes_back: bool
+
+
+def _pattern(line: str) -> _Pattern:
+    # Blanks at the end count only after a backslash.
+    text = re.sub(r"(?<!\\)\s+$", "", line)
+    takes_back = text.startswith("!")
+    text = text[takes_back:]
+    only_folders = text.endswith("/")
+    text = text.rstrip("/")
+    # A slash at the beginning or in the middle ties a pattern to the top; others may match at any depth.
+    anywhere = "" if "/" in text else "(?:.*/)?"
+    try:
+        regex = re.compile(anywhere + _translated(text.lstrip("/")), re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"the pattern {line!r} of {' or '.join(IGNORE_FILES)} cannot be meant: {error}") from error
+    return _Pattern(regex, only_folders, takes_back)
+
+
+_PARTS = re.compile(r"\*\*/|/\*\*$|\*+|\?|\[!?\]?[^\]]*\]|\\.|.", re.DOTALL)
+
+
+def _translated(text: str) -> str:
+    if text == "**":
+        return ".*"
+    regex = ""
+    for part in _PARTS.findall(text):
+        if part == "**/":
+            regex += "(?:.*/)?"
+        elif part == "/**":
+            regex += "/.*"
+        elif part.startswith("*"):
+            regex += "[^/]*"
+        elif part == "?":
+            regex += "[^/]"
+        elif part.startswith("[") and len(part) > 2:
+            negated = part[1] == "!"
+            inside = re.sub(r"([\\\[\]^&|~])", r"\\\1", part[1 + negated : -1])
+            regex += f"(?!/)[{'^' if negated else ''}{inside}]"
+        else:
+            regex += re.escape(part.removeprefix("\\") or part)
+    return regex
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: Path
+    size: int = 0
+    is_folder: bool = False
+    leads_to: str | None = None
+
+
+def _entries(folder: Path, root: Path, rules: IgnoreRules, forbidden: set[Path]) -> Iterator[_Entry]:
+    for found in sorted(os.scandir(folder), key=lambda found: found.name):
+        path = Path(found.path)
+        name = path.relative_to(root)
+        is_folder = found.is_dir(follow_symlinks=False)
+        if found.name in _NEVER or rules.ignores(name.as_posix(), is_folder) or path.resolve() in forbidden:
+            continue
+        if found.is_symlink():
+            yield _Entry(name, leads_to=_destination(path, root))
+        elif is_folder:
+            if not _is_checkpoint(path):
+                yield _Entry(name, is_folder=True)
+                yield from _entries(path, root, rules, forbidden)
+        elif stat.S_ISREG((status := found.stat(follow_symlinks=False)).st_mode):
+            yield _Entry(name, size=status.st_size)
+
+
+def _destination(link: Path, root: Path) -> str:
+    text = os.readlink(link)
+    inside = not os.path.isabs(text) and link.resolve().is_relative_to(root.resolve())
+    return text if inside else str(link.resolve())
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    with suppress(OSError):
+        return b'"format": "dovetail-' in (folder / "manifest.json").read_bytes()[:1024]
+    return False
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MB"

@@ -1,0 +1,144 @@
+"""Trials whose processes are on several nodes of a Ray cluster.
+
+    python -m dovetail.search.spread SLOTS RESOURCE COMMAND…
+
+This is what a keeper runs in place of `dovetail.launch`: it lets Ray Train find a place for every process and say which
+one it is, and starts the same command everywhere, with the variables of `torchrun`. They are processes, no functions of
+Ray's workers: they have a main thread that hears signals, as everywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.extras import require
+from dovetail.search.processes import ATTEMPT, Attempt
+
+__all__ = ["main", "spread"]
+
+_EVERY = 0.05
+_LAUNCHER = ["-m", "dovetail.launch", "--slots"]
+
+
+def spread(command: Sequence[str], slots: int, resource: str) -> list[str]:
+    """Return the command that runs the processes of a trial on several nodes, in place of those on one.
+
+    Args:
+        command: What `dovetail.launch` starts with so many slots.
+        slots: How many processes.
+        resource: What each of them needs one of: `CPU` or `GPU`.
+
+    Raises:
+        ConfigError: The command is another one.
+
+    Example:
+        >>> spread(["python3", "-m", "dovetail.launch", "--slots", "2", "train.py"], 2, "CPU")[4:]
+        ['2', 'CPU', 'python3', '-m', 'dovetail.launch', 'train.py']
+    """
+    words = list(command)
+    at = next((at for at in range(len(words)) if words[at : at + 3] == _LAUNCHER), None)
+    if at is None:
+        raise ConfigError(
+            f"slots_per_trial: no node of the cluster has {slots} slots, and only an entrypoint such as "
+            f"'python3 train.py' can be spread over several, got {' '.join(words)!r}"
+        )
+    # Each process is what the launcher would be with one slot.
+    single = [*words[:at], "-m", "dovetail.launch", *words[at + 4 :]]
+    return [words[0], "-u", "-m", "dovetail.search.spread", str(slots), resource, *single]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command in several processes that form one group, to their end; the exit code is 1 if one fails.
+
+    Args:
+        arguments: How many processes, what each of them needs one of, and the command.
+    """
+    from dovetail.search.cluster import connected
+
+    slots, resource, *command = arguments
+    attempt = Attempt(Path(os.environ[ATTEMPT]))
+    # The processes see for themselves that they were asked to leave; this one is the last to go.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    ray = connected("auto")
+    train, data_parallel = require("ray.train", "ray"), require("ray.train.v2.api.data_parallel_trainer", "ray")
+    work = {"command": list(command), "env": dict(os.environ), "cwd": os.getcwd(), "attempt": str(attempt.folder)}
+    trainer = data_parallel.DataParallelTrainer(
+        _run_rank,
+        train_loop_config=work,
+        scaling_config=train.ScalingConfig(
+            num_workers=int(slots), use_gpu=resource == "GPU", resources_per_worker={resource: 1}
+        ),
+        run_config=train.RunConfig(name="train", storage_path=str(attempt.folder)),
+    )
+    try:
+        trainer.fit()
+    except Exception as error:
+        if attempt.asked is not None:
+            return 128 + signal.SIGTERM
+        print(f"dovetail: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+        return 1
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _run_rank(work: Mapping[str, Any]) -> None:
+    """Run one process of a group on this node, to its end."""
+    from ray import train
+    from ray.train.collective import broadcast_from_rank_zero
+
+    from dovetail.search.cluster import guarded
+
+    context, attempt = train.get_context(), Attempt(Path(work["attempt"]))
+    host, port = broadcast_from_rank_zero(_meeting_point() if context.get_world_rank() == 0 else None)
+    place = {
+        "RANK": context.get_world_rank(),
+        "LOCAL_RANK": context.get_local_rank(),
+        "GROUP_RANK": context.get_node_rank(),
+        "WORLD_SIZE": context.get_world_size(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+    # The node's own: which cards there are, where the sockets of its Ray are.
+    own = {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "RAY_"))}
+    env = {**work["env"], **own, **{name: str(value) for name, value in place.items()}}
+    if host.startswith("127."):
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with open(attempt.folder.parent.parent / "log.txt", "ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - the user's own command
+            work["command"], cwd=work["cwd"], env=env, stdout=log, stderr=log, start_new_session=True
+        )
+    # What is left of it would wait for the others of its group.
+    guard = guarded(attempt, process.pid)
+    was_asked = False
+    while (code := process.poll()) is None:
+        if not was_asked and attempt.asked is not None:
+            was_asked = True
+            process.send_signal(signal.SIGTERM)
+        time.sleep(_EVERY)
+    if code != 0:
+        raise RuntimeError(f"rank {context.get_world_rank()} ended with exit code {code}")
+    guard.communicate(b"over")
+
+
+def _meeting_point() -> tuple[str, int]:
+    host = require("ray.util", "ray").get_node_ip_address()
+    with socket.create_server((host, 0)) as free:
+        return host, free.getsockname()[1]
+
+
+if __name__ == "__main__":
+    # Under its own name: nodes import the function that Ray Train calls there.
+    from dovetail.search.spread import main as imported
+
+    raise SystemExit(imported(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""Copies of checkpoints in a place that fsspec knows: a bucket, another file system, a server.
+
+A checkpoint is stored as the folder `<name>-<digest>`, and then marked by the file `<name>-<digest>.json`: what has no
+mark is not there. No name is ever used for two contents, so nothing that is read is being written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dovetail.checkpoint.files import DISK, reserve
+from dovetail.checkpoint.manifest import MANIFEST
+from dovetail.errors import CheckpointError, MissingExtraError, UnknownNameError
+from dovetail.extras import require
+from dovetail.search.checkpoints import checkpoints_of, latest_checkpoint
+
+__all__ = ["opened", "pull", "push"]
+
+_STORED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.\-]{0,127})-[0-9a-f]{16}")
+
+
+def push(folder: Path, url: str) -> list[str]:
+    """Store the checkpoints of a trial that are not stored yet, and remove what the trial has removed.
+
+    A folder without any changes nothing: its checkpoints may have been lost.
+
+    Args:
+        folder: That of the trial.
+        url: The place of this trial alone, such as `s3://bucket/trial_3`.
+
+    Returns:
+        The names of those that were sent, oldest first.
+
+    Raises:
+        MissingExtraError: The package for such a place is not installed.
+        UnknownNameError: There is no such kind of place.
+
+    Example:
+        >>> import tempfile
+        >>> push(Path(tempfile.mkdtemp()), "memory://example")
+        []
+    """
+    files, root = opened(url)
+    stored = _marks(files, root)
+    sent, kept = [], set()
+    for checkpoint in checkpoints_of(folder):
+        # The trial may be removing it.
+        with suppress(FileNotFoundError):
+            digest = sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()[:16]
+            name = f"{checkpoint.path.name}-{digest}"
+            if name not in stored:
+                _send(files, checkpoint.path, f"{root}/{name}")
+                number = 1 + max(stored.values(), default=-1)
+                files.pipe_file(f"{root}/{name}.json", json.dumps({"number": number}).encode())
+                stored[name] = number
+                sent.append(checkpoint.path.name)
+            kept.add(name)
+    for name in stored.keys() - kept if kept else ():
+        files.rm_file(f"{root}/{name}.json")
+        files.rm(f"{root}/{name}", recursive=True)
+    return sent
+
+
+def pull(url: str, folder: Path) -> Path | None:
+    """Fetch the checkpoints that are stored, are not in the folder of a trial, and are as they were written.
+
+    Args:
+        url: What `push` was given.
+        folder: That of the trial.
+
+    Returns:
+        The newest, or None if there is none.
+
+    Raises:
+        MissingExtraError: The package for such a place is not installed.
+        UnknownNameError: There is no such kind of place.
+
+    Example:
+        >>> import tempfile
+        >>> pull("memory://nothing-is-there", Path(tempfile.mkdtemp()))
+    """
+    files, root = opened(url)
+    newest = None
+    for stored, _ in sorted(_marks(files, root).items(), key=lambda mark: mark[1]):
+        match = _STORED.fullmatch(stored)
+        assert match is not None
+        target = folder / match["name"]
+        if not target.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with reserve(DISK, target) as temporary:
+                _fetch(files, f"{root}/{stored}", temporary / target.name)
+                if latest_checkpoint(temporary) is None:
+                    continue
+                (temporary / target.name).rename(target)
+        newest = target
+    return newest
+
+
+def opened(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a URL, and the path in it.
+
+    Raises:
+        MissingExtraError: The package for such a place is not installed.
+        UnknownNameError: There is no such kind of place.
+    """
+    fsspec = require("fsspec", "ray")
+    scheme = url.partition("://")[0]
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        # fsspec says which package it is.
+        raise MissingExtraError(f"checkpoint_storage: {scheme}:// cannot be used: {error}") from error
+    except ValueError as error:
+        raise UnknownNameError("kind of checkpoint_storage", scheme, fsspec.available_protocols()) from error
+    files.invalidate_cache()
+    return files, str(root).rstrip("/")
+
+
+def _marks(files: Any, root: str) -> dict[str, int]:
+    """Return the names of what is stored, and in which order it was."""
+    found = {}
+    with suppress(FileNotFoundError):
+        for path in files.ls(root, detail=False):
+            name = PurePosixPath(path).name.removesuffix(".json")
+            if str(path).endswith(".json") and _STORED.fullmatch(name):
+                with suppress(FileNotFoundError):
+                    found[name] = int(json.loads(files.cat_file(path))["number"])
+    return found
+
+
+def _send(files: Any, checkpoint: Path, place: str) -> None:
+    # What a writer has left that died before its mark.
+    if files.exists(place):
+        files.rm(place, recursive=True)
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file():
+            target = f"{place}/{path.relative_to(checkpoint).as_posix()}"
+            files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            files.put_file(str(path), target)
+
+
+def _fetch(files: Any, place: str, target: Path) -> None:
+    for path in files.find(place):
+        inner = PurePosixPath(path).relative_to(place)
+        if ".." in inner.parts:
+            raise CheckpointError(f"{place}: a file of a checkpoint cannot be called {str(inner)!r}")
+        (target / inner).parent.mkdir(parents=True, exist_ok=True)
+        files.get_file(path, str(target / inner))

@@ -1,0 +1,535 @@
+"""Where experiments are kept: an Optuna study for each, and a folder for its files.
+
+A study holds what can be asked for afterwards: configuration, trials, hyperparameters, metrics, states. Every tool that
+knows Optuna can open it. Beside it lie, in the folder `.dovetail`,
+
+    store.db                          the studies, unless they are on a server
+    experiments/<id>/                 config.yaml, config.json, code, runner.log, lock, wish
+    experiments/<id>/trials/trial_<id>/   info.json, log.txt, metrics.jsonl, checkpoints, attempts
+    jobs/<id>/                        config.yaml, code, info.json, log.txt, job.json, attempts
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import shutil
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from dovetail.errors import DovetailError, UnknownNameError
+from dovetail.extras import require
+from dovetail.search.processes import Attempt, is_at_work
+from dovetail.search.records import ExperimentRecord, ExperimentState, JobRecord, TrialRecord, TrialState
+from dovetail.search.snapshot import take_snapshot
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.storages import BaseStorage, RDBStorage
+    from optuna.trial import FrozenTrial
+
+    from dovetail.search.schema import ExperimentConfig
+
+__all__ = ["HOME", "STORE", "WISHES", "ExperimentError", "Store", "home_directory"]
+
+HOME = "DOVETAIL_HOME"
+"""The environment variable that names the folder of experiments."""
+
+STORE = "DOVETAIL_STORE"
+"""The environment variable with the URL of a database server, if there is one."""
+
+WISHES = ("pause", "cancel", "kill")
+"""What people may want of an experiment that runs."""
+
+_RECORD = "dovetail"
+_STATE = "state"
+_MEMORY = "dovetail:runner"
+# Longer than anyone who only looks whether it is taken.
+_PATIENCE = 2.0
+
+
+class ExperimentError(DovetailError):
+    """An experiment, trial or job that is not there, or not in a state to do what is asked."""
+
+
+def home_directory(given: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder of experiments: the one given, else that of `DOVETAIL_HOME`, else `.dovetail` here."""
+    return Path(given or os.environ.get(HOME) or ".dovetail").absolute()
+
+
+class Store:
+    """Experiments, their trials, and jobs. Made by `Store.open`.
+
+    Attributes:
+        home: The folder of all files.
+        url: The database, as SQLAlchemy names it; it may have a password in it.
+        storage: Optuna's view of it.
+
+    Example:
+        >>> import tempfile
+        >>> store = Store.open(tempfile.mkdtemp())
+        >>> store.experiments(), store.jobs()
+        ([], [])
+    """
+
+    def __init__(self, home: Path, url: str, storage: BaseStorage) -> None:
+        self.home = home
+        self.url = url
+        self.storage = storage
+
+    @classmethod
+    def open(cls, home: str | os.PathLike[str] | None = None, url: str | None = None) -> Store:
+        """Open the store, and make it if it is not there.
+
+        Args:
+            home: The folder of experiments; see `home_directory`.
+            url: A database server, such as `postgresql://user@host/name`; None is that of `DOVETAIL_STORE`, or else the
+                file `store.db` in the folder.
+
+        Raises:
+            MissingExtraError: Optuna, or the driver of the server, is not installed.
+            ExperimentError: The server does not answer.
+        """
+        require("optuna", "search")
+        folder = home_directory(home)
+        folder.mkdir(parents=True, exist_ok=True)
+        address = url or os.environ.get(STORE)
+        if address is not None:
+            return cls(folder, address, _open_server(address))
+        return cls(folder, f"sqlite:///{folder / 'store.db'}", _open_file(folder / "store.db"))
+
+    # ------------------------------------------------------------------ what there is
+
+    def experiments(self) -> list[ExperimentRecord]:
+        """Return all experiments, the oldest first."""
+        studies = self.storage.get_all_studies()
+        found = [(study._study_id, study.user_attrs) for study in studies if _RECORD in study.user_attrs]
+        return [self._experiment(number, attributes) for number, attributes in sorted(found)]
+
+    def experiment(self, experiment_id: int) -> ExperimentRecord:
+        """Return an experiment.
+
+        Raises:
+            ExperimentError: There is none of that number.
+        """
+        attributes: Mapping[str, Any] = {}
+        with suppress(KeyError):
+            attributes = self.storage.get_study_user_attrs(experiment_id)
+        if _RECORD not in attributes:
+            known = [str(each.id) for each in self.experiments()]
+            raise ExperimentError(f"there is no experiment {experiment_id} (there are: {', '.join(known) or 'none'})")
+        return self._experiment(experiment_id, attributes)
+
+    def trial(self, trial_id: int) -> TrialRecord:
+        """Return a trial.
+
+        Raises:
+            ExperimentError: There is none of that number.
+        """
+        with suppress(KeyError):
+            found = self.storage.get_trial(trial_id)
+            if _RECORD in found.system_attrs:
+                attributes = self.storage.get_study_user_attrs(found.system_attrs[_RECORD]["experiment_id"])
+                return trial_record(found, Path(attributes[_RECORD]["trials"]), _smaller_is_better(attributes))
+        raise ExperimentError(f"there is no trial {trial_id}")
+
+    def jobs(self) -> list[JobRecord]:
+        """Return all jobs, the oldest first."""
+        with suppress(FileNotFoundError):
+            folder = self.home / "jobs"
+            numbers = sorted(int(name) for name in os.listdir(folder) if (folder / name / "job.json").exists())
+            return [self.job(number) for number in numbers]
+        return []
+
+    def job(self, job_id: int) -> JobRecord:
+        """Return a job.
+
+        Raises:
+            ExperimentError: There is none of that number.
+        """
+        folder = self.home / "jobs" / str(job_id)
+        try:
+            told = json.loads((folder / "job.json").read_text())
+        except FileNotFoundError:
+            raise ExperimentError(f"there is no job {job_id}") from None
+        attempt, started = Attempt.of(folder, 0), _time(told["started"])
+        code = attempt.exit_code
+        # Somebody waits for it, here or at a cluster, or did so and was killed.
+        if code is None and (_is_taken(folder / "lock") or is_at_work(attempt)):
+            return JobRecord(job_id, told["name"], "RUNNING", folder, started=started)
+        # It may have ended between the two looks.
+        code = attempt.exit_code
+        ended = None
+        if code is not None:
+            ended = datetime.fromtimestamp((attempt.folder / "exit").stat().st_mtime, timezone.utc)
+        state: Literal["COMPLETED", "CANCELED", "ERROR"] = "COMPLETED" if code == 0 else "ERROR"
+        if code != 0 and attempt.asked is not None:
+            state = "CANCELED"
+        return JobRecord(job_id, told["name"], state, folder, code, started, ended)
+
+    # ------------------------------------------------------------------ changing it
+
+    def create_experiment(
+        self, config: ExperimentConfig, text: str, context_dir: str | os.PathLike[str] = "."
+    ) -> ExperimentRecord:
+        """Write an experiment down, with a copy of its code; nothing is run yet.
+
+        Args:
+            config: What it is.
+            text: The file that it was read from, which is kept for people.
+            context_dir: The folder with the code.
+        """
+        import optuna
+
+        experiments = self.home / "experiments"
+        unfinished = experiments / f".new-{uuid.uuid4().hex}"
+        storage = config.checkpoint_storage.folder
+        elsewhere = None if storage is None else Path(storage).expanduser().absolute()
+        try:
+            take_snapshot(
+                Path(context_dir), unfinished / "code", [self.home, *([] if elsewhere is None else [elsewhere])]
+            )
+            (unfinished / "config.yaml").write_text(text, encoding="utf-8")
+            (unfinished / "config.json").write_text(json.dumps(config.raw, indent=2) + "\n", encoding="utf-8")
+            (unfinished / "trials").mkdir()
+            minimize = config.searcher.smaller_is_better
+            direction = optuna.study.StudyDirection.MINIMIZE if minimize else optuna.study.StudyDirection.MAXIMIZE
+            number = self._new_study(config.name, direction)
+            directory = experiments / str(number)
+            # Numbers are given again in a database whose last experiment was deleted.
+            shutil.rmtree(directory, ignore_errors=True)
+            unfinished.rename(directory)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        record = {
+            "name": config.name,
+            "config": config.raw,
+            "directory": str(directory),
+            "trials": str(directory / "trials" if elsewhere is None else elsewhere / f"experiment_{number}"),
+            "created": _now(),
+        }
+        # From here on it is there, all of it.
+        self.storage.set_study_user_attr(number, _RECORD, record)
+        return self.experiment(number)
+
+    def delete(self, experiment_id: int) -> None:
+        """Remove an experiment with all its files, checkpoints included.
+
+        Raises:
+            ExperimentError: It is at work.
+        """
+        record = self.experiment(experiment_id)
+        if record.is_running or record.state == "ACTIVE":
+            raise ExperimentError(f"experiment {experiment_id} is {record.state}: cancel it before it is deleted")
+        trials = self.trials_directory(experiment_id)
+        self.storage.delete_study(experiment_id)
+        shutil.rmtree(trials, ignore_errors=True)
+        shutil.rmtree(record.directory, ignore_errors=True)
+
+    def set_state(self, experiment_id: int, state: ExperimentState, reason: str | None = None) -> None:
+        """Write down what became of an experiment."""
+        over = state in ("COMPLETED", "CANCELED", "ERROR")
+        value = {"state": state, "reason": reason, "ended": _now() if over else None}
+        self.storage.set_study_user_attr(experiment_id, _STATE, value)
+
+    def wish(self, experiment_id: int, wish: str) -> None:
+        """Leave a wish for whoever runs an experiment: `pause`, `cancel` or `kill`."""
+        if wish not in WISHES:
+            raise UnknownNameError("wish", wish, WISHES)
+        path = self.experiment(experiment_id).directory / "wish"
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(wish)
+        unfinished.replace(path)
+
+    @contextmanager
+    def running(self, experiment_id: int) -> Iterator[None]:
+        """Be the one who runs an experiment, for as long as the block lasts and this process lives.
+
+        Raises:
+            ExperimentError: Another process does.
+        """
+        with holding(self.experiment(experiment_id).directory / "lock", f"experiment {experiment_id}"):
+            yield
+
+    # ------------------------------------------------------------------ what the runner needs
+
+    def study(self, experiment_id: int) -> optuna.Study:
+        """Return the study of an experiment."""
+        import optuna
+
+        return optuna.load_study(
+            study_name=self.storage.get_study_name_from_id(experiment_id),
+            storage=self.storage,
+            sampler=optuna.samplers.RandomSampler(),
+            pruner=optuna.pruners.NopPruner(),
+        )
+
+    def trials_directory(self, experiment_id: int) -> Path:
+        """Return where the folders of an experiment's trials are."""
+        return Path(self.storage.get_study_user_attrs(experiment_id)[_RECORD]["trials"])
+
+    def memory(self, experiment_id: int) -> dict[str, Any]:
+        """Return what a runner has left for itself, or for the next one."""
+        return cast("dict[str, Any]", self.storage.get_study_system_attrs(experiment_id).get(_MEMORY, {}))
+
+    def remember(self, experiment_id: int, memory: Mapping[str, Any]) -> None:
+        """Keep what a runner needs to go on, at once and as a whole."""
+        self.storage.set_study_system_attr(experiment_id, _MEMORY, dict(memory))
+
+    def add_trial(
+        self,
+        experiment_id: int,
+        params: Mapping[str, Any],
+        distributions: Mapping[str, Any],
+        hparams: Mapping[str, Any],
+        source: int | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Add a trial, at once and as a whole, and return its number in the store."""
+        import optuna
+
+        trial = optuna.trial.create_trial(
+            state=optuna.trial.TrialState.RUNNING,
+            params=dict(params),
+            distributions={name: distributions[name] for name in params},
+            user_attrs=dict(attributes or {}),
+            system_attrs={_RECORD: {"experiment_id": experiment_id, "hparams": hparams, "source": source}},
+        )
+        trial.datetime_start = datetime.now()
+        return self.storage.create_new_trial(experiment_id, trial)
+
+    def add_value(self, trial_id: int, steps: int, value: float) -> None:
+        """Add the metric of a trial after so many batches, in place of what was there."""
+        self.storage.set_trial_intermediate_value(trial_id, steps, value)
+
+    def update_trial(self, trial: TrialRecord) -> None:
+        """Write down what has changed about a trial that is not over: its state, restarts, reason and steps."""
+        told: dict[str, Any] = {
+            "experiment_id": trial.experiment_id,
+            "hparams": trial.hparams,
+            "source": trial.source,
+            "state": trial.state,
+            "restarts": trial.restarts,
+            "reason": trial.reason,
+            "steps": trial.steps,
+        }
+        self.storage.set_trial_system_attr(trial.id, _RECORD, told)
+
+    def end_trial(self, trial: TrialRecord) -> None:
+        """Write down that a trial is over, and as what; nothing about it changes any more."""
+        from optuna.trial import TrialState as OptunaState
+
+        self.update_trial(trial)
+        if trial.reason is not None:
+            self.storage.set_trial_user_attr(trial.id, "reason", trial.reason)
+        has_value = trial.best is not None and not math.isnan(trial.best)
+        state = OptunaState.FAIL
+        # Optuna knows no trial that is complete and has no value.
+        if trial.state == "STOPPED":
+            state = OptunaState.PRUNED
+        elif trial.state == "COMPLETED" and has_value:
+            state = OptunaState.COMPLETE
+        values = [cast(float, trial.best)] if has_value and state is not OptunaState.FAIL else None
+        self.storage.set_trial_state_values(trial.id, state, values)
+
+    # ------------------------------------------------------------------ inside
+
+    def _experiment(self, number: int, attributes: Mapping[str, Any]) -> ExperimentRecord:
+        return experiment_record(number, attributes, self.storage.get_all_trials(number, deepcopy=False))
+
+    def _new_study(self, name: str, direction: Any) -> int:
+        import optuna
+
+        for again in range(1, 1 << 30):
+            study_name = name if again == 1 else f"{name} #{again}"
+            with suppress(optuna.exceptions.DuplicatedStudyError), quiet_optuna():
+                return self.storage.create_new_study([direction], study_name)
+        raise AssertionError("there are fewer studies than that")
+
+
+def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> ExperimentRecord:
+    """Return an experiment as its study has it.
+
+    Args:
+        number: The number of the study.
+        attributes: Its attributes.
+        trials: Its trials.
+    """
+    told, state = attributes[_RECORD], attributes.get(_STATE, {"state": "ACTIVE", "reason": None, "ended": None})
+    directory, place = Path(told["directory"]), Path(told["trials"])
+    smaller = _smaller_is_better(attributes)
+    return ExperimentRecord(
+        id=number,
+        name=told["name"],
+        state=state["state"],
+        config=told["config"],
+        directory=directory,
+        created=_time(told["created"]),
+        ended=None if state["ended"] is None else _time(state["ended"]),
+        reason=state["reason"],
+        is_running=_is_taken(directory / "lock"),
+        trials=tuple(trial_record(trial, place, smaller) for trial in trials if _RECORD in trial.system_attrs),
+    )
+
+
+def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> TrialRecord:
+    """Return a trial as its study has it.
+
+    Args:
+        trial: The trial.
+        place: Where the folders of trials are.
+        smaller_is_better: The direction of its metric.
+    """
+    told: Mapping[str, Any] = trial.system_attrs[_RECORD]
+    values = dict(sorted(trial.intermediate_values.items()))
+    best_at = best_step(values, smaller_is_better)
+    last = max(values, default=None)
+    return TrialRecord(
+        id=trial._trial_id,
+        number=trial.number,
+        experiment_id=told["experiment_id"],
+        state=cast(TrialState, told.get("state", "RUNNING")),
+        hparams=told["hparams"],
+        directory=place / f"trial_{trial._trial_id}",
+        best=None if best_at is None else values[best_at],
+        best_at=best_at,
+        latest=None if last is None else values[last],
+        steps=max(told.get("steps", 0), last or 0),
+        restarts=told.get("restarts", 0),
+        started=_utc(trial.datetime_start),
+        ended=_utc(trial.datetime_complete),
+        reason=told.get("reason"),
+        source=told["source"],
+        values=values,
+    )
+
+
+def best_step(values: Mapping[int, float], smaller_is_better: bool) -> int | None:
+    """Return where the best value is, the first of several; None where none is a number."""
+    sign = 1 if smaller_is_better else -1
+    numbers = {step: value for step, value in values.items() if not math.isnan(value)}
+    return min(numbers, key=lambda step: (sign * numbers[step], step), default=None)
+
+
+# ------------------------------------------------------------------ databases
+
+
+def _open_file(path: Path) -> RDBStorage:
+    from optuna.storages import RDBStorage
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
+        # Readers do not wait for the writer, and a commit does not wait for the disk: a process that is killed loses
+        # nothing, a machine that loses its power the last moment.
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    # Two processes that both make the tables fail.
+    with open(path.with_name("store.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return RDBStorage(f"sqlite:///{path}", engine_kwargs={"creator": connect})
+
+
+def _open_server(url: str) -> RDBStorage:
+    from optuna.storages import RDBStorage
+
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        raise ExperimentError("the store: expected a URL such as postgresql://user@host/name")
+    if scheme in ("postgres", "postgresql"):
+        require("psycopg", "postgres")
+        scheme = "postgresql+psycopg"
+    from sqlalchemy import create_engine, exc, text
+
+    address = f"{scheme}://{rest}"
+    try:
+        engine = create_engine(address)
+        with engine.connect() as connection:
+            # Two processes that both make the tables fail; the lock goes with the connection.
+            if engine.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_lock(7265746)"))
+            return RDBStorage(address, engine_kwargs={"pool_pre_ping": True})
+    except (exc.SQLAlchemyError, ImportError) as error:
+        # Not the whole message: it may have the password in it.
+        place = rest.rpartition("@")[2]
+        problem = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+        raise ExperimentError(f"the store at {place} cannot be opened: {problem}") from error
+    finally:
+        with suppress(UnboundLocalError):
+            engine.dispose()
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Keep what Optuna says of every new study from the terminal."""
+    logger = logging.getLogger("optuna")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+# ------------------------------------------------------------------ locks and times
+
+
+@contextmanager
+def holding(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock, for as long as the block lasts and this process lives.
+
+    Raises:
+        ExperimentError: Another process holds it.
+    """
+    with open(path, "a+") as lock:
+        deadline = time.monotonic() + _PATIENCE
+        while not _locked(lock.fileno(), fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                lock.seek(0)
+                raise ExperimentError(f"{what} is being run already, by process {lock.read().strip() or 'unknown'}")
+            time.sleep(0.02)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _is_taken(path: Path) -> bool:
+    with suppress(FileNotFoundError), open(path) as lock:
+        return not _locked(lock.fileno(), fcntl.LOCK_SH)
+    return False
+
+
+def _smaller_is_better(attributes: Mapping[str, Any]) -> bool:
+    return bool(attributes[_RECORD]["config"]["searcher"].get("smaller_is_better", True))
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat()
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _utc(moment: datetime | None) -> datetime | None:
+    # Optuna keeps local times without a zone.
+    return None if moment is None else moment.astimezone(timezone.utc)

@@ -1,0 +1,70 @@
+"""`dovetail dashboard`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
+pytest.importorskip("optuna_dashboard")
+
+
+@pytest.fixture
+def server(finished: Any) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "dovetail", "dashboard", "--port", "0", "--home", str(finished.home)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_it_serves_the_experiments_on_the_loopback_until_it_is_asked_to_leave(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    label, _, address = server.stdout.readline().strip().partition(": ")
+    assert label == "experiments"
+    assert address.startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(f"{address}api/studies", timeout=60) as answer:
+        (study,) = json.load(answer)["study_summaries"]
+    assert study["study_name"] == "demo"
+    server.send_signal(signal.SIGTERM)
+    _, err = server.communicate(timeout=60)
+    assert (server.returncode, err) == (0, "")
+
+
+def test_a_port_that_is_taken_is_a_sentence(run: Any, finished: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = run("dashboard", "--port", port, "--home", finished.home)
+    assert (code, out) == (1, "")
+    assert err == f"dovetail: port {port}: Address already in use: choose another --port, or 0 for any\n"
+
+
+def test_without_experiments_it_says_so(run: Any, tmp_path: Path) -> None:
+    code, _, err = run("dashboard", "--home", tmp_path / "none")
+    assert code == 1
+    assert "there are no experiments" in err
+
+
+@pytest.mark.slow
+def test_tensorboard_is_started_too(finished: Any) -> None:
+    pytest.importorskip("tensorboard")
+    command = [sys.executable, "-m", "dovetail", "dashboard", "--port", "0", "--tensorboard"]
+    command += ["--home", str(finished.home)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        label, _, address = process.stdout.readline().strip().partition(": ")
+        assert label == "TensorBoard"
+        assert address.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert answer.status == 200
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0

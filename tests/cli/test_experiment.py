@@ -1,0 +1,319 @@
+"""`dovetail experiment …`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.config import load_config
+from dovetail.search.schema import read_experiment
+from dovetail.search.store import Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
+
+
+def wait_until(is_so: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def start(*arguments: object, **options: Any) -> subprocess.Popen[Any]:
+    return subprocess.Popen([sys.executable, "-m", "dovetail", *map(str, arguments)], **options)
+
+
+def create_detached(project: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # Not in this process, which would have a child that it never waits for.
+    command = ["e", "create", project.config, project.code, "--home", project.home, "--detach", *arguments]
+    words = [sys.executable, "-m", "dovetail", *map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, check=True)
+
+
+# ------------------------------------------------------------------ create
+
+
+def test_create_runs_the_experiment_and_tells_what_happens(run: Any, project: Any) -> None:
+    code, out, err = run("experiment", "create", project.config, project.code, "--home", project.home)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "created experiment 1"
+    assert "trial 0 (id 1) RUNNING: learning_rate 0.25, width 2, batch_size 8" in lines
+    assert "trial 3 (id 4) validation_loss 1 after 20 batches" in lines
+    assert {f"trial {number} (id {number + 1}) COMPLETED" for number in range(4)} <= set(lines)
+    summary = "experiment 1 (demo) COMPLETED · 4 trials (4 completed) · best validation_loss 0.25 (trial 0, id 1)"
+    assert lines[-1].startswith(summary)
+
+
+def test_a_line_is_said_once(run: Any, project: Any) -> None:
+    _, out, _ = run("experiment", "create", project.config, project.code, "--home", project.home)
+    lines = out.splitlines()
+    assert len(set(lines)) == len(lines)
+
+
+def test_set_changes_the_configuration(run: Any, project: Any) -> None:
+    settings = ["--set", "hyperparameters.width.vals=[4]", "--set", "name=other"]
+    run("experiment", "create", project.config, project.code, "--home", project.home, *settings)
+    record = Store.open(project.home).experiment(1)
+    assert record.name == "other"
+    assert [trial.hparams["width"] for trial in record.trials] == [4, 4]
+
+
+def test_the_short_spelling_works(run: Any, finished: Any) -> None:
+    assert run("e", "list", "--home", finished.home) == run("experiment", "list", "--home", finished.home)
+
+
+def test_every_mistake_in_a_file_is_named_and_nothing_is_created(run: Any, project: Any) -> None:
+    project.config.write_text(
+        project.config.read_text().replace("metric:", "metrik:").replace("name: grid", "name: gird")
+    )
+    code, out, err = run("experiment", "create", project.config, project.code, "--home", project.home)
+    assert (code, out) == (1, "")
+    assert err.startswith("dovetail: ")
+    assert len(err.splitlines()) >= 2
+    assert "'gird'" in err
+    assert "metrik" in err
+    assert not project.home.exists()
+
+
+def test_ignored_keys_are_one_sentence(project: Any) -> None:
+    project.config.write_text(project.config.read_text() + "scheduling_unit: 100\n")
+    sentence = f"dovetail: warning: {project.config}: keys that mean nothing here are ignored: scheduling_unit\n"
+    assert create_detached(project).stderr == sentence
+    store = Store.open(project.home)
+    wait_until(lambda: store.experiment(1).state == "COMPLETED")
+
+
+def test_a_file_that_is_not_there_is_wrong_usage(run: Any, tmp_path: Path) -> None:
+    code, _, err = run("experiment", "create", tmp_path / "none.yaml")
+    assert code == 2
+    assert "does not exist" in err
+
+
+def test_an_experiment_without_success_ends_in_three_and_says_where_to_look(run: Any, project: Any) -> None:
+    setting = "data.fails=[2, 4]"
+    code, _, err = run("e", "create", project.config, project.code, "--home", project.home, "--set", setting)
+    assert code == 3
+    assert err.splitlines()[0] == "trial 0 failed: attempt 0 ended with exit code 1: this width is too much"
+    assert err.splitlines()[1].startswith("'dovetail trial logs 1' has the rest: ")
+
+
+def test_a_test_runs_the_first_trial_alone_and_tells_it(run: Any, project: Any) -> None:
+    code, _, _ = run("experiment", "create", project.config, project.code, "--home", project.home, "--test")
+    assert code == 0
+    (trial,) = Store.open(project.home).experiment(1).trials
+    assert trial.hparams == {"learning_rate": 0.25, "width": 2, "batch_size": 8}
+    assert (trial.directory / "log.txt").read_text() == "trial 1 test\n"
+
+
+@pytest.mark.slow
+def test_detached_it_goes_on_by_itself_and_logs_can_be_followed(project: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    assert create_detached(project, "--set", f"data.waits={gate}").stdout.splitlines()[0] == "created experiment 1"
+    with start("e", "logs", 1, "--follow", "--home", project.home, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert "runs experiment 1" in following.stdout.readline()
+        gate.touch()
+        assert following.stdout.read().splitlines()[-1].endswith("experiment COMPLETED")
+    assert following.returncode == 0
+    assert [trial.state for trial in Store.open(project.home).experiment(1).trials] == ["COMPLETED"] * 4
+
+
+def test_on_a_terminal_there_is_a_table_that_moves(project: Any) -> None:
+    ours, theirs = pty.openpty()
+    arguments = ["e", "create", project.config, project.code, "--home", project.home]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    shown = b""
+    with start(*arguments, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        try:
+            while chunk := os.read(ours, 1 << 16):
+                shown += chunk
+        except OSError:
+            # What a terminal says when the last program has left it.
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert "│ trial │ id │ state     │ hyperparameters " in text
+    assert text.count("experiment 1 (demo)") > 1
+    assert "experiment 1 (demo) COMPLETED" in text
+
+
+# ------------------------------------------------------------------ looking
+
+
+def test_list_shows_every_experiment(run: Any, finished: Any) -> None:
+    code, out, _ = run("experiment", "list", "--home", finished.home)
+    assert code == 0
+    assert re.search(r"│ +1 │ demo │ COMPLETED │ +4 │ +0.25 │", out)
+
+
+def test_json_has_stable_keys_and_iso_times(run: Any, finished: Any) -> None:
+    _, out, _ = run("experiment", "list", "--home", finished.home, "--json")
+    (found,) = json.loads(out)
+    assert list(found) == [
+        *("id", "name", "state", "is_running", "reason", "searcher", "metric", "smaller_is_better", "num_trials"),
+        *("best_trial", "best_trial_id", "best", "created", "ended", "directory"),
+    ]
+    assert datetime.fromisoformat(found["created"]).utcoffset() is not None
+    assert (found["num_trials"], found["best"], found["best_trial_id"]) == (4, 0.25, 1)
+
+
+def test_describe_has_configuration_and_trials_in_json(run: Any, finished: Any) -> None:
+    _, out, _ = run("experiment", "describe", 1, "--home", finished.home, "--json")
+    found = json.loads(out)
+    assert found["config"]["searcher"]["name"] == "grid"
+    assert [trial["hparams"]["width"] for trial in found["trials"]] == [2, 4, 2, 4]
+    assert list(found["trials"][0]) == [
+        *("id", "number", "experiment_id", "state", "reason", "hparams", "best", "best_at", "latest", "batches"),
+        *("restarts", "source", "started", "ended", "directory"),
+    ]
+
+
+def test_describe_shows_text_as_it_is_and_the_searched_hyperparameters(run: Any, finished: Any) -> None:
+    _, out, _ = run("experiment", "describe", 1, "--home", finished.home)
+    assert "A [bold] search" in out
+    assert "│ learning_rate 0.25, width 2 │" in out
+
+
+def test_an_unknown_experiment_is_a_sentence_with_what_there_is(run: Any, finished: Any) -> None:
+    code, out, err = run("experiment", "describe", 7, "--home", finished.home)
+    assert (code, out, err) == (1, "", "dovetail: there is no experiment 7 (there are: 1)\n")
+
+
+def test_looking_makes_no_folder(run: Any, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    sentence = f"there are no experiments in {home}: make one by 'dovetail experiment create', or name another --home\n"
+    assert run("experiment", "list", "--home", home) == (0, "", sentence)
+    assert run("experiment", "list", "--home", home, "--json") == (0, "[]\n", "")
+    assert run("experiment", "describe", 1, "--home", home) == (1, "", f"dovetail: {sentence}")
+    assert not home.exists()
+
+
+def test_the_home_may_come_from_the_environment(run: Any, finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_HOME", str(finished.home))
+    assert run("experiment", "best", 1)[0] == 0
+
+
+def test_logs_are_those_of_the_runner_or_of_a_trial(run: Any, finished: Any) -> None:
+    assert run("experiment", "logs", 1, "--home", finished.home)[1].endswith("experiment COMPLETED\n")
+    assert run("experiment", "logs", 1, "--trial", 2, "--home", finished.home) == (0, "trial 3 \n", "")
+
+
+def test_following_a_log_of_what_is_over_ends(run: Any, finished: Any) -> None:
+    assert run("experiment", "logs", 1, "--trial", 2, "-f", "--home", finished.home) == (0, "trial 3 \n", "")
+
+
+def test_a_trial_that_an_experiment_does_not_have_is_a_mistake(run: Any, finished: Any) -> None:
+    code, _, err = run("experiment", "logs", 1, "--trial", 4, "--home", finished.home)
+    assert (code, err) == (1, "dovetail: experiment 1 has no trial 4 (there are 4, from 0 on)\n")
+
+
+def test_best_says_which_and_with_what(run: Any, finished: Any) -> None:
+    _, out, _ = run("experiment", "best", 1, "--home", finished.home)
+    assert [line.split(maxsplit=1)[1] for line in out.splitlines()] == [
+        "0 (id 1)",
+        "0.25 after 20 batches",
+        "learning_rate 0.25, width 2, batch_size 8",
+        "none",
+    ]
+
+
+def test_best_as_yaml_is_a_configuration_that_runs_that_trial(run: Any, finished: Any, tmp_path: Path) -> None:
+    _, out, _ = run("experiment", "best", 1, "--yaml", "--home", finished.home)
+    (tmp_path / "best.yaml").write_text(out)
+    config = read_experiment(tmp_path / "best.yaml")
+    assert (config.searcher.name, config.searcher.metric) == ("single", "validation_loss")
+    assert config.hyperparameters == {"learning_rate": 0.25, "width": 2, "batch_size": 8}
+    assert load_config(tmp_path / "best.yaml")["entrypoint"] == "python3 train.py"
+
+
+def test_report_names_the_files_that_it_writes(run: Any, finished: Any, tmp_path: Path) -> None:
+    code, out, _ = run("experiment", "report", 1, "--home", finished.home, "-o", tmp_path / "page.html")
+    assert code == 0
+    assert {Path(line).name for line in out.splitlines()} == {path.name for path in tmp_path.iterdir()}
+    assert "page.html" in out
+
+
+# ------------------------------------------------------------------ pause, resume, cancel, delete
+
+
+@pytest.mark.slow
+def test_ctrl_c_pauses_and_resume_goes_on(project: Any, tmp_path: Path, run: Any) -> None:
+    gate = tmp_path / "gate"
+    arguments = ["e", "create", project.config, project.code, "--home", project.home, "--set", f"data.waits={gate}"]
+    with start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "RUNNING" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert said.endswith("'dovetail experiment resume 1' goes on with it\n")
+    assert Store.open(project.home).experiment(1).state == "PAUSED"
+    gate.touch()
+    code, out, _ = run("experiment", "resume", 1, "--home", project.home)
+    assert code == 0
+    # What was told before is not told again: this trial goes on.
+    assert out.splitlines()[0] == "trial 0 (id 1) RUNNING"
+    trials = Store.open(project.home).experiment(1).trials
+    assert [trial.state for trial in trials] == ["COMPLETED"] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wish", "state"), [("pause", "PAUSED"), ("cancel", "CANCELED"), ("kill", "CANCELED")])
+def test_a_wish_is_granted_before_the_command_returns(run: Any, project: Any, wish: str, state: str) -> None:
+    create_detached(project, "--set", f"data.waits={project.folder / 'never'}")
+    store = Store.open(project.home)
+    wait_until(lambda: store.experiment(1).is_running and store.experiment(1).trials)
+    assert run("e", wish, 1, "--home", project.home) == (0, f"experiment 1 is {state}\n", "")
+    assert not store.experiment(1).is_running
+
+
+def test_what_is_over_can_neither_be_paused_nor_resumed(run: Any, finished: Any) -> None:
+    sentence = "dovetail: experiment 1 is COMPLETED already: it cannot pause\n"
+    assert run("e", "pause", 1, "--home", finished.home) == (1, "", sentence)
+    sentence = "dovetail: experiment 1 is COMPLETED: there is nothing to go on with\n"
+    assert run("e", "resume", 1, "--home", finished.home) == (1, "", sentence)
+
+
+def test_delete_asks_first(finished: Any) -> None:
+    command = [sys.executable, "-m", "dovetail", "e", "delete", "1", "--home", str(finished.home)]
+    done = subprocess.run(command, input="n\n", capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.startswith("Delete experiment 1 (demo), its 4 trials and their checkpoints? [y/N]")
+    assert len(Store.open(finished.home).experiments()) == 1
+
+
+def test_delete_removes_the_experiment(run: Any, project: Any) -> None:
+    store = Store.open(project.home)
+    record = store.create_experiment(read_experiment(project.config), project.config.read_text(), project.code)
+    store.set_state(record.id, "CANCELED")
+    assert run("e", "delete", 1, "--yes", "--home", project.home) == (0, "deleted experiment 1\n", "")
+    assert store.experiments() == []
+    assert not record.directory.exists()
+
+
+# ------------------------------------------------------------------ shells
+
+
+def test_a_shell_completes_experiments(finished: Any) -> None:
+    words = f"dovetail experiment describe --home {finished.home} "
+    environment = {**os.environ, "_DOVETAIL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "5"}
+    code = "from dovetail.cli import app; app(prog_name='dovetail')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["1"]

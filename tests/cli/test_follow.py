@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from rich.console import Console
+
+from dovetail.cli.follow import changes, summary, trials_view
+from dovetail.search.records import ExperimentRecord, TrialRecord
+
+START = datetime(2026, 1, 2, tzinfo=timezone.utc)
+
+
+def trial(number: int, **changed: object) -> TrialRecord:
+    record = TrialRecord(10 + number, number, 1, "COMPLETED", {"lr": 0.1 * number}, Path("."), best=1.0 + number)
+    return replace(record, **changed)  # type: ignore[arg-type]
+
+
+def experiment(*trials: TrialRecord) -> ExperimentRecord:
+    config = {"hyperparameters": {"lr": {"type": "double"}}, "searcher": {"metric": "loss"}}
+    return ExperimentRecord(1, "demo", "ACTIVE", config, Path("."), START, START, trials=trials)
+
+
+def shown(record: ExperimentRecord, num_rows: int | None) -> str:
+    screen = Console(file=io.StringIO(), width=100)
+    screen.print(trials_view(record, num_rows))
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def test_where_there_is_no_room_the_best_and_those_at_work_and_the_newest_are_shown() -> None:
+    trials = [trial(number) for number in range(10)]
+    trials[4] = replace(trials[4], state="RUNNING", best=None)
+    lines = shown(experiment(*trials), 4).splitlines()
+    assert [line.split("│")[1].strip() for line in lines if line.startswith("│")] == ["trial", "0", "4", "8", "9"]
+    assert lines[-1].strip() == "and 6 more"
+
+
+def test_restarts_have_a_column_where_there_are_any() -> None:
+    assert "restarts" not in shown(experiment(trial(0)), None)
+    assert "restarts" in shown(experiment(trial(0, restarts=1)), None)
+
+
+def test_an_experiment_without_trials_is_one_line() -> None:
+    assert (
+        shown(experiment(), None).rstrip() == summary(experiment()) == "experiment 1 (demo) ACTIVE · 0 trials · 0:00:00"
+    )
+
+
+def test_a_change_is_told_once_and_nothing_else() -> None:
+    before = experiment(trial(0, state="RUNNING", values={10: 2.0}))
+    after = experiment(trial(0, state="RUNNING", values={10: 2.0, 20: 1.0}, restarts=1, reason="it fell"))
+    assert changes(before, after) == [
+        "trial 0 (id 10) loss 1 after 20 batches",
+        "trial 0 (id 10) starts again: it fell",
+    ]
+    assert changes(after, after) == []

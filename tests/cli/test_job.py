@@ -1,0 +1,72 @@
+"""`dovetail job …`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
+
+SCRIPT = """
+import json, os, sys
+info = json.load(open(os.environ["DOVETAIL_TRIAL"]))
+print(info["kind"], info["user_data"], flush=True)
+sys.exit(info["user_data"].get("code", 0))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "infer.py").write_text(SCRIPT)
+    (tmp_path / "job.yaml").write_text("name: inference\nentrypoint: python3 infer.py\ndata: {trial_id: 3}\n")
+    return tmp_path
+
+
+def test_run_prints_what_the_script_says(run: Any, job: Path) -> None:
+    code, out, err = run("job", "run", job / "job.yaml", job / "code", "--home", job / "home")
+    assert (code, out, err) == (0, "job {'trial_id': 3}\n", "job 1 COMPLETED\n")
+
+
+def test_a_script_that_fails_ends_in_three(run: Any, job: Path) -> None:
+    code, _, err = run("job", "run", job / "job.yaml", job / "code", "--home", job / "home", "--set", "data.code=5")
+    assert (code, err) == (3, "job 1 ERROR\n")
+
+
+def test_list_and_logs_show_what_was_run(run: Any, job: Path) -> None:
+    arguments = ["job", "run", job / "job.yaml", job / "code", "--home", job / "home"]
+    run(*arguments)
+    run(*arguments, "--set", "data.code=5")
+    _, out, _ = run("job", "list", "--home", job / "home", "--json")
+    found = json.loads(out)
+    assert [(each["id"], each["name"], each["state"], each["exit_code"]) for each in found] == [
+        (1, "inference", "COMPLETED", 0),
+        (2, "inference", "ERROR", 5),
+    ]
+    assert run("job", "logs", 1, "--home", job / "home") == (0, "job {'trial_id': 3}\n", "")
+    assert "│  2 │ inference │ ERROR     │         5 │" in run("job", "list", "--home", job / "home")[1]
+
+
+def test_an_unknown_job_is_one_sentence(run: Any, tmp_path: Path) -> None:
+    code, _, err = run("job", "logs", 4, "--home", tmp_path)
+    assert code == 1
+    assert err.startswith("dovetail: there is no job 4")
+
+
+def test_ctrl_c_ends_the_job_and_the_command_in_130(job: Path) -> None:
+    (job / "code" / "infer.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    words = ["job", "run", job / "job.yaml", job / "code", "--home", job / "home"]
+    command = [sys.executable, "-m", "dovetail", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith("job 1 CANCELED\n")

@@ -1,0 +1,84 @@
+"""`dovetail trial …`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
+
+
+def test_describe_shows_a_trial(run: Any, finished: Any) -> None:
+    code, out, _ = run("trial", "describe", 4, "--home", finished.home)
+    assert code == 0
+    facts = dict(line.split("  ", 1) for line in out.splitlines())
+    assert {name: value.strip() for name, value in facts.items()}.items() >= {
+        "trial": "3 of experiment 1",
+        "state": "COMPLETED",
+        "hyperparameters": "learning_rate 0.5, width 4, batch_size 8",
+        "best validation_loss": "1 after 20 batches",
+        "batches": "20",
+    }.items()
+
+
+def test_describe_prints_json_with_every_value(run: Any, finished: Any) -> None:
+    _, out, _ = run("trial", "describe", 4, "--home", finished.home, "--json")
+    found = json.loads(out)
+    assert (found["metric"], found["best"], found["best_at"]) == ("validation_loss", 1.0, 20)
+    assert found["values"] == {"10": 2.0, "20": 1.0}
+
+
+def test_an_unknown_trial_is_one_sentence(run: Any, finished: Any) -> None:
+    code, out, err = run("trial", "describe", 99, "--home", finished.home)
+    assert (code, out) == (1, "")
+    assert err.startswith("dovetail: there is no trial 99")
+    assert err.count("\n") == 1
+
+
+def test_logs_are_what_the_trial_has_said(run: Any, finished: Any) -> None:
+    assert run("trial", "logs", 2, "--home", finished.home) == (0, "trial 2 \n", "")
+    assert run("trial", "logs", 2, "--follow", "--home", finished.home) == (0, "trial 2 \n", "")
+
+
+def test_metrics_are_a_table_of_what_was_reported(run: Any, finished: Any) -> None:
+    code, out, _ = run("trial", "metrics", 4, "--home", finished.home)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    assert code == 0
+    assert rows == [
+        ["group", "batches", "loss", "epochs", "validation_loss"],
+        ["training", "10", "2", "1", "–"],
+        ["validation", "10", "–", "1", "2"],
+        ["training", "20", "1", "2", "–"],
+        ["validation", "20", "–", "2", "1"],
+    ]
+
+
+def test_metrics_of_one_group_as_json(run: Any, finished: Any) -> None:
+    _, out, _ = run("trial", "metrics", 4, "--group", "validation", "--home", finished.home, "--json")
+    assert json.loads(out) == [
+        {"group": "validation", "batches": 10, "metrics": {"validation_loss": 2.0, "epochs": 1}},
+        {"group": "validation", "batches": 20, "metrics": {"validation_loss": 1.0, "epochs": 2}},
+    ]
+
+
+def test_a_misspelled_group_is_a_mistake(run: Any, finished: Any) -> None:
+    code, _, err = run("trial", "metrics", 4, "--group", "validaton", "--home", finished.home)
+    assert code == 1
+    assert err == "dovetail: unknown group 'validaton': did you mean 'validation'? (known: training, validation)\n"
+
+
+def test_of_two_reports_about_the_same_batch_the_later_counts(run: Any, project: Any) -> None:
+    from dovetail.search.runner import Runner
+    from dovetail.search.schema import read_experiment
+    from dovetail.search.store import Store
+
+    store = Store.open(project.home)
+    config = read_experiment(project.config, ["hyperparameters.width=2", "hyperparameters.learning_rate=1"])
+    done = Runner(store, store.create_experiment(config, "", project.code).id).run()
+    again = {"group": "validation", "steps_completed": 20, "metrics": {"validation_loss": "NaN"}}
+    with open(done.trials[0].directory / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(again) + "\n")
+    _, out, _ = run("trial", "metrics", 1, "--group", "validation", "--home", project.home, "--json")
+    assert [row["metrics"]["validation_loss"] for row in json.loads(out)] == [2.0, "NaN"]

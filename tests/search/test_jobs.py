@@ -1,0 +1,139 @@
+"""Jobs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.search.jobs import run_job
+from dovetail.search.store import Store
+
+Until = Callable[[Callable[[], bool]], None]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "code").mkdir()
+    return tmp_path
+
+
+def _run(place: Path, script: str, text: str = "", **options: Any) -> Any:
+    (place / "code" / "job.py").write_text(script)
+    (place / "infer.yaml").write_text(f"entrypoint_script: python3 job.py\n{text}")
+    return run_job(Store.open(place / "home"), place / "infer.yaml", place / "code", **options)
+
+
+def _start(place: Path, script: str) -> tuple[subprocess.Popen[str], Path]:
+    """Run a job in another process, and return where it works."""
+    (place / "code" / "job.py").write_text(script)
+    (place / "infer.yaml").write_text("entrypoint: python3 job.py\n")
+    program = (
+        "import sys; from dovetail.search.jobs import run_job; from dovetail.search.store import Store;"
+        "print(run_job(Store.open(sys.argv[1]), sys.argv[2], sys.argv[3]).state)"
+    )
+    command = [sys.executable, "-c", program, str(place / "home"), str(place / "infer.yaml"), str(place / "code")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return process, place / "home" / "jobs" / "1" / "code"
+
+
+def test_a_job_is_told_its_data_and_its_output_is_kept(place: Path) -> None:
+    script = "import json, os; print(json.dumps(json.load(open(os.environ['DOVETAIL_TRIAL']))))"
+    job = _run(place, script, "data: {trial_id: 777, batch_size: 64}\nresources: {slots: 1}\n")
+    assert (job.id, job.name, job.state, job.exit_code) == (1, "infer", "COMPLETED", 0)
+    assert job.started is not None
+    assert job.ended is not None
+    assert job.started <= job.ended
+    info = json.loads((job.directory / "log.txt").read_text())
+    assert (info["kind"], info["hparams"]) == ("job", {})
+    assert info["user_data"] == {"trial_id": 777, "batch_size": 64}
+    assert sorted(path.name for path in job.directory.iterdir()) == [
+        *("attempts", "code", "config.yaml", "info.json", "job.json", "lock", "log.txt"),
+    ]
+
+
+def test_a_job_that_fails_is_an_error_with_its_exit_code(place: Path) -> None:
+    job = _run(place, "raise SystemExit(3)")
+    assert (job.state, job.exit_code) == ("ERROR", 3)
+
+
+def test_jobs_are_numbered_and_listed(place: Path) -> None:
+    for code in (0, 1):
+        _run(place, f"raise SystemExit({code})")
+    assert [(job.id, job.state) for job in Store.open(place / "home").jobs()] == [(1, "COMPLETED"), (2, "ERROR")]
+
+
+def test_the_output_comes_as_it_is_written(place: Path) -> None:
+    said: list[str] = []
+    script = "import time\nfor number in range(3):\n    print(number)\n    time.sleep(0.2)"
+    _run(place, script, on_output=said.append)
+    assert "".join(said) == "0\n1\n2\n"
+    assert len(said) >= 2
+
+
+def test_settings_change_what_the_file_says(place: Path) -> None:
+    script = "import json, os; print(json.load(open(os.environ['DOVETAIL_TRIAL']))['user_data'])"
+    job = _run(place, script, "data: {trial_id: 777}\n", overrides=["data.trial_id=3"])
+    assert (job.directory / "log.txt").read_text() == "{'trial_id': 3}\n"
+
+
+def test_a_job_that_cannot_be_meant_leaves_nothing(place: Path) -> None:
+    with pytest.raises(ConfigError, match="entrypiont"):
+        _run(place, "", "entrypiont: true\n")
+    (place / "infer.yaml").write_text("entrypoint: 'true'\n")
+    with pytest.raises(ConfigError, match="does not exist"):
+        run_job(Store.open(place / "home"), place / "infer.yaml", place / "nowhere")
+    assert Store.open(place / "home").jobs() == []
+
+
+def test_a_job_whose_starter_was_killed_is_still_seen_as_it_is(place: Path, until: Until) -> None:
+    script = "import time, pathlib\nopen('begun', 'w').close()\n"
+    script += "while not pathlib.Path('go').exists():\n    time.sleep(0.01)"
+    process, work = _start(place, script)
+    until((work / "begun").exists)
+    process.kill()
+    process.communicate()
+    store = Store.open(place / "home")
+    assert store.job(1).state == "RUNNING"
+    (work / "go").touch()
+    until(lambda: store.job(1).state == "COMPLETED")
+
+
+def test_the_checkpoint_of_a_trial_is_found_in_the_experiments(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dovetail.checkpoint import save
+    from dovetail.pytorch.loading import checkpoint_of
+
+    monkeypatch.setenv("DOVETAIL_HOME", str(place / "home"))
+    trial = place / "home" / "experiments" / "3" / "trials" / "trial_9"
+    newest = save(trial / "ck_2", {"weight": 2}, summary={"batches": 2})
+    assert checkpoint_of(None, 9) == checkpoint_of(place / "home" / "jobs", 9) == newest
+    best = save(trial / "best_ck", {"weight": 1}, summary={"batches": 1})
+    assert checkpoint_of(None, 9) == best
+    with pytest.raises(
+        CheckpointError, match=r"trial 8 has no checkpoints: there is no folder .*trial_8, nor one of an"
+    ):
+        checkpoint_of(place, 8)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_cancels_and_twice_kills(place: Path, until: Until, signals: int) -> None:
+    script = "import signal, time\n"
+    script += "signal.signal(signal.SIGTERM, lambda *_: open('heard', 'w').close())\n" if signals == 2 else ""
+    script += "open('begun', 'w').close()\ntime.sleep(600)"
+    process, work = _start(place, script)
+    until((work / "begun").exists)
+    assert [job.state for job in Store.open(place / "home").jobs()] == ["RUNNING"]
+    process.send_signal(signal.SIGINT)
+    if signals == 2:
+        until((work / "heard").exists)
+        process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "CANCELED\n"
+    job = Store.open(place / "home").job(1)
+    assert (job.state, job.exit_code) == ("CANCELED", 143 if signals == 1 else None)

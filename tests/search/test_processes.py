@@ -1,0 +1,219 @@
+"""Attempts of trials as processes: files tell everything, and one process does the work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dovetail.search.processes import ATTEMPT, Attempt, Ended, LocalBackend, heard_signals, wrapped
+
+Until = Callable[[Callable[[], bool]], None]
+WAIT = "import time; open('begun', 'w').close(); time.sleep(600)"
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    return Attempt.of(tmp_path, 0)
+
+
+def _start(backend: LocalBackend, attempt: Attempt, *command: str, **env: str) -> None:
+    backend.start(attempt, command, env, attempt.folder.parent.parent, slots=1)
+
+
+def _end(backend: LocalBackend, attempt: Attempt, until: Until) -> Ended:
+    until(lambda: backend.poll(attempt) is not None)
+    ended = backend.poll(attempt)
+    assert ended is not None
+    return ended
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_of_a_command_is_in_a_file(attempt: Attempt, until: Until, code: int) -> None:
+    backend = LocalBackend()
+    _start(backend, attempt, "sh", "-c", f"exit {code}")
+    assert _end(backend, attempt, until) == Ended(code)
+    assert (attempt.folder / "exit").read_text() == f"{code}\n"
+
+
+def test_arguments_reach_the_command_as_they_are(attempt: Attempt, until: Until, tmp_path: Path) -> None:
+    backend = LocalBackend()
+    given = ["a b", "$HOME", "'", '"', "*", "", "-x", "a\nb"]
+    _start(backend, attempt, sys.executable, "-c", "import sys; print(sys.argv[1:])", *given)
+    _end(backend, attempt, until)
+    assert (tmp_path / "log.txt").read_text() == f"{given}\n"
+
+
+def test_a_command_that_is_not_there_ends_with_127_and_the_log_says_so(
+    attempt: Attempt, until: Until, tmp_path: Path
+) -> None:
+    backend = LocalBackend()
+    _start(backend, attempt, "no-such-program")
+    assert _end(backend, attempt, until) == Ended(127)
+    assert "no-such-program" in (tmp_path / "log.txt").read_text()
+
+
+def test_variables_reach_the_command(attempt: Attempt, until: Until, tmp_path: Path) -> None:
+    backend = LocalBackend()
+    _start(backend, attempt, "sh", "-c", f"echo $COLOUR ${ATTEMPT}", COLOUR="red")
+    _end(backend, attempt, until)
+    assert (tmp_path / "log.txt").read_text() == f"red {attempt.folder}\n"
+
+
+def test_of_many_that_begin_the_same_attempt_one_does(attempt: Attempt, tmp_path: Path) -> None:
+    attempt.folder.parent.mkdir()
+    command = wrapped(attempt, ["sh", "-c", "echo once"])
+    codes = sorted(process.wait() for process in [subprocess.Popen(command, cwd=tmp_path) for _ in range(8)])
+    assert codes == [0] + [75] * 7
+    assert (tmp_path / "log.txt").read_text() == "once\n"
+
+
+def test_sigterm_reaches_the_command_alone_and_its_exit_code_is_kept(
+    attempt: Attempt, until: Until, tmp_path: Path
+) -> None:
+    script = """
+import signal, subprocess, sys, time
+child = subprocess.Popen(["sh", "-c", "trap 'echo child heard' TERM; touch begun; while :; do sleep 0.01; done"])
+def leave(number, frame):
+    child.kill()
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+time.sleep(600)
+"""
+    backend = LocalBackend()
+    _start(backend, attempt, sys.executable, "-c", script)
+    until(lambda: (tmp_path / "begun").exists())
+    attempt.ask("stop")
+    backend.stop(attempt)
+    assert _end(backend, attempt, until) == Ended(143)
+    assert (tmp_path / "log.txt").read_text() == "saved\n"
+    assert attempt.asked == "stop"
+
+
+def test_an_attempt_that_is_asked_to_leave_before_it_begins_never_does(
+    attempt: Attempt, until: Until, tmp_path: Path
+) -> None:
+    backend = LocalBackend()
+    attempt.ask("cancel")
+    _start(backend, attempt, "touch", "ran")
+    assert _end(backend, attempt, until) == Ended(None)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_that_is_asked_while_its_shell_begins_never_runs_its_command(attempt: Attempt, tmp_path: Path) -> None:
+    # The shell has taken the folder, and has not looked yet whether it was asked.
+    text = wrapped(attempt, ["touch", "ran"])
+    text[2] = text[2].replace("echo $$ >", 'printf pause >"$1/asked"; echo $$ >', 1)
+    attempt.folder.parent.mkdir()
+    assert subprocess.run(text, cwd=tmp_path).returncode == 143
+    assert (attempt.asked, attempt.exit_code) == ("pause", 143)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_killing_ends_also_processes_that_have_left_the_session(attempt: Attempt, until: Until, tmp_path: Path) -> None:
+    script = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {WAIT!r}], start_new_session=True).wait()
+"""
+    backend = LocalBackend()
+    _start(backend, attempt, sys.executable, "-c", script)
+    until(lambda: (tmp_path / "begun").exists())
+    attempt.ask("cancel")
+    backend.stop(attempt, kill=True)
+    assert _end(backend, attempt, until) == Ended(None)
+    assert not [process for process in psutil.process_iter() if _belongs(process, attempt)]
+
+
+def _belongs(process: psutil.Process, attempt: Attempt) -> bool:
+    try:
+        return process.environ().get(ATTEMPT) == str(attempt.folder)
+    except psutil.Error:
+        return False
+
+
+def test_another_backend_takes_over_what_is_at_work(attempt: Attempt, until: Until, tmp_path: Path) -> None:
+    first, second = LocalBackend(), LocalBackend()
+    _start(first, attempt, sys.executable, "-c", WAIT)
+    until(lambda: (tmp_path / "begun").exists())
+    assert second.adopt(attempt)
+    assert second.poll(attempt) is None
+    attempt.ask("pause")
+    second.stop(attempt)
+    assert _end(second, attempt, until) == Ended(143)
+    assert first.poll(attempt) == Ended(143)
+
+
+def test_an_attempt_that_has_never_begun_is_nobody_to_take_over(attempt: Attempt) -> None:
+    assert not LocalBackend().adopt(attempt)
+
+
+def test_a_number_that_another_process_has_by_now_is_not_taken_for_the_shell(attempt: Attempt) -> None:
+    attempt.folder.mkdir(parents=True)
+    (attempt.folder / "wrapper").write_text(f"{os.getpid()}\n")
+    (attempt.folder / "pid").write_text(f"{os.getpid()}\n")
+    backend = LocalBackend()
+    assert backend.adopt(attempt)
+    backend.stop(attempt)
+    backend.stop(attempt, kill=True)
+    assert backend.poll(attempt) == Ended(None)
+
+
+def test_a_trial_has_its_attempts_in_order(tmp_path: Path) -> None:
+    for number in (10, 2, 0):
+        Attempt.of(tmp_path, number).folder.mkdir(parents=True)
+    assert [attempt.number for attempt in Attempt.all_of(tmp_path)] == [0, 2, 10]
+    assert Attempt.all_of(tmp_path / "elsewhere") == []
+
+
+def test_trials_get_cards_of_their_own(tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    backend = LocalBackend()
+    attempts = [Attempt.of(tmp_path / str(number), 0) for number in range(2)]
+    for attempt in attempts:
+        attempt.folder.parent.mkdir(parents=True)
+        _start(backend, attempt, "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; touch begun; exec sleep 600")
+    until(lambda: all((tmp_path / str(number) / "begun").exists() for number in range(2)))
+    # Whoever takes over knows which ones are free.
+    other = LocalBackend()
+    third = Attempt.of(tmp_path / "2", 0)
+    third.folder.parent.mkdir(parents=True)
+    assert all(other.adopt(attempt) for attempt in attempts)
+    _start(other, third, "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+    _end(other, third, until)
+    for attempt in attempts:
+        backend.stop(attempt, kill=True)
+        _end(backend, attempt, until)
+    assert [(tmp_path / str(number) / "log.txt").read_text() for number in range(3)] == ["4\n", "5\n", "7\n"]
+    assert (backend.capacity(1), backend.capacity(2), backend.capacity(8)) == (3, 1, 1)
+
+
+def test_trials_share_the_cores(
+    attempt: Attempt, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cores = LocalBackend().capacity(1)
+    given = [(1, None), (1, 1), (2, 1), (cores + 1, None)]
+    for number, (slots, concurrent) in enumerate(given):
+        backend, each = LocalBackend(concurrent=concurrent), Attempt.of(tmp_path, number)
+        backend.start(each, ["sh", "-c", "echo $OMP_NUM_THREADS"], {}, tmp_path, slots)
+        _end(backend, each, until)
+    expected = [1, cores, max(1, cores // 2), 1]
+    assert [int(line) for line in (tmp_path / "log.txt").read_text().split()] == expected
+
+
+def test_signals_are_collected_and_their_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with heard_signals(["once", "more"]) as heard:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert heard == [signal.SIGINT] * 3
+    assert signal.getsignal(signal.SIGINT) == before
+    assert capfd.readouterr().err.split("\n") == ["", "SIGINT: once", "", "SIGINT: more", "", "SIGINT: more", ""]

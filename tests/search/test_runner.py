@@ -1,0 +1,573 @@
+"""Running experiments: real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dovetail.search.checkpoints import latest_checkpoint
+from dovetail.search.processes import ATTEMPT, Attempt, LocalBackend
+from dovetail.search.records import ExperimentRecord
+from dovetail.search.runner import Runner, command_of, request, start_detached, trial_seed
+from dovetail.search.searchers import SearcherKind, Suggestion, searchers
+from dovetail.search.searchers.base import Searcher
+from dovetail.search.store import ExperimentError, Store
+
+Until = Callable[[Callable[[], bool]], None]
+GRID = {"lr": {"type": "categorical", "vals": [0.1, 0.2, 0.3]}}
+
+
+@pytest.fixture
+def detached(lab: Any) -> Iterator[Callable[[ExperimentRecord], subprocess.Popen[bytes]]]:
+    """A function that runs an experiment in a process of its own; none is left at the end."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(record: ExperimentRecord) -> subprocess.Popen[bytes]:
+        started.append(start_detached(lab.store, record.id))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+    for each in psutil.process_iter():
+        try:
+            if each.environ().get(ATTEMPT, "").startswith(str(lab.folder)):
+                each.kill()
+        except psutil.Error:
+            pass
+
+
+def _codes(record: ExperimentRecord, number: int = 0) -> list[int | None]:
+    return [attempt.exit_code for attempt in Attempt.all_of(record.trials[number].directory)]
+
+
+def _is_waiting(store: Store, record: ExperimentRecord) -> bool:
+    return any((trial.directory / "is_waiting").exists() for trial in store.experiment(record.id).trials)
+
+
+# ------------------------------------------------------------------ to the end
+
+
+def test_trials_report_their_metric_and_the_best_of_them_is_found(lab: Any) -> None:
+    done = lab.run("report(1, hparams['lr']); report(2, hparams['lr'] / 2)", "grid", hyperparameters=GRID)
+    assert done.state == "COMPLETED"
+    assert done.ended is not None
+    assert [(trial.state, trial.hparams, trial.values) for trial in done.trials] == [
+        ("COMPLETED", {"lr": lr}, {1: lr, 2: lr / 2}) for lr in (0.1, 0.2, 0.3)
+    ]
+    assert done.best_trial is not None
+    assert (done.best_trial.number, done.best_trial.best, done.best_trial.best_at) == (0, 0.05, 2)
+
+
+def test_of_two_reports_about_the_same_step_the_later_one_counts(lab: Any) -> None:
+    done = lab.run("report(1, 0.5); report(1, 0.4)")
+    assert done.trials[0].values == {1: 0.4}
+
+
+def test_a_metric_that_is_not_a_number_is_kept_and_never_the_best(lab: Any) -> None:
+    done = lab.run("report(1, 'NaN'); report(2, 3.0)")
+    assert str(done.trials[0].values) == "{1: nan, 2: 3.0}"
+    assert done.trials[0].best == 3.0
+
+
+def test_a_trial_without_the_metric_completes_and_the_log_says_what_is_missing(lab: Any) -> None:
+    done = lab.run("write({'group': 'validation', 'steps_completed': 1, 'metrics': {'accuracy': 1}})")
+    assert (done.trials[0].state, done.trials[0].best) == ("COMPLETED", None)
+    assert "reports no number 'loss'" in (done.directory / "runner.log").read_text()
+
+
+def test_a_trial_knows_who_it_is(lab: Any) -> None:
+    done = lab.run(
+        "print(json.dumps([info, os.environ['DOVETAIL_HOME'], os.environ['COLOUR'], os.environ['OMP_NUM_THREADS']]))",
+        hyperparameters={"net": {"width": 8}},
+        data={"rows": 3},
+        environment={"environment_variables": ["COLOUR=red"]},
+        reproducibility={"experiment_seed": 5},
+    )
+    trial = done.trials[0]
+    info, home, colour, threads = json.loads((trial.directory / "log.txt").read_text())
+    assert (info["trial_id"], info["experiment_id"]) == (trial.id, done.id)
+    assert info["hparams"] == {"net": {"width": 8}}
+    assert info["user_data"] == {"rows": 3}
+    assert info["config"]["searcher"]["metric"] == "loss"
+    assert info["trial_seed"] == trial_seed(5, 0)
+    assert info["latest_checkpoint"] is None
+    assert (home, colour) == (str(lab.store.home), "red")
+    assert int(threads) >= 1
+
+
+def test_trials_run_in_the_copy_of_the_code(lab: Any) -> None:
+    record = lab.create("import helper; report(1, helper.LOSS)")
+    (record.directory / "code" / "helper.py").write_text("LOSS = 0.25")
+    (lab.folder / "code" / "trial.py").write_text("raise SystemExit(1)")
+    assert Runner(lab.store, record.id).run().trials[0].best == 0.25
+
+
+def test_no_more_trials_are_at_work_than_there_are_slots_for(lab: Any) -> None:
+    script = """
+place = folder.parent / "at_work"
+place.mkdir(exist_ok=True)
+(place / folder.name).touch()
+print(len(list(place.iterdir())))
+time.sleep(0.1)
+(place / folder.name).unlink()
+"""
+    done = lab.run(script, "grid", hyperparameters=GRID, resources={"slots_per_trial": 1})
+    assert max(int((trial.directory / "log.txt").read_text()) for trial in done.trials) <= 2
+
+
+def test_an_experiment_that_is_over_is_left_alone(lab: Any) -> None:
+    done = lab.run("report(1, 0.5)")
+    assert Runner(lab.store, done.id).run() == done
+    assert _codes(done) == [0]
+
+
+def test_an_observer_is_shown_the_experiment_while_it_runs_and_at_the_end(lab: Any) -> None:
+    seen: list[ExperimentRecord] = []
+    record = lab.create("write({'group': 'training', 'steps_completed': 7, 'metrics': {}}); time.sleep(0.6)")
+    Runner(lab.store, record.id, observer=seen.append).run()
+    assert 3 <= len(seen) <= 10
+    assert (seen[1].state, seen[1].is_running, seen[1].trials[0].state) == ("ACTIVE", True, "RUNNING")
+    assert seen[-2].trials[0].steps == 7
+    assert seen[-1].state == "COMPLETED"
+
+
+def test_trials_lie_where_checkpoints_are_stored_and_are_found_in_the_experiment_too(lab: Any) -> None:
+    done = lab.run("report(1, 0.5)", checkpoint_storage={"type": "directory", "container_path": f"{lab.folder}/far"})
+    trial = done.trials[0]
+    assert trial.directory == lab.folder / "far" / f"experiment_{done.id}" / f"trial_{trial.id}"
+    assert (done.directory / "trials" / trial.directory.name / "metrics.jsonl").exists()
+    lab.store.delete(done.id)
+    assert not trial.directory.exists()
+
+
+TRAINED = """
+done = json.loads((folder / "place").read_text()) if (folder / "place").exists() else 0
+for steps in range(done + 1, 5):
+    report(steps, hparams["lr"] / steps)
+    (folder / "place").write_text(json.dumps(steps))
+"""
+STOPPING = {"max_time": 4, "time_metric": "batches", "divisor": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("single", {}),
+        ("grid", {}),
+        ("random", {"max_trials": 4}),
+        ("async_halving", {"max_trials": 4, "num_rungs": 2, **STOPPING}),
+        ("adaptive_asha", {"max_trials": 4, **STOPPING}),
+        ("tpe", {"max_trials": 4, "num_startup_trials": 2}),
+        ("gp", {"max_trials": 4, "num_startup_trials": 2}),
+        ("cmaes", {"max_trials": 4}),
+        ("hyperband", {"max_trials": 4, **STOPPING}),
+        ("pbt", {"population_size": 4, "num_rounds": 2, "max_time": 4, "time_metric": "batches"}),
+    ],
+)
+def test_every_searcher_comes_to_an_end(lab: Any, name: str, options: dict[str, Any]) -> None:
+    lr: Any = {"type": "double", "minval": 0, "maxval": 1, "count": 4}
+    done = lab.run(TRAINED, {"name": name, **options}, hyperparameters={"lr": 0.5 if name == "single" else lr})
+    assert done.state == "COMPLETED"
+    # Trials of a population that end have successors.
+    assert len(done.trials) == (1 if name == "single" else 4) or (name == "pbt" and 4 < len(done.trials) <= 8)
+    assert {trial.state for trial in done.trials} <= {"COMPLETED", "STOPPED"}
+    assert done.best_trial is not None
+    assert done.best_trial.best == pytest.approx(min(trial.hparams["lr"] / max(trial.values) for trial in done.trials))
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_a_trial_that_fails_is_started_again_until_it_has_failed_too_often(lab: Any) -> None:
+    done = lab.run("print('the loss exploded'); sys.exit(3)", max_restarts=2)
+    trial = done.trials[0]
+    assert (trial.state, trial.restarts, _codes(done)) == ("ERROR", 2, [3, 3, 3])
+    assert trial.reason == "attempt 2 ended with exit code 3: the loss exploded"
+    assert (done.state, done.reason) == ("ERROR", "no trial has succeeded")
+
+
+def test_a_trial_that_fails_once_completes(lab: Any) -> None:
+    done = lab.run("report(1, 0.5); sys.exit(1 if attempt == 0 else 0)")
+    assert (done.state, done.trials[0].state, done.trials[0].restarts, _codes(done)) == (
+        *("COMPLETED", "COMPLETED", 1),
+        [1, 0],
+    )
+
+
+def test_one_trial_that_fails_does_not_fail_the_experiment(lab: Any) -> None:
+    done = lab.run("sys.exit(hparams['lr'] == 0.1)", "grid", hyperparameters=GRID, max_restarts=0)
+    assert done.state == "COMPLETED"
+    assert [trial.state for trial in done.trials] == ["ERROR", "COMPLETED", "COMPLETED"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_that_nobody_here_has_sent_is_a_failure(lab: Any, number: int) -> None:
+    done = lab.run(f"if attempt == 0: os.kill(os.getpid(), {int(number)})")
+    assert (done.trials[0].state, done.trials[0].restarts, _codes(done)) == ("COMPLETED", 1, [128 + number, 0])
+
+
+def test_a_trial_whose_shell_is_killed_is_started_again_and_leaves_nothing_behind(lab: Any) -> None:
+    script = """
+if attempt == 0:
+    (folder / "child").write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+    wait()
+"""
+    done = lab.run(script)
+    assert (done.trials[0].state, _codes(done)) == ("COMPLETED", [None, 0])
+    child = int((done.trials[0].directory / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_is_reported_again_after_a_restart_is_told_to_the_searcher_once(lab: Any) -> None:
+    told: list[tuple[int, int, float]] = []
+
+    class Listening(Searcher):
+        def suggest(self, study: Any, number: int) -> Suggestion | None:
+            return Suggestion({}) if number == 0 else None
+
+        def on_validation(self, number: int, time: int, value: float) -> bool:
+            told.append((number, time, value))
+            return True
+
+        def is_over(self) -> bool:
+            return True
+
+    searchers.register("listening", SearcherKind(lambda config, space, seed: Listening()))
+    lab.run("report(1, 0.5); report(2, 0.4)\nif attempt == 0: sys.exit(1)\nreport(3, 0.3)", "listening")
+    assert told == [(0, 1, 0.5), (0, 2, 0.4), (0, 3, 0.3)]
+
+
+def test_a_trial_with_hyperparameters_that_cannot_work_is_replaced(lab: Any) -> None:
+    script = "write({'exited': 'INVALID_HP'}) if folder.name == 'trial_1' else report(1, 0.5)"
+    ranges = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
+    done = lab.run(script, {"name": "random", "max_trials": 2}, hyperparameters=ranges)
+    assert [trial.state for trial in done.trials] == ["INVALID_HP", "COMPLETED", "COMPLETED"]
+    assert (done.state, _codes(done)) == ("COMPLETED", [0])
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def _stored(folder: Path, steps: int) -> Path:
+    from dovetail.checkpoint import save
+
+    return save(folder / f"ck_{steps}", {"weight": [steps]}, summary={"batches": steps})
+
+
+def test_a_trial_goes_on_from_its_newest_checkpoint_that_is_whole(lab: Any) -> None:
+    for steps in (1, 2, 3):
+        _stored(lab.folder / "given", steps)
+    (lab.folder / "given" / "ck_3" / "state.json").write_text("{}")
+    script = f"""
+if attempt == 0:
+    shutil.copytree({str(lab.folder / "given")!r}, folder, dirs_exist_ok=True)
+    sys.exit(1)
+(folder / "from").write_text(info["latest_checkpoint"])
+"""
+    trial = lab.run(script).trials[0]
+    assert (trial.directory / "from").read_text() == str(trial.directory / "ck_2")
+
+
+def test_a_script_of_the_core_api_is_given_the_id_of_its_newest_checkpoint(lab: Any) -> None:
+    from dovetail.core.checkpoint import CheckpointContext
+
+    context = CheckpointContext(lab.folder / "given")
+    for steps in (1, 2):
+        with context.store_path({"steps_completed": steps}) as (path, newest):
+            (path / "weights.txt").write_text("0.5")
+    with context.store_path({"steps_completed": 3}) as (path, damaged):
+        (path / "weights.txt").write_text("0.6")
+    (lab.folder / "given" / damaged / "files" / "weights.txt").write_text("0.7")
+    script = f"""
+if attempt == 0:
+    shutil.copytree({str(lab.folder / "given")!r}, folder, dirs_exist_ok=True)
+    sys.exit(1)
+(folder / "from").write_text(info["latest_checkpoint"])
+"""
+    trial = lab.run(script, checkpoint_storage={"save_trial_latest": 3}).trials[0]
+    assert (trial.directory / "from").read_text() == newest
+    found = latest_checkpoint(trial.directory)
+    assert found is not None
+    assert found.steps == 2
+
+
+class Following(Searcher):
+    """The second trial begins with the checkpoint of the first."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+
+    def suggest(self, study: Any, number: int) -> Suggestion | None:
+        if number > self.num_ended or number > 1:
+            return None
+        return Suggestion({}, source=0 if number else None)
+
+    def on_exit(self, number: int, state: str) -> None:
+        self.num_ended += 1
+
+    def is_over(self) -> bool:
+        return self.num_ended > 1
+
+
+def test_a_trial_may_begin_with_the_checkpoint_of_another(lab: Any) -> None:
+    searchers.register("following", SearcherKind(lambda config, space, seed: Following()))
+    _stored(lab.folder / "given", 4)
+    script = f"""
+if info["latest_checkpoint"] is None:
+    shutil.copytree({str(lab.folder / "given")!r}, folder, dirs_exist_ok=True)
+else:
+    (folder / "from").write_text(info["latest_checkpoint"])
+"""
+    first, second = lab.run(script, "following").trials
+    assert second.source == 0
+    assert (second.directory / "from").read_text() == str(first.directory / "ck_4")
+
+
+def test_all_trials_may_begin_with_a_checkpoint_of_an_earlier_experiment(lab: Any) -> None:
+    _stored(lab.folder / "given", 4)
+    first = lab.run(f"shutil.copytree({str(lab.folder / 'given')!r}, folder, dirs_exist_ok=True)").trials[0]
+    second = lab.run("print(info['latest_checkpoint'])", {"name": "single", "source_trial_id": first.id}).trials[0]
+    assert (second.directory / "log.txt").read_text().strip() == str(first.directory / "ck_4")
+
+
+def test_checkpoints_that_no_rule_keeps_are_removed_when_a_trial_has_ended(lab: Any) -> None:
+    for steps in (1, 2, 3, 4):
+        _stored(lab.folder / "given", steps)
+    script = f"""
+shutil.copytree({str(lab.folder / "given")!r}, folder, dirs_exist_ok=True)
+report(1, 0.5), report(2, hparams["lr"]), report(3, 0.6)
+"""
+    kept = {"type": "directory", "container_path": str(lab.folder / "far"), "save_trial_best": 1}
+    done = lab.run(script, "grid", hyperparameters=GRID, checkpoint_storage=kept)
+    for trial in done.trials:
+        assert sorted(path.name for path in trial.directory.glob("ck_*")) == ["ck_2", "ck_4"]
+    only_best = {**kept, "save_trial_best": 0, "save_trial_latest": 0, "save_experiment_best": 2}
+    done = lab.run(script, "grid", hyperparameters=GRID, checkpoint_storage=only_best)
+    left = [[path.name for path in trial.directory.glob("ck_*")] for trial in done.trials]
+    assert left == [["ck_2"], ["ck_2"], []]
+
+
+# ------------------------------------------------------------------ leaving early
+
+HALVING = {"name": "async_halving", "num_rungs": 2, "max_trials": 2, "max_time": 4, "divisor": 2}
+STOPPED = """
+def leave(number, frame):
+    (folder / "saved").touch()
+    sys.exit(CODE)
+
+signal.signal(signal.SIGTERM, leave)
+# The first trial is the better one, and all of it is there before the second one begins.
+report(2, info["trial_id"])
+if info["trial_id"] > 1:
+    wait()
+report(4, info["trial_id"])
+"""
+
+
+@pytest.mark.parametrize("code", [143, 0, 1])
+def test_a_trial_that_the_searcher_has_seen_enough_of_saves_and_leaves(lab: Any, code: int) -> None:
+    done = lab.run(
+        STOPPED.replace("CODE", str(code)),
+        {**HALVING, "time_metric": "batches", "max_concurrent_trials": 1},
+        hyperparameters={"lr": {"type": "double", "minval": 0, "maxval": 1}},
+    )
+    assert [(trial.state, trial.values) for trial in done.trials] == [
+        ("COMPLETED", {2: 1, 4: 1}),
+        ("STOPPED", {2: 2}),
+    ]
+    assert (done.trials[1].directory / "saved").exists()
+    assert (_codes(done, 1), done.trials[1].restarts) == ([code], 0)
+    assert done.trials[1].reason == "stopped early after 2 batches"
+
+
+SLOW = """
+def leave(number, frame):
+    (folder / "saved").write_text(str(attempt))
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, leave)
+report(1, 0.5)
+if attempt == 0:
+    wait()
+"""
+
+
+def test_a_paused_experiment_goes_on_where_it_was(lab: Any, detached: Any, until: Until) -> None:
+    record = lab.create(SLOW)
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    lab.store.wish(record.id, "pause")
+    assert process.wait(60) == 0
+    paused = lab.store.experiment(record.id)
+    assert (paused.state, paused.is_running, paused.trials[0].state) == ("PAUSED", False, "WAITING")
+    assert (paused.trials[0].directory / "saved").read_text() == "0"
+    done = Runner(lab.store, record.id).run()
+    assert (done.state, done.trials[0].state, done.trials[0].restarts) == ("COMPLETED", "COMPLETED", 0)
+    assert _codes(done) == [143, 0]
+
+
+def test_a_script_that_leaves_with_code_0_when_it_is_paused_says_so_by_a_file(lab: Any, until: Until) -> None:
+    script = SLOW.replace("sys.exit(143)", "Path(os.environ['DOVETAIL_ATTEMPT'], 'preempted').touch(); sys.exit(0)")
+    record = lab.create(script)
+    process = start_detached(lab.store, record.id)
+    until(lambda: _is_waiting(lab.store, record))
+    request(lab.store, record.id, "pause")
+    assert process.wait(60) == 0
+    assert lab.store.experiment(record.id).trials[0].state == "WAITING"
+    assert Runner(lab.store, record.id).run().trials[0].state == "COMPLETED"
+
+
+@pytest.mark.parametrize(("wish", "saves"), [("cancel", True), ("kill", False)])
+def test_a_canceled_experiment_is_over(lab: Any, detached: Any, until: Until, wish: str, saves: bool) -> None:
+    record = lab.create(SLOW if saves else SLOW.replace("sys.exit(143)", "wait()"))
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    request(lab.store, record.id, wish)
+    assert process.wait(60) == 0
+    done = lab.store.experiment(record.id)
+    assert (done.state, done.trials[0].state) == ("CANCELED", "CANCELED")
+    assert (done.trials[0].directory / "saved").exists() or not saves
+    assert Runner(lab.store, record.id).run().state == "CANCELED"
+
+
+def test_a_wish_that_is_granted_already_runs_nothing(lab: Any) -> None:
+    record = lab.create("report(1, 0.5)")
+    assert request(lab.store, record.id, "pause").state == "PAUSED"
+    assert request(lab.store, record.id, "pause").state == "PAUSED"
+    assert lab.store.experiment(record.id).trials == ()
+    assert Runner(lab.store, record.id).run().state == "COMPLETED"
+    assert request(lab.store, record.id, "cancel").state == "COMPLETED"
+
+
+def test_ctrl_c_pauses(lab: Any, detached: Any, until: Until) -> None:
+    record = lab.create(SLOW)
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    paused = lab.store.experiment(record.id)
+    assert (paused.state, paused.trials[0].state, _codes(paused)) == ("PAUSED", "WAITING", [143])
+
+
+def test_ctrl_c_twice_kills_trials_that_do_not_leave(lab: Any, detached: Any, until: Until) -> None:
+    record = lab.create(SLOW.replace("sys.exit(143)", "wait()"))
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    process.send_signal(signal.SIGINT)
+    until(lambda: (lab.store.experiment(record.id).trials[0].directory / "saved").exists())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    paused = lab.store.experiment(record.id)
+    assert (paused.state, paused.reason, _codes(paused)) == ("PAUSED", "trials were killed", [None])
+    assert Runner(lab.store, record.id).run().trials[0].state == "COMPLETED"
+
+
+# ------------------------------------------------------------------ one runner after another
+
+
+def test_an_experiment_has_one_runner(lab: Any, detached: Any, until: Until) -> None:
+    record = lab.create(SLOW)
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    with pytest.raises(ExperimentError, match=f"experiment 1 is being run already, by process {process.pid}"):
+        Runner(lab.store, record.id).run()
+
+
+def test_trials_of_a_killed_runner_are_taken_over(lab: Any, detached: Any, until: Until) -> None:
+    record = lab.create("(folder / 'is_waiting').touch()\nwhile not (folder / 'go').exists(): time.sleep(0.01)")
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    process.kill()
+    process.wait()
+    again = detached(record)
+    until(lambda: lab.store.experiment(record.id).is_running)
+    (lab.store.experiment(record.id).trials[0].directory / "go").touch()
+    assert again.wait(60) == 0
+    done = lab.store.experiment(record.id)
+    assert (done.trials[0].state, done.trials[0].restarts, _codes(done)) == ("COMPLETED", 0, [0])
+
+
+def test_trials_of_a_killed_runner_can_be_canceled(lab: Any, detached: Any, until: Until) -> None:
+    record = lab.create(SLOW)
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    process.kill()
+    process.wait()
+    done = request(lab.store, record.id, "cancel")
+    assert (done.state, done.trials[0].state, _codes(done)) == ("CANCELED", "CANCELED", [143])
+
+
+def test_a_trial_that_was_to_be_asked_to_leave_when_its_runner_was_killed_is_asked_by_the_next(
+    lab: Any, detached: Any, until: Until
+) -> None:
+    record = lab.create(SLOW)
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    process.kill()
+    process.wait()
+    Attempt.of(lab.store.experiment(record.id).trials[0].directory, 0).ask("pause")
+    done = Runner(lab.store, record.id).run()
+    assert (done.trials[0].state, _codes(done), done.trials[0].restarts) == ("COMPLETED", [143, 0], 0)
+
+
+def test_what_a_trial_did_while_nobody_watched_is_learnt(lab: Any, detached: Any, until: Until) -> None:
+    record = lab.create(
+        "wait_for = folder / 'go'\n(folder / 'is_waiting').touch()\n"
+        "while not wait_for.exists(): time.sleep(0.01)\nreport(1, 0.5); report(2, 0.4)"
+    )
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    process.kill()
+    process.wait()
+    trial = lab.store.experiment(record.id).trials[0]
+    (trial.directory / "go").touch()
+    until(lambda: Attempt.of(trial.directory, 0).exit_code == 0)
+    done = Runner(lab.store, record.id).run()
+    assert (done.trials[0].state, done.trials[0].values) == ("COMPLETED", {1: 0.5, 2: 0.4})
+
+
+# ------------------------------------------------------------------ commands
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "slots", "expected"),
+    [
+        (["python3", "train.py", "--fast"], 1, [sys.executable, "train.py", "--fast"]),
+        (["python", "-m", "train"], 2, [sys.executable, "-m", "dovetail.launch", "--slots", "2", "-m", "train"]),
+        (["python", "-W", "error", "a.py"], 2,
+         [sys.executable, "-W", "error", "-m", "dovetail.launch", "--slots", "2", "a.py"]),
+        (["python", "-m", "dovetail.launch", "a.py"], 2, [sys.executable, "-m", "dovetail.launch", "a.py"]),
+        (["python", "-c", "pass"], 2, [sys.executable, "-c", "pass"]),
+        (["bash", "train.sh"], 2, ["bash", "train.sh"]),
+    ],
+)  # fmt: skip
+def test_the_command_of_a_trial(entrypoint: list[str], slots: int, expected: list[str]) -> None:
+    assert command_of(entrypoint, slots) == expected
+
+
+@pytest.mark.slow
+def test_a_trial_with_two_slots_runs_in_two_processes(lab: Any) -> None:
+    script = "(folder / ('rank_' + os.environ['RANK'])).touch()"
+    done = lab.run(script, resources={"slots_per_trial": 2})
+    assert done.state == "COMPLETED", (done.trials[0].directory / "log.txt").read_text()
+    assert sorted(path.name for path in done.trials[0].directory.glob("rank_*")) == ["rank_0", "rank_1"]
+
+
+def test_a_mistake_is_one_sentence(lab: Any) -> None:
+    command = [sys.executable, "-m", "dovetail.search", str(lab.store.home), "7"]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "dovetail: there is no experiment 7 (there are: none)\n")
+    assert LocalBackend(slots=3).capacity(2) == 1

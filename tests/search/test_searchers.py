@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import optuna
+import pytest
+
+from dovetail.errors import ConfigError
+from dovetail.search.checks import ConfigErrors, Key, whole
+from dovetail.search.searchers import (
+    Composed,
+    NeverStop,
+    RandomSampler,
+    Searcher,
+    SearcherKind,
+    Suggestion,
+    make_searcher,
+    read_searcher,
+    searchers,
+)
+from dovetail.search.space import Space
+
+HYPERPARAMETERS: dict[str, Any] = {
+    "lr": {"type": "log", "minval": -4, "maxval": -1, "count": 3},
+    "net": {"depth": {"type": "int", "minval": 1, "maxval": 8, "count": 2}, "width": 64},
+    "dropout": {"type": "double", "minval": 0, "maxval": 0.5, "count": 1},
+    "act": {"type": "categorical", "vals": ["relu", "tanh"]},
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "grid": {},
+    "random": {"max_trials": 8},
+    "tpe": {"max_trials": 8, "num_startup_trials": 4},
+    "gp": {"max_trials": 8, "num_startup_trials": 4},
+    "cmaes": {"max_trials": 8, "population_size": 4},
+    "async_halving": {"max_trials": 8, "num_rungs": 3, "max_time": 16, "time_metric": "epochs"},
+    "adaptive_asha": {"max_trials": 8, "max_time": 16, "time_metric": "epochs"},
+    "hyperband": {"max_trials": 9, "max_time": 9, "time_metric": "epochs"},
+    "pbt": {"population_size": 4, "max_time": 10, "time_metric": "epochs", "truncate_fraction": 0.25},
+}
+
+# Optuna's Gaussian process brings torch and scipy: seconds, where the others take none.
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name == "gp" else ()) for name in OPTIONS]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+def make(name: str, seed: int = 0, hyperparameters: dict[str, Any] | None = None, **options: Any) -> Searcher:
+    config = read_searcher({"name": name, "metric": "loss", **OPTIONS[name], **options})
+    return make_searcher(config, Space(hyperparameters or HYPERPARAMETERS), seed)
+
+
+def finish(study: optuna.Study, params: dict[str, Any], value: float, space: Space | None = None) -> None:
+    distributions = (space or Space(HYPERPARAMETERS)).distributions()
+    study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
+
+
+def loss(params: dict[str, Any]) -> float:
+    return abs(math.log10(params["lr"]) + 2.5) + abs(params["net.depth"] - 5) / 4 + params["dropout"]
+
+
+def run(searcher: Searcher, study: optuna.Study, last: int = 10**6, first: int = 0) -> list[Suggestion]:
+    """Run trials one after another, to the end of 16 epochs, and return what was suggested."""
+    found = []
+    number = first
+    while number < last and (suggestion := searcher.suggest(study, number)) is not None:
+        value = loss(suggestion.params)
+        goes_on = all(searcher.on_validation(number, epoch, value + 1 / epoch) for epoch in range(1, 17))
+        searcher.on_exit(number, "COMPLETED" if goes_on else "STOPPED")
+        finish(study, suggestion.params, value)
+        found.append(suggestion)
+        number += 1
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_searcher_ends_and_says_so(name: str) -> None:
+    searcher, study = make(name), optuna.create_study()
+    assert not searcher.is_over()
+    found = run(searcher, study)
+    assert searcher.is_over()
+    assert searcher.suggest(study, len(found)) is None
+    assert 1 <= len(found) <= 40
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seed_gives_the_same_trials(name: str) -> None:
+    assert run(make(name, seed=3), optuna.create_study()) == run(make(name, seed=3), optuna.create_study())
+
+
+@pytest.mark.parametrize("name", [param for param in NAMES if "grid" not in param.values])
+def test_another_seed_gives_other_trials(name: str) -> None:
+    assert run(make(name, seed=3), optuna.create_study()) != run(make(name, seed=4), optuna.create_study())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("half", [1, 4, 7])
+def test_a_searcher_goes_on_from_its_state_as_if_nothing_had_happened(name: str, half: int) -> None:
+    straight = run(make(name), optuna.create_study())
+    study, interrupted = optuna.create_study(), make(name)
+    before = run(interrupted, study, last=half)
+    resumed = make(name)
+    resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
+    assert before + run(resumed, study, first=len(before)) == straight
+    assert json.loads(json.dumps(resumed.state_dict())) == resumed.state_dict()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_asking_again_for_a_trial_changes_nothing(name: str) -> None:
+    searcher, study = make(name), optuna.create_study()
+    run(searcher, study, last=3)
+    number = len(study.trials)
+    first = searcher.suggest(study, number)
+    state = searcher.state_dict()
+    assert searcher.suggest(study, number) == first
+    assert searcher.state_dict() == state
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_is_only_read(name: str) -> None:
+    searcher, study = make(name), optuna.create_study()
+    for number in range(6):
+        before = study.trials
+        searcher.suggest(study, number)
+        assert study.trials == before
+        finish(study, Space(HYPERPARAMETERS).sample(random.Random(number)), number)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trials_that_still_run_change_no_suggestion(name: str) -> None:
+    answers = []
+    for is_busy in (False, True):
+        searcher, study = make(name), optuna.create_study()
+        run(searcher, study, last=5)
+        if is_busy:
+            study.ask(Space(HYPERPARAMETERS).distributions())
+        answers.append(searcher.suggest(study, 5))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_suggested_lies_in_the_space(name: str) -> None:
+    space = Space(HYPERPARAMETERS)
+    for suggestion in run(make(name), optuna.create_study()):
+        assert suggestion.params.keys() == space.parameters.keys()
+        for key, distribution in space.distributions().items():
+            assert distribution._contains(distribution.to_internal_repr(suggestion.params[key]))
+
+
+FRESH = """
+    import json, optuna, sys
+    from dovetail.search.searchers import make_searcher, read_searcher
+    from dovetail.search.space import Space
+    hyperparameters, section, trials = json.loads(sys.stdin.read())
+    space = Space(hyperparameters)
+    study = optuna.create_study()
+    for params, value in trials:
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=space.distributions(), value=value))
+    searcher = make_searcher(read_searcher(section), space, seed=11)
+    print(json.dumps(searcher.suggest(study, len(trials)).params))
+"""
+
+
+@pytest.mark.parametrize("name", [param for param in NAMES if param.values[0] in ("random", "tpe", "gp", "cmaes")])
+def test_a_fresh_process_suggests_the_same_after_the_same_trials(name: str) -> None:
+    searcher, study = make(name, seed=11), optuna.create_study()
+    run(searcher, study, last=7)
+    expected = searcher.suggest(study, 7)
+    assert expected is not None
+    told = [(trial.params, trial.value) for trial in study.trials]
+    section = {"name": name, "metric": "loss", **OPTIONS[name]}
+    answer = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FRESH)],
+        input=json.dumps([HYPERPARAMETERS, section, told]),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert json.loads(answer.stdout) == expected.params
+
+
+def test_single_is_one_trial() -> None:
+    assert len(run(make("single"), optuna.create_study())) == 1
+
+
+def test_grid_is_every_point_once() -> None:
+    found = [suggestion.params for suggestion in run(make("grid"), optuna.create_study())]
+    assert found == Space(HYPERPARAMETERS).grid()
+    assert len(found) == 3 * 2 * 1 * 2
+
+
+@pytest.mark.parametrize("name", ["random", "tpe", "cmaes", "async_halving", "adaptive_asha", "hyperband"])
+def test_as_many_trials_are_suggested_as_the_file_says(name: str) -> None:
+    assert len(run(make(name), optuna.create_study())) == OPTIONS[name]["max_trials"]
+
+
+@pytest.mark.parametrize("name", ["random", "async_halving", "adaptive_asha", "pbt"])
+def test_an_invalid_trial_is_replaced(name: str) -> None:
+    searcher, study = make(name), optuna.create_study()
+    asked = 0
+    while searcher.suggest(study, asked) is not None:
+        asked += 1
+    assert searcher.is_over()
+    searcher.on_exit(1, "INVALID_HP")
+    assert not searcher.is_over()
+    assert searcher.suggest(study, asked) is not None
+    assert searcher.suggest(study, asked + 1) is None
+    assert searcher.is_over()
+
+
+@pytest.mark.parametrize("name", ["random", "async_halving", "pbt"])
+def test_the_replacement_of_an_invalid_trial_is_not_forgotten(name: str) -> None:
+    searcher, resumed, study = make(name), make(name), optuna.create_study()
+    asked = 0
+    while searcher.suggest(study, asked) is not None:
+        asked += 1
+    searcher.on_exit(1, "INVALID_HP")
+    resumed.load_state_dict(json.loads(json.dumps(searcher.state_dict())))
+    assert not resumed.is_over()
+    assert resumed.suggest(study, asked) == searcher.suggest(study, asked) is not None
+
+
+@pytest.mark.parametrize("name", ["single", "grid"])
+def test_what_could_only_be_tried_again_is_not_replaced(name: str) -> None:
+    searcher, study = make(name), optuna.create_study()
+    count = len(run(searcher, study))
+    searcher.on_exit(0, "INVALID_HP")
+    assert searcher.suggest(study, count) is None
+
+
+@pytest.mark.parametrize("name", [param for param in NAMES if param.values[0] not in ("gp", "tpe", "cmaes")])
+def test_a_space_that_is_invalid_everywhere_ends(name: str) -> None:
+    searcher, study = make(name), optuna.create_study()
+    number = 0
+    while searcher.suggest(study, number) is not None:
+        searcher.on_exit(number, "INVALID_HP")
+        number += 1
+    assert searcher.is_over()
+    assert number <= 40
+
+
+@pytest.mark.parametrize("name", ["tpe", pytest.param("gp", marks=pytest.mark.slow), "cmaes"])
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+def test_a_sampler_that_learns_beats_chance(name: str, smaller_is_better: bool) -> None:
+    axis = {"type": "double", "minval": -1, "maxval": 1}
+    hyperparameters = {"x": axis, "y": axis, "z": axis}
+    space = Space(hyperparameters)
+    sign = 1 if smaller_is_better else -1
+    seeds = 1 if name == "gp" else 3
+
+    def mean_of_last(name: str) -> float:
+        total = 0.0
+        for seed in range(seeds):
+            study = optuna.create_study(direction="minimize" if smaller_is_better else "maximize")
+            searcher = make(name, seed, hyperparameters, max_trials=40, smaller_is_better=smaller_is_better)
+            for number in range(40):
+                suggestion = searcher.suggest(study, number)
+                assert suggestion is not None
+                value = sum((coordinate - 0.4) ** 2 for coordinate in suggestion.params.values())
+                finish(study, suggestion.params, sign * value, space)
+                total += value if number >= 30 else 0
+        return total / (10 * seeds)
+
+    assert mean_of_last(name) < 0.5 * mean_of_last("random")
+
+
+@pytest.mark.parametrize("name", ["tpe", pytest.param("gp", marks=pytest.mark.slow), "cmaes"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinite_metric_does_no_harm(name: str, value: float) -> None:
+    searcher, study = make(name), optuna.create_study()
+    for number in range(7):
+        suggestion = searcher.suggest(study, number)
+        assert suggestion is not None
+        finish(study, suggestion.params, value if number % 2 else float(number))
+    assert searcher.suggest(study, 7) is not None
+
+
+@pytest.mark.parametrize("name", ["tpe", "async_halving"])
+def test_tpe_learns_from_trials_that_were_stopped(name: str) -> None:
+    hyperparameters = {"x": {"type": "double", "minval": 0, "maxval": 1}}
+    space = Space(hyperparameters)
+    options = {"sampler": "tpe"} if name == "async_halving" else {}
+    searcher, study = make(name, 0, hyperparameters, max_trials=100, **options), optuna.create_study()
+    for number in range(40):
+        suggestion = searcher.suggest(study, number)
+        assert suggestion is not None
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=optuna.trial.TrialState.PRUNED,
+                params=suggestion.params,
+                distributions=space.distributions(),
+                intermediate_values={1: abs(suggestion.params["x"] - 0.9)},
+            )
+        )
+    assert sum(abs(trial.params["x"] - 0.9) < 0.1 for trial in study.trials[20:]) >= 10
+
+
+def test_cmaes_draws_what_has_no_size_at_random() -> None:
+    suggestions = run(make("cmaes", max_trials=30), optuna.create_study())
+    assert {suggestion.params["act"] for suggestion in suggestions} == {"relu", "tanh"}
+
+
+def test_cmaes_works_on_one_number() -> None:
+    hyperparameters = {"lr": HYPERPARAMETERS["lr"]}
+    searcher, study, space = make("cmaes", 0, hyperparameters), optuna.create_study(), Space(hyperparameters)
+    for number in range(8):
+        suggestion = searcher.suggest(study, number)
+        assert suggestion is not None
+        finish(study, suggestion.params, suggestion.params["lr"], space)
+
+
+def test_cmaes_without_a_number_is_refused() -> None:
+    with pytest.raises(ConfigErrors, match=r"searcher\.name: cmaes needs a hyperparameter of type int, double or log"):
+        make("cmaes", 0, {"act": HYPERPARAMETERS["act"]})
+
+
+def test_grid_without_a_count_is_refused() -> None:
+    with pytest.raises(ConfigErrors, match=r"hyperparameters\.lr: a grid needs 'count'"):
+        make("grid", 0, {"lr": {"type": "double", "minval": 0, "maxval": 1}})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_searcher_says_how_many_trials_may_run_at_a_time(name: str) -> None:
+    assert make(name).max_concurrent_trials == {"single": 1, "pbt": 4}.get(name, 16)
+    if name != "single":
+        assert make(name, max_concurrent_trials=3).max_concurrent_trials == 3
+
+
+def test_what_is_not_a_number_counts_as_worst() -> None:
+    rated = {}
+    for values in ([0.5, math.nan], [0.5, math.inf], [0.5, 0.9]):
+        searcher = make("async_halving", max_time=4, num_rungs=2)
+        rated[values[1]] = [searcher.on_validation(number, 1, value) for number, value in enumerate(values)]
+    assert list(rated.values()) == [[True, False]] * 3
+
+
+def test_a_larger_metric_may_be_better() -> None:
+    searcher = make("async_halving", max_time=4, num_rungs=2, smaller_is_better=False)
+    assert [searcher.on_validation(number, 1, value) for number, value in enumerate([0.5, 0.4, 0.9])] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_what_is_not_a_number_is_worst_when_larger_is_better() -> None:
+    searcher = make("async_halving", max_time=4, num_rungs=2, smaller_is_better=False)
+    assert [searcher.on_validation(number, 1, value) for number, value in enumerate([0.5, math.nan])] == [True, False]
+
+
+# Options
+
+
+def refusals(**section: Any) -> list[str]:
+    with pytest.raises(ConfigErrors) as caught:
+        read_searcher(section)
+    return caught.value.problems
+
+
+def test_a_missing_metric_is_explained() -> None:
+    assert refusals(name="grid") == [
+        "searcher.metric: missing: the validation metric that trials are compared by, such as validation_loss"
+    ]
+
+
+def test_an_unknown_searcher_gets_the_nearest_name() -> None:
+    (problem,) = refusals(name="adaptive_ahsa", metric="loss", max_trials=4)
+    assert problem.startswith("searcher.name: expected one of adaptive_asha, async_halving, cmaes, gp, grid, hyperband")
+    assert problem.endswith("(did you mean 'adaptive_asha'?), got 'adaptive_ahsa'")
+
+
+@pytest.mark.parametrize("name", ["random", "tpe", "gp", "cmaes", "async_halving", "adaptive_asha", "hyperband"])
+def test_the_number_of_trials_has_to_be_said(name: str) -> None:
+    options = {key: value for key, value in OPTIONS[name].items() if key != "max_trials"}
+    assert refusals(name=name, metric="loss", **options) == ["searcher.max_trials: missing: how many trials to run"]
+
+
+@pytest.mark.parametrize("name", ["async_halving", "adaptive_asha", "hyperband", "pbt"])
+def test_the_length_of_trials_is_the_time_of_the_last_rung(name: str) -> None:
+    options = {key: value for key, value in OPTIONS[name].items() if key not in ("max_time", "time_metric")}
+    config = read_searcher({"name": name, "metric": "loss", "max_length": {"epochs": 20}, **options})
+    assert (config.options["max_time"], config.time_metric) == (20, "epochs")
+
+
+@pytest.mark.parametrize("name", ["async_halving", "adaptive_asha", "hyperband", "pbt"])
+def test_time_has_to_be_said_somehow(name: str) -> None:
+    options = {key: value for key, value in OPTIONS[name].items() if key not in ("max_time", "time_metric")}
+    assert [problem.split(":")[0] for problem in refusals(name=name, metric="loss", **options)] == [
+        "searcher.time_metric",
+        "searcher.max_time",
+    ]
+
+
+def test_another_unit_than_that_of_the_length_needs_its_own_time() -> None:
+    section = {"name": "hyperband", "metric": "loss", "max_trials": 9, "max_length": {"epochs": 9}}
+    assert [problem.split(":")[0] for problem in refusals(**section, time_metric="batches")] == ["searcher.max_time"]
+    config = read_searcher({**section, "time_metric": "batches", "max_time": 900})
+    assert (config.options["max_time"], config.time_metric) == (900, "batches")
+
+
+def test_pbt_needs_a_factor() -> None:
+    assert refusals(name="pbt", metric="loss", **OPTIONS["pbt"], perturb_factors=[]) == [
+        "searcher.perturb_factors: expected a list of at least 1, got []"
+    ]
+
+
+def test_a_searcher_that_compares_nothing_on_the_way_needs_no_time() -> None:
+    config = read_searcher({"name": "random", "metric": "loss", "max_trials": 9, "max_length": {"records": 9}})
+    assert config.time_metric == "batches"
+
+
+def test_an_option_of_another_searcher_is_refused() -> None:
+    (problem,) = refusals(name="random", metric="loss", max_trials=3, max_rungs=4)
+    assert problem.startswith("searcher.max_rungs: unknown key")
+
+
+def test_anyone_can_register_a_searcher() -> None:
+    def first(config: Any, space: Space, seed: int) -> Searcher:
+        return Composed(RandomSampler(space, seed), NeverStop(), max_trials=config.options["tries"])
+
+    try:
+        searchers.register("first", SearcherKind(first, {"tries": Key(whole(1), 2)}))
+        config = read_searcher({"name": "first", "metric": "loss", "tries": 5})
+        assert len(run(make_searcher(config, Space(HYPERPARAMETERS), 0), optuna.create_study())) == 5
+        with pytest.raises(ConfigError, match="tries"):
+            read_searcher({"name": "first", "metric": "loss", "tires": 5})
+    finally:
+        del searchers._own["first"]

@@ -1,0 +1,128 @@
+"""Copies of checkpoints outside of the file system."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from dovetail.errors import MissingExtraError, UnknownNameError
+from dovetail.search.checkpoints import latest_checkpoint
+from dovetail.search.storage import pull, push
+
+
+def write_checkpoint(trial: Path, name: str, steps: int, content: str) -> Path:
+    """Write what `core.checkpoint` writes, without torch."""
+    checkpoint = trial / name
+    (checkpoint / "files" / "inner").mkdir(parents=True)
+    (checkpoint / "files" / "inner" / "weights.txt").write_text(content)
+    stored = {"size": len(content), "sha256": sha256(content.encode()).hexdigest()}
+    manifest = {
+        "format": "dovetail-files",
+        "created": f"{steps:06}",
+        "metadata": {"steps_completed": steps},
+        "files": {"inner/weights.txt": stored},
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    return checkpoint
+
+
+def contents(trial: Path) -> dict[str, str]:
+    return {path.parts[-4]: path.read_text() for path in trial.glob("*/files/inner/weights.txt")}
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/stored" if request.param == "file" else f"memory://{tmp_path.name}"
+
+
+def test_what_is_pushed_can_be_pulled_elsewhere(url: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "here", "first", 1, "one")
+    write_checkpoint(tmp_path / "here", "second", 2, "two")
+    assert push(tmp_path / "here", url) == ["first", "second"]
+    assert pull(url, tmp_path / "there") == tmp_path / "there" / "second"
+    assert contents(tmp_path / "there") == {"first": "one", "second": "two"}
+
+
+def test_what_is_stored_is_not_sent_again(url: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "first", 1, "one")
+    assert push(tmp_path, url) == ["first"]
+    write_checkpoint(tmp_path, "second", 2, "two")
+    assert push(tmp_path, url) == ["second"]
+    assert push(tmp_path, url) == []
+
+
+def test_a_name_with_new_contents_is_stored_again(url: str, tmp_path: Path) -> None:
+    push_of = [push(write_checkpoint(tmp_path, "best", 1, "worse").parent, url)]
+    shutil.rmtree(tmp_path / "best")
+    push_of.append(push(write_checkpoint(tmp_path, "best", 2, "better").parent, url))
+    assert push_of == [["best"], ["best"]]
+    pull(url, tmp_path / "there")
+    assert contents(tmp_path / "there") == {"best": "better"}
+
+
+def test_what_a_trial_removes_is_removed(url: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "here", "first", 1, "one")
+    push(tmp_path / "here", url)
+    write_checkpoint(tmp_path / "here", "second", 2, "two")
+    shutil.rmtree(tmp_path / "here" / "first")
+    push(tmp_path / "here", url)
+    pull(url, tmp_path / "there")
+    assert contents(tmp_path / "there") == {"second": "two"}
+
+
+def test_a_folder_that_has_lost_its_checkpoints_removes_none(url: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "here", "first", 1, "one")
+    push(tmp_path / "here", url)
+    (tmp_path / "empty").mkdir()
+    assert push(tmp_path / "empty", url) == []
+    assert pull(url, tmp_path / "empty") == tmp_path / "empty" / "first"
+
+
+def test_what_has_no_mark_is_not_there(url: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "here", "first", 1, "one")
+    push(tmp_path / "here", url)
+    files, root = fsspec.core.url_to_fs(url)
+    (mark,) = files.glob(f"{root}/*.json")
+    files.rm_file(mark)
+    assert pull(url, tmp_path / "there") is None
+    assert contents(tmp_path / "there") == {}
+    # Its writer comes back, and does it again.
+    assert push(tmp_path / "here", url) == ["first"]
+    assert pull(url, tmp_path / "there") == tmp_path / "there" / "first"
+
+
+def test_a_damaged_copy_is_left_out_and_the_one_before_it_is_used(url: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "here", "first", 1, "one")
+    write_checkpoint(tmp_path / "here", "second", 2, "two")
+    push(tmp_path / "here", url)
+    files, root = fsspec.core.url_to_fs(url)
+    (damaged,) = files.glob(f"{root}/second-*/files/inner/weights.txt")
+    files.pipe_file(damaged, b"owt")
+    assert pull(url, tmp_path / "there") == tmp_path / "there" / "first"
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["first"]
+
+
+def test_what_is_pulled_is_what_a_trial_goes_on_from(url: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "here", "first", 1, "one")
+    push(tmp_path / "here", url)
+    pull(url, tmp_path / "there")
+    found = latest_checkpoint(tmp_path / "there")
+    assert found is not None
+    assert (found.reference, found.steps) == ("first", 1)
+
+
+@pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingExtraError, match="s3:// cannot be used: Install s3fs"):
+        push(tmp_path, "s3://bucket/trial_1")
+
+
+def test_an_unknown_kind_of_place_has_its_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match=r"'memroy'.*'memory'"):
+        push(tmp_path, "memroy://place")

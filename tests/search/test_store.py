@@ -1,0 +1,300 @@
+"""The store: what is written is read, by Optuna's own tools too, on SQLite and on a real PostgreSQL server."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+from wsgiref.util import setup_testing_defaults
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.search.processes import Attempt
+from dovetail.search.runner import Runner, start_detached
+from dovetail.search.store import ExperimentError, Store, home_directory
+
+RANGES = {
+    "lr": {"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3},
+    "net": {"act": {"type": "categorical", "vals": ["relu"]}, "width": 64},
+}
+SCRIPT = "report(1, hparams['lr']); report(2, hparams['lr'] / 2)"
+
+
+# ------------------------------------------------------------------ where
+
+
+def test_the_folder_is_the_one_given_or_that_of_the_environment_or_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DOVETAIL_HOME", raising=False)
+    assert home_directory() == tmp_path / ".dovetail"
+    monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path / "shared"))
+    assert home_directory() == tmp_path / "shared"
+    assert home_directory("own") == tmp_path / "own"
+
+
+def test_many_processes_may_open_an_empty_store_at_once(tmp_path: Path) -> None:
+    program = (
+        "import sys; from dovetail.search.store import Store; Store.open(sys.argv[1], *sys.argv[2:]).experiments()"
+    )
+    _open_at_once(program, str(tmp_path / "home"))
+
+
+def _open_at_once(program: str, *arguments: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", program, *arguments]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, errors
+
+
+# ------------------------------------------------------------------ experiments
+
+
+def test_a_new_experiment_has_its_files_and_no_trials(lab: Any) -> None:
+    record = lab.create("pass", "grid", name="digits", hyperparameters=RANGES)
+    assert (record.id, record.name, record.state, record.trials) == (1, "digits", "ACTIVE", ())
+    assert not record.is_running
+    assert datetime.now(timezone.utc) - record.created < timedelta(minutes=1)
+    assert record.directory == lab.store.home / "experiments" / "1"
+    assert sorted(os.listdir(record.directory)) == ["code", "config.json", "config.yaml", "trials"]
+    assert json.loads((record.directory / "config.json").read_text()) == record.config
+    assert record.config["hyperparameters"] == RANGES
+    assert "name: digits" in (record.directory / "config.yaml").read_text()
+    assert os.listdir(record.directory / "code") == ["trial.py"]
+
+
+def test_two_experiments_may_have_the_same_name(lab: Any) -> None:
+    first, second = (lab.create("pass", name="digits") for _ in range(2))
+    assert [(each.id, each.name) for each in lab.store.experiments()] == [(1, "digits"), (2, "digits")]
+    names = [study.study_name for study in optuna.get_all_study_summaries(lab.store.storage)]
+    assert sorted(names) == ["digits", "digits #2"]
+    assert first.directory != second.directory
+
+
+def test_an_experiment_that_cannot_be_created_leaves_nothing(lab: Any, tmp_path: Path) -> None:
+    from dovetail.search.schema import read_experiment
+
+    config = read_experiment({"entrypoint": "true", "searcher": {"name": "single", "metric": "loss"}})
+    with pytest.raises(ConfigError, match="does not exist"):
+        lab.store.create_experiment(config, "", tmp_path / "nowhere")
+    assert lab.store.experiments() == []
+    assert not (lab.store.home / "experiments").exists() or os.listdir(lab.store.home / "experiments") == []
+
+
+def test_unknown_numbers_are_one_sentence(lab: Any) -> None:
+    lab.create("pass")
+    for look, sentence in (
+        (lambda: lab.store.experiment(7), r"there is no experiment 7 \(there are: 1\)"),
+        (lambda: lab.store.trial(7), "there is no trial 7"),
+        (lambda: lab.store.job(7), "there is no job 7"),
+    ):
+        with pytest.raises(ExperimentError, match=sentence):
+            look()
+
+
+def test_a_wish_that_nobody_grants_is_refused(lab: Any) -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown wish 'pausse': did you mean 'pause'\?"):
+        lab.store.wish(lab.create("pass").id, "pausse")
+
+
+def test_an_experiment_is_deleted_with_its_files_when_it_is_over(lab: Any) -> None:
+    record = lab.create("pass")
+    with pytest.raises(ExperimentError, match="experiment 1 is ACTIVE: cancel it before it is deleted"):
+        lab.store.delete(record.id)
+    Runner(lab.store, record.id).run()
+    lab.store.delete(record.id)
+    assert lab.store.experiments() == []
+    assert not record.directory.exists()
+    # The number may be given again, and nothing of the old one is there.
+    assert lab.create("pass").trials == ()
+
+
+# ------------------------------------------------------------------ trials
+
+
+def test_a_trial_is_read_as_it_was_written(lab: Any) -> None:
+    store, experiment = lab.store, lab.create("pass", "grid", hyperparameters=RANGES)
+    distributions = {"lr": optuna.distributions.FloatDistribution(1e-3, 1e-1, log=True)}
+    trial_id = store.add_trial(experiment.id, {"lr": 0.01}, distributions, {"lr": 0.01, "w": 1}, 4, {"bracket": 2})
+    trial = store.trial(trial_id)
+    assert (trial.number, trial.experiment_id, trial.state, trial.source) == (0, 1, "RUNNING", 4)
+    assert trial.hparams == {"lr": 0.01, "w": 1}
+    assert trial.directory == experiment.directory / "trials" / f"trial_{trial_id}"
+    assert trial.started is not None
+    assert abs(datetime.now(timezone.utc) - trial.started) < timedelta(minutes=1)
+    for steps, value in ((10, 0.5), (20, 0.3), (30, 0.4)):
+        store.add_value(trial_id, steps, value)
+    store.update_trial(replace(trial, state="WAITING", restarts=2, steps=35))
+    waiting = store.trial(trial_id)
+    assert (waiting.state, waiting.restarts, waiting.steps, waiting.ended) == ("WAITING", 2, 35, None)
+    assert (waiting.best, waiting.best_at, waiting.latest) == (0.3, 20, 0.4)
+    store.end_trial(replace(waiting, state="STOPPED", reason="enough"))
+    ended = store.trial(trial_id)
+    assert (ended.state, ended.reason, ended.values) == ("STOPPED", "enough", {10: 0.5, 20: 0.3, 30: 0.4})
+    assert ended.ended is not None
+    assert store.experiment(1).trials == (ended,)
+
+
+def test_larger_may_be_better(lab: Any) -> None:
+    script = "write({'group': 'validation', 'steps_completed': attempt + 1, 'metrics': {'accuracy': 0.5}}); "
+    script += "write({'group': 'validation', 'steps_completed': 2, 'metrics': {'accuracy': 0.7}})"
+    done = lab.run(script, {"name": "single", "metric": "accuracy", "smaller_is_better": False})
+    assert (done.trials[0].best, done.trials[0].best_at) == (0.7, 2)
+    assert lab.store.study(done.id).best_value == 0.7
+
+
+def test_optuna_sees_parameters_ranges_values_and_states(lab: Any) -> None:
+    script = f"{SCRIPT}\nif hparams['lr'] == 0.1: sys.exit(1)"
+    done = lab.run(script, "grid", hyperparameters=RANGES, max_restarts=0)
+    study = optuna.load_study(study_name=done.name, storage=f"sqlite:///{lab.store.home / 'store.db'}")
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.FAIL]
+    assert [trial.params for trial in study.trials] == [
+        {"lr": trial.hparams["lr"], "net.act": "relu"} for trial in done.trials
+    ]
+    first = study.trials[0]
+    assert first.intermediate_values == {1: 0.001, 2: 0.0005}
+    assert first.value == study.best_value == 0.0005
+    lr = first.distributions["lr"]
+    assert isinstance(lr, optuna.distributions.FloatDistribution)
+    assert (lr.log, lr.low <= 0.001, lr.high >= 0.1) == (True, True, True)
+    assert study.direction == optuna.study.StudyDirection.MINIMIZE
+    assert "exit code 1" in study.trials[2].user_attrs["reason"]
+
+
+@pytest.mark.slow
+def test_the_dashboard_opens_the_store(lab: Any) -> None:
+    dashboard = pytest.importorskip("optuna_dashboard", reason="pip install optuna-dashboard")
+    done = lab.run(SCRIPT, "grid", hyperparameters=RANGES)
+    app = dashboard.wsgi(lab.store.storage)
+    answers: list[str] = []
+
+    def get(path: str) -> Any:
+        request: dict[str, Any] = {"PATH_INFO": path, "QUERY_STRING": "after=0"}
+        setup_testing_defaults(request)
+        return json.loads(b"".join(app(request, lambda status, headers, error=None: answers.append(status))))
+
+    assert [study["study_name"] for study in get("/api/studies")["study_summaries"]] == ["experiment"]
+    detail = get(f"/api/studies/{done.id}")
+    assert [trial["state"] for trial in detail["trials"]] == ["Complete"] * 3
+    assert [point["step"] for point in detail["trials"][0]["intermediate_values"]] == [1, 2]
+    assert {param["name"] for param in detail["trials"][0]["params"]} == {"lr", "net.act"}
+    assert answers == ["200 OK"] * 2
+
+
+# ------------------------------------------------------------------ jobs
+
+
+def test_what_became_of_a_job_is_in_its_files(lab: Any) -> None:
+    for number, code in ((1, "0"), (2, "3"), (10, "143")):
+        folder = lab.store.home / "jobs" / str(number)
+        attempt = Attempt.of(folder, 0)
+        attempt.folder.mkdir(parents=True)
+        (attempt.folder / "exit").write_text(code)
+        (folder / "job.json").write_text(json.dumps({"name": "infer", "started": "2026-01-02T03:04:05+00:00"}))
+    attempt.ask("cancel")
+    assert [(job.id, job.state, job.exit_code) for job in lab.store.jobs()] == [
+        (1, "COMPLETED", 0),
+        (2, "ERROR", 3),
+        (10, "CANCELED", 143),
+    ]
+    assert lab.store.job(1).started == datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+
+
+# ------------------------------------------------------------------ a server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The URL of a PostgreSQL server that listens on the loopback only, and is gone afterwards."""
+    programs = [shutil.which("initdb"), *sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))]
+    found = next((Path(program).resolve().parent for program in programs if program), None)
+    if found is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
+    # The server refuses to run as root.
+    owner: dict[str, Any] = {"user": "postgres"} if os.getuid() == 0 else {}
+    password = secrets.token_hex(16)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="dovetail-postgres-"))
+    try:
+        (folder / "password").write_text(password)
+        if owner:
+            for path in (folder, folder / "password"):
+                shutil.chown(path, "postgres")
+        cluster = ["-D", folder / "data"]
+        made = [found / "initdb", *cluster, "-U", "dovetail", "-A", "scram-sha-256", "--pwfile", folder / "password"]
+        subprocess.run([*made, "--no-sync"], check=True, stdout=subprocess.DEVNULL, cwd=folder, **owner)
+        options = ["-h", "127.0.0.1", "-p", str(port), "-k", folder, "-c", "fsync=off"]
+        with open(folder / "log", "w") as log:
+            process = subprocess.Popen([found / "postgres", *cluster, *options], stderr=log, cwd=folder, **owner)
+        try:
+            while b"ready to accept connections" not in (folder / "log").read_bytes():
+                assert process.poll() is None, (folder / "log").read_text()
+            yield f"postgresql://dovetail:{password}@127.0.0.1:{port}/postgres"
+        finally:
+            process.terminate()
+            process.wait()
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("postgres")
+def test_many_processes_may_open_an_empty_server_at_once(server: str, tmp_path: Path) -> None:
+    program = "import sys; from dovetail.search.store import Store; Store.open(sys.argv[1], sys.argv[2]).experiments()"
+    _open_at_once(program, str(tmp_path / "home"), server)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("postgres")
+def test_an_experiment_runs_on_a_server_as_on_a_file(server: str, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_file = lab.run(SCRIPT, "grid", hyperparameters=RANGES)
+    monkeypatch.setenv("DOVETAIL_STORE", server)
+    lab.store = Store.open(lab.folder / "elsewhere")
+    assert lab.store.storage.engine.name == "postgresql"
+    on_server = lab.run(SCRIPT, "grid", hyperparameters=RANGES)
+    assert on_server.state == "COMPLETED"
+    assert [(trial.state, trial.hparams, trial.values, trial.best) for trial in on_server.trials] == [
+        (trial.state, trial.hparams, trial.values, trial.best) for trial in on_file.trials
+    ]
+    assert on_server.trials[0].started is not None
+    assert abs(datetime.now(timezone.utc) - on_server.trials[0].started) < timedelta(minutes=1)
+    # A process of its own is told where the server is, too.
+    monkeypatch.delenv("DOVETAIL_STORE")
+    record = lab.create("report(1, 0.5)")
+    assert start_detached(lab.store, record.id).wait(60) == 0
+    assert lab.store.experiment(record.id).trials[0].values == {1: 0.5}
+    lab.store.delete(on_server.id)
+    assert [each.id for each in lab.store.experiments()] == [record.id]
+    lab.store.storage.engine.dispose()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("postgres")
+def test_a_server_that_does_not_answer_is_one_sentence_without_the_password(server: str, tmp_path: Path) -> None:
+    place = server.rpartition("@")[2]
+    with pytest.raises(ExperimentError) as raised:
+        Store.open(tmp_path, f"postgresql://dovetail:wrong-secret@{place}")
+    assert str(raised.value).startswith(f"the store at {place} cannot be opened: ")
+    assert "wrong-secret" not in str(raised.value)
+
+
+def test_a_store_that_is_no_url_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match="expected a URL such as postgresql://user@host/name"):
+        Store.open(tmp_path, "somewhere")
