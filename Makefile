@@ -48,11 +48,11 @@ unit: $(VENV)/.dev
 check: lint types imports unit ## the fast part: ruff, mypy, import contracts, unit tests
 
 test: lint types imports       ## everything: check, slow and integration tests, doctests, examples
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
+	$(BIN)/python -m pytest -n 2 tests
 	$(BIN)/python -m pytest -q -n 2 --doctest-modules src/dovetail
 
 torture: $(VENV)/.dev          ## kills, damages and full disks, at length: about 10 minutes
-	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/reliability tests/integration/test_experiment_kills.py
+	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 tests/reliability tests/integration/test_experiment_kills.py
 
 bench: $(VENV)/.dev            ## side-by-side benchmarks, each printing ratios
 	$(BIN)/python benchmarks/loop.py

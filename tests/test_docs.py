@@ -147,6 +147,7 @@ MODULES = [
     "dovetail.history",
     "dovetail.pytorch",
     "dovetail.pytorch.samplers",
+    "dovetail.search",
     "dovetail.trainers",
     "dovetail.trainers.addons",
     "dovetail.trainers.composable",

@@ -202,7 +202,6 @@ def read(program: subprocess.Popen[bytes], size: int) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 class TestSeveralProcesses:
     def test_every_process_knows_its_place_and_the_trial(self, folder: Path) -> None:
         (folder / "two.yaml").write_text("hyperparameters: {lr: 0.1}\nresources: {slots_per_trial: 2}\n")

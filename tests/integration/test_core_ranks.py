@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("core_ranks.py")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 Results = dict[int, list[dict[str, Any]]]

@@ -14,7 +14,7 @@ from dovetail import Epochs, checkpoint
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers import FSDPTrainer, Trainer, build_trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded_ranks")]
+pytestmark = [pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("sharded_ranks.py")
 Results = dict[int, list[dict[str, Any]]]

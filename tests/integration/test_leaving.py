@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("leaving")]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")

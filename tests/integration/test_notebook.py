@@ -12,7 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("notebook")]
+pytestmark = [pytest.mark.slow]
 
 DEFINITIONS = """
 import json

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("opacus", reason="the extra 'privacy' is not installed")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("private_ranks")]
+pytestmark = [pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("private_ranks.py")
 Results = list[dict[str, Any]]

@@ -20,7 +20,6 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="NOT TESTED: there is no chromium (apt-get install chromium)"),
-    pytest.mark.xdist_group("browser"),
 ]
 
 # Runs in the page, after its own script: clicks a heading, and lights up a trial.

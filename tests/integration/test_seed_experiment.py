@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("optuna", reason="the extra 'search' is not installed")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seed experiment")]
+pytestmark = [pytest.mark.slow]
 
 CODE = Path(__file__).parents[2] / "examples" / "trial"
 AS_PRINTED = """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trial ranks")]
+pytestmark = [pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("trial_ranks.py")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trial"

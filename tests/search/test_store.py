@@ -255,14 +255,12 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("postgres")
 def test_many_processes_may_open_an_empty_server_at_once(server: str, tmp_path: Path) -> None:
     program = "import sys; from dovetail.search.store import Store; Store.open(sys.argv[1], sys.argv[2]).experiments()"
     _open_at_once(program, str(tmp_path / "home"), server)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("postgres")
 def test_an_experiment_runs_on_a_server_as_on_a_file(server: str, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on_file = lab.run(SCRIPT, "grid", hyperparameters=RANGES)
     monkeypatch.setenv("DOVETAIL_STORE", server)
@@ -286,7 +284,6 @@ def test_an_experiment_runs_on_a_server_as_on_a_file(server: str, lab: Any, monk
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("postgres")
 def test_a_server_that_does_not_answer_is_one_sentence_without_the_password(server: str, tmp_path: Path) -> None:
     place = server.rpartition("@")[2]
     with pytest.raises(ExperimentError) as raised:

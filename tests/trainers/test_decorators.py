@@ -290,3 +290,8 @@ def test_a_dry_run_of_layers_puts_everything_back(problem: Problem) -> None:
     trainer.fit(problem.batches, problem.batches, dry_run=True)
     assert all(torch.equal(one, other) for one, other in zip(trainer.model.parameters(), before, strict=True))
     assert trainer.context.progress.batches == 0
+
+
+def test_a_sharded_trainer_has_no_buckets_to_size(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="bucket_size: torch sends the gradients of a sharded model block by block"):
+        FSDPTrainer(Trainer(problem.model(), "cpu"), bucket_size=1)

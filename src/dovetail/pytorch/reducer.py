@@ -6,8 +6,8 @@ and returns every slot's, in the order of the ranks.
 
 from __future__ import annotations
 
-import reprlib
 import copy
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -392,11 +392,11 @@ def _tell(attempt: Attempt, sentence: str) -> None:
 
 
 def _reason(attempt: Attempt, error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    why = next((line for line in lines if line.startswith("The actor died because")), lines[-1] if lines else "")
-    if attempt.has_begun:
-        return f"the node of attempt {attempt.number} was lost ({why.removeprefix('The actor died because ')})"
-    return f"attempt {attempt.number} could not begin on its node: {lines[-1] if lines else type(error).__name__}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not attempt.has_begun:
+        return f"attempt {attempt.number} could not begin on its node: {lines[-1]}"
+    why = next((line for line in lines if re.match("The actor (died|is dead) because", line)), lines[-1])
+    return f"the node of attempt {attempt.number} was lost ({why.partition(' because ')[2].partition('. ')[0] or why})"
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class ShardedDataParallel(DataParallel):
     ) -> None:
         if "bucket_size" in kwargs:
             raise ConfigError(
-                "bucket_size: torch sends the gradients of a sharded model block by block; choose the blocks with shard=…"
+                "bucket_size: torch sends the gradients of a sharded model block by block; say which with shard=…"
             )
         if shard is not None and not callable(shard) and not _are_modules(shard):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
