@@ -19,6 +19,7 @@ from dovetail.trainers import (
     AMPTrainer,
     CompiledTrainer,
     DDPTrainer,
+    FSDPTrainer,
     SingleProcess,
     SingleProcessAMP,
     SingleProcessAmp,
