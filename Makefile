@@ -51,8 +51,8 @@ test: lint types imports       ## everything: check, slow and integration tests,
 	$(BIN)/python -m pytest -n 2 tests
 	$(BIN)/python -m pytest -q -n 2 --doctest-modules src/dovetail
 
-torture: $(VENV)/.dev          ## kills, damages and full disks, at length: about 10 minutes
-	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 tests/reliability tests/integration/test_experiment_kills.py
+torture: $(VENV)/.dev          ## kills, damages and full disks, at length: about 20 minutes
+	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 tests/reliability tests/integration/test_experiment_kills.py tests/integration/test_ray.py
 
 bench: $(VENV)/.dev            ## side-by-side benchmarks, each printing ratios
 	$(BIN)/python benchmarks/loop.py

@@ -197,6 +197,11 @@ class Group:
                         failed.append(f"rank {rank} failed: {store.get(f'failed/{rank}').decode()}")
                 else:
                     gone.append(rank)
+            store.set(f"asked/{self.rank}", "")
+            if self.rank == 0:
+                # Where the others ask is a thread of this process, unless a launcher keeps it: it stays for them.
+                for rank in (rank for rank in others if rank not in gone and not store.check([f"failed/{rank}"])):
+                    _answers(store, rank, deadline, "asked")
         except Exception:
             # The meeting point is a thread of the first process, unless a launcher keeps it.
             return "rank 0, where the processes of the run met, is gone"
@@ -229,10 +234,10 @@ def _leave_for_good() -> None:
         time.sleep(_LAST_TURN)
 
 
-def _answers(store: Any, rank: int, deadline: float) -> bool:
-    """Whether a process says in time that it is there, or that it failed."""
+def _answers(store: Any, rank: int, deadline: float, word: str = "here") -> bool:
+    """Whether a process says a word in time, or that it failed."""
     host, pid = store.get(f"at/{rank}").decode().split() if store.check([f"at/{rank}"]) else ("", "0")
-    while not (store.check([f"failed/{rank}"]) or store.check([f"here/{rank}"])):
+    while not (store.check([f"failed/{rank}"]) or store.check([f"{word}/{rank}"])):
         is_dead = host == socket.gethostname() and not _runs(int(pid))
         if is_dead or time.monotonic() > deadline:
             return False

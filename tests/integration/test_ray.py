@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -45,7 +46,7 @@ SETTINGS = {
 HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 150) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "it takes too long"
@@ -88,7 +89,11 @@ def nodes() -> Iterator[TwoNodes]:
             patch.setenv(name, value)
         # As where only ray itself is installed: a node whose dashboard takes 15 s to start, on a busy machine, dies.
         patch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         nodes = TwoNodes()
+        # Ray has put its own there, for the nodes that are started by this process.
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         yield nodes
         ray.shutdown()
         nodes.cluster.shutdown()
@@ -337,6 +342,7 @@ def test_a_trial_that_no_node_can_hold_is_spread_over_both(backend: RayBackend, 
     assert row["metrics"] == {"loss": 0.25, "nodes": 2, "ranks": 2}
 
 
+@pytest.mark.skipif(os.environ.get("DOVETAIL_TORTURE") != "1", reason="takes most of a minute: `make torture` runs it")
 def test_a_spread_trial_fails_with_the_rank_that_failed(backend: RayBackend, tmp_path: Path) -> None:
     trial = spread_trial(backend, tmp_path, lr=0.75)
     assert trial.state == "ERROR"

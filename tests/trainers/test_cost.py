@@ -169,9 +169,9 @@ def under(layer: Callable[..., Any], **settings: Any) -> Callable[[], Callable[[
         pytest.param(CompiledTrainer, {}, marks=[needs_compiler, pytest.mark.slow], id="compiled"),
         pytest.param(
             CompiledTrainer,
-            {"steps_per_call": 4},
+            {"steps_per_call": 2},
             marks=[needs_compiler, pytest.mark.slow],
-            id="compiled, four per call",
+            id="compiled, two per call",
         ),
     ],
 )

@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -592,7 +593,7 @@ def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
     directory = store.experiment(experiment_id).directory
     env = dict(os.environ) if store.url.startswith("sqlite") else {**os.environ, STORE: store.url}
     with open(directory / "runner.log", "ab") as log:
-        return subprocess.Popen(  # noqa: S603 - this program
+        process = subprocess.Popen(  # noqa: S603 - this program
             [sys.executable, "-m", "dovetail.search", str(store.home), str(experiment_id)],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -600,6 +601,9 @@ def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
             env=env,
             start_new_session=True,
         )
+    # Somebody has to wait for it, or what is left of it stays for as long as this process.
+    threading.Thread(target=process.wait, daemon=True).start()
+    return process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

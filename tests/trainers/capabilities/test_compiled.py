@@ -225,13 +225,13 @@ def assert_same_run(one: Any, other: Any) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [2, 3, 8])
 @pytest.mark.parametrize(
-    "lengths",
+    ("steps_per_call", "lengths"),
     [
-        {"max_length": Epochs(3)},
-        {"max_length": Batches(25), "validation_period": Batches(9)},
-        {"max_length": Updates(20), "validation_period": Records(72)},
+        (2, {"max_length": Epochs(3)}),
+        (8, {"max_length": Epochs(3)}),
+        (3, {"max_length": Batches(25), "validation_period": Batches(9)}),
+        (2, {"max_length": Updates(20), "validation_period": Records(72)}),
     ],
 )
 def test_several_steps_per_call_have_the_bits_of_one(
@@ -258,8 +258,7 @@ def test_a_call_makes_several_updates_at_once(problem: Problem) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [1, 2, 3])
-@pytest.mark.parametrize("done", [5, 11, 14, 15])
+@pytest.mark.parametrize(("steps_per_call", "done"), [(1, 5), (2, 11), (3, 14), (2, 15)])
 def test_a_run_in_calls_goes_on_from_anywhere_and_in_calls_of_any_size(
     problem: Problem, tmp_path: Path, steps_per_call: int, done: int
 ) -> None:
