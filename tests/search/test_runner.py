@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from dovetail.errors import ConfigError
 from dovetail.search.checkpoints import latest_checkpoint
 from dovetail.search.processes import ATTEMPT, Attempt, LocalBackend
 from dovetail.search.records import ExperimentRecord
-from dovetail.search.runner import Runner, command_of, request, start_detached, trial_seed
+from dovetail.search.runner import Runner, backend_for, command_of, request, start_detached, trial_seed
+from dovetail.search.schema import read_experiment
 from dovetail.search.searchers import SearcherKind, Suggestion, searchers
 from dovetail.search.searchers.base import Searcher
 from dovetail.search.store import ExperimentError, Store
@@ -571,3 +573,15 @@ def test_a_mistake_is_one_sentence(lab: Any) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "dovetail: there is no experiment 7 (there are: none)\n")
     assert LocalBackend(slots=3).capacity(2) == 1
+
+
+def test_storage_that_only_a_cluster_has_is_refused() -> None:
+    config = read_experiment(
+        {
+            "entrypoint": "true",
+            "searcher": {"name": "single", "metric": "loss"},
+            "checkpoint_storage": "memory://runs",
+        }
+    )
+    with pytest.raises(ConfigError, match="'memory://runs' is a URL, to which only a cluster copies"):
+        backend_for(config, 1)

@@ -32,7 +32,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dovetail.errors import DovetailError
+from dovetail.errors import ConfigError, DovetailError
 from dovetail.info import VARIABLE, TrialInfo, write_info
 from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
 from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend, Wish, heard_signals
@@ -569,8 +569,16 @@ def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:
     Args:
         config: The configuration.
         concurrent: How many trials are at work at the same time at most.
+
+    Raises:
+        ConfigError: It wants what this place cannot do.
     """
     if config.cluster is None:
+        if config.checkpoint_storage.url is not None:
+            raise ConfigError(
+                f"checkpoint_storage: {config.checkpoint_storage.url!r} is a URL, to which only a cluster copies "
+                "checkpoints: give a folder, or resources.cluster"
+            )
         return LocalBackend(concurrent=concurrent)
     from dovetail.search.cluster import RayBackend
 
