@@ -143,8 +143,11 @@ class LineChart:
             y = place((x_scale.low, tick))[1]
             parts.append(f'<line class="grid" x1="{_LEFT:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(_text(_LEFT - 8, y + 4, f"{tick:.4g}", "end"))
+        # Batches and trials are counted: there is nothing between two of them.
         parts += [
-            _text(place((tick, y_scale.low))[0], bottom + 18, f"{tick:.6g}", "middle") for tick in x_scale.ticks(6)
+            _text(place((tick, y_scale.low))[0], bottom + 18, f"{tick:.6g}", "middle")
+            for tick in x_scale.ticks(6)
+            if tick == round(tick)
         ]
         parts.append(f'<line class="axis" x1="{_LEFT:g}" x2="{right:g}" y1="{bottom:g}" y2="{bottom:g}"/>')
         parts.append(_text((_LEFT + right) / 2, _HEIGHT - 6, self.x, "middle", "name"))
@@ -233,7 +236,7 @@ class ParallelChart:
 
     def svg(self) -> str:
         """Return the picture as an element of a page."""
-        side, num_gaps = 70.0, max(1, len(self.dimensions) - 1)
+        side, num_gaps = 110.0, max(1, len(self.dimensions) - 1)
         width = max(1000.0, 2 * side + 150.0 * num_gaps)
         gap = (width - 2 * side) / num_gaps
         top, bottom = 44.0, _HEIGHT - 18
@@ -313,7 +316,7 @@ class BarChart:
         axes.spines["bottom"].set_visible(False)
 
 
-def _svg(label: str, width: float, height: float, parts: Sequence[str], min_width: float = 480.0) -> str:
+def _svg(label: str, width: float, height: float, parts: Sequence[str], min_width: float = 400.0) -> str:
     # Where it cannot be read any more, on a phone, the page scrolls it sideways instead.
     opening = (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}" '
