@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,23 @@ class TwoNodes:
         return int(node.all_processes["raylet"][0].process.pid)
 
 
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Put signal handlers back: a process that starts nodes gets Ray's own."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    with handlers_kept():
+        yield
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[TwoNodes]:
     with pytest.MonkeyPatch.context() as patch:
@@ -89,11 +107,8 @@ def nodes() -> Iterator[TwoNodes]:
             patch.setenv(name, value)
         # As where only ray itself is installed: a node whose dashboard takes 15 s to start, on a busy machine, dies.
         patch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        nodes = TwoNodes()
-        # Ray has put its own there, for the nodes that are started by this process.
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        with handlers_kept():
+            nodes = TwoNodes()
         yield nodes
         ray.shutdown()
         nodes.cluster.shutdown()
