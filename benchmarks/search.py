@@ -7,7 +7,9 @@ Part 2: what early stopping saves. Random search and asynchronous halving look f
 draw the same hyperparameters in the same order, and halving may try three times as many. Epochs are counted, not
 seconds.
 
-    python benchmarks/search.py [--trials 50] [--repeat 5] [--seeds 5] [--part 1] [--part 2]
+Part 3: how long the command line takes to begin, on the clock.
+
+    python benchmarks/search.py [--trials 50] [--repeat 5] [--seeds 5] [--part 1] [--part 2] [--part 3]
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +41,7 @@ from dovetail.trainers import Trainer, TrainingContext
 
 LIMIT_MS = 50
 LIMIT_EPOCHS = 0.4
+LIMIT_START = 0.3
 EPOCHS = 27
 SPACE = {
     "learning_rate": {"type": "log", "minval": -4, "maxval": 0},
@@ -52,12 +56,15 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--part", type=int, action="append", choices=(1, 2))
+    parser.add_argument("--part", type=int, action="append", choices=(1, 2, 3))
     wishes = parser.parse_args()
-    if 1 in (wishes.part or (1, 2)):
+    parts = wishes.part or (1, 2, 3)
+    if 1 in parts:
         show_cost(wishes.trials, wishes.repeat)
-    if 2 in (wishes.part or (1, 2)):
+    if 2 in parts:
         show_saving(wishes.seeds)
+    if 3 in parts:
+        show_start(wishes.repeat)
 
 
 def show_cost(trials: int, repeat: int) -> None:
@@ -122,6 +129,16 @@ def show_saving(seeds: int) -> None:
         f"halving against random search, median of {seeds} seeds: {statistics.median(epochs):.2f} of the epochs "
         f"(the limit is {LIMIT_EPOCHS}), {statistics.median(values):.2f} of the best validation loss"
     )
+
+
+def show_start(repeat: int) -> None:
+    times = []
+    # The first one writes bytecode.
+    for _ in range(repeat + 1):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "dovetail", "experiment", "--help"], capture_output=True, check=True)
+        times.append(time.perf_counter() - begun)
+    print(f"dovetail experiment --help: {statistics.median(times[1:]):.2f} s (the limit is {LIMIT_START} s)")
 
 
 @dataclass

@@ -72,10 +72,18 @@ def test_jobs_are_numbered_and_listed(place: Path) -> None:
 
 def test_the_output_comes_as_it_is_written(place: Path) -> None:
     said: list[str] = []
-    script = "import time\nfor number in range(3):\n    print(number)\n    time.sleep(0.2)"
-    _run(place, script, on_output=said.append)
-    assert "".join(said) == "0\n1\n2\n"
-    assert len(said) >= 2
+    heard = place / "heard"
+    # It goes on only when its first line was heard.
+    script = (
+        f"import pathlib, time\nprint(0)\nwhile not pathlib.Path({str(heard)!r}).exists(): time.sleep(0.01)\nprint(1)"
+    )
+
+    def hear(text: str) -> None:
+        said.append(text)
+        heard.touch()
+
+    _run(place, script, on_output=hear)
+    assert said == ["0\n", "1\n"]
 
 
 def test_settings_change_what_the_file_says(place: Path) -> None:

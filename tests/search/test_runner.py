@@ -136,11 +136,22 @@ def test_an_experiment_that_is_over_is_left_alone(lab: Any) -> None:
 
 def test_an_observer_is_shown_the_experiment_while_it_runs_and_at_the_end(lab: Any) -> None:
     seen: list[ExperimentRecord] = []
-    record = lab.create("write({'group': 'training', 'steps_completed': 7, 'metrics': {}}); time.sleep(0.6)")
-    Runner(lab.store, record.id, observer=seen.append).run()
-    assert 3 <= len(seen) <= 10
-    assert (seen[1].state, seen[1].is_running, seen[1].trials[0].state) == ("ACTIVE", True, "RUNNING")
+    record = lab.create(
+        "write({'group': 'training', 'steps_completed': 7, 'metrics': {}})\n"
+        "while not (folder / 'seen').exists(): time.sleep(0.01)"
+    )
+
+    def see(shown: ExperimentRecord) -> None:
+        seen.append(shown)
+        for trial in shown.trials:
+            if trial.steps == 7:
+                (trial.directory / "seen").touch()
+
+    Runner(lab.store, record.id, observer=see).run()
+    (first, *_) = [shown for shown in seen if shown.trials]
+    assert (first.state, first.is_running, first.trials[0].state) == ("ACTIVE", True, "RUNNING")
     assert seen[-2].trials[0].steps == 7
+    assert [shown.state for shown in seen].count("COMPLETED") == 1
     assert seen[-1].state == "COMPLETED"
 
 

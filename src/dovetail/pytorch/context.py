@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -37,8 +36,6 @@ _Module = TypeVar("_Module", bound=nn.Module)
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 _Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
 ClipGradients = Callable[[Iterable[Tensor]], Any]
-
-_log = logging.getLogger("dovetail.pytorch")
 
 
 def init(

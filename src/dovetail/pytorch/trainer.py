@@ -216,7 +216,6 @@ class TrialTrainer(CoreTrainer):
         self._sizes: list[int] = []
         self._index = count()
         self._takes_index = defines(trial, "evaluate_batch") and takes_index(trial)
-        self._added: dict[str, Any] = {}
         self._metrics: dict[str, Any] = {}
         self._profilers: list[Callback] = []
         self._reports: TrainContext | None = None
@@ -287,9 +286,7 @@ class TrialTrainer(CoreTrainer):
             raise ConfigError(
                 f"{type(self.trial).__name__} has validation data but neither evaluate_batch nor evaluate_full_dataset"
             )
-        return replace(
-            plan, validate=plan.validate if can_validate else None, validates_first=self.wishes.validates_first
-        )
+        return replace(plan, validate=plan.validate if can_validate else None, validates_first=ours.validates_first)
 
     def setup(self) -> None:
         """Begin the trial: its callbacks, its data, and a scaler of its own."""
