@@ -9,12 +9,15 @@ seconds.
 
 Part 3: how long the command line takes to begin, on the clock.
 
-    python benchmarks/search.py [--trials 50] [--repeat 5] [--seeds 5] [--part 1] [--part 2] [--part 3]
+Part 4: how long a sampler that learns thinks about the next trial, after many of them.
+
+    python benchmarks/search.py [--trials 50] [--repeat 5] [--seeds 5] [--part 1] [--part 2] [--part 3] [--part 4]
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import subprocess
 import sys
@@ -26,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optuna
 import torch
 from torch import nn
 
@@ -36,6 +40,8 @@ from dovetail.search import search
 from dovetail.search.processes import LocalBackend
 from dovetail.search.runner import Runner
 from dovetail.search.schema import read_experiment
+from dovetail.search.searchers import make_searcher, read_searcher
+from dovetail.search.space import Space
 from dovetail.search.store import Store
 from dovetail.trainers import Trainer, TrainingContext
 
@@ -56,15 +62,17 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--part", type=int, action="append", choices=(1, 2, 3))
+    parser.add_argument("--part", type=int, action="append", choices=(1, 2, 3, 4))
     wishes = parser.parse_args()
-    parts = wishes.part or (1, 2, 3)
+    parts = wishes.part or (1, 2, 3, 4)
     if 1 in parts:
         show_cost(wishes.trials, wishes.repeat)
     if 2 in parts:
         show_saving(wishes.seeds)
     if 3 in parts:
         show_start(wishes.repeat)
+    if 4 in parts:
+        show_suggestion(wishes.repeat)
 
 
 def show_cost(trials: int, repeat: int) -> None:
@@ -139,6 +147,25 @@ def show_start(repeat: int) -> None:
         subprocess.run([sys.executable, "-m", "dovetail", "experiment", "--help"], capture_output=True, check=True)
         times.append(time.perf_counter() - begun)
     print(f"dovetail experiment --help: {statistics.median(times[1:]):.2f} s (the limit is {LIMIT_START} s)")
+
+
+def show_suggestion(repeat: int) -> None:
+    config = read_searcher({"name": "tpe", "metric": "loss", "max_trials": 2000})
+    for finished in (100, 1000):
+        space, chance = Space(SPACE), random.Random(0)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study()
+        for _ in range(finished):
+            params = space.sample(chance)
+            trial = optuna.trial.create_trial(params=params, distributions=space.distributions(), value=chance.random())
+            study.add_trial(trial)
+        searcher = make_searcher(config, space, seed=0)
+        times = []
+        for _ in range(repeat + 1):
+            begun = time.perf_counter()
+            searcher.suggest(study, finished)
+            times.append(time.perf_counter() - begun)
+        print(f"a suggestion of tpe after {finished:4} trials: {1e3 * statistics.median(times[1:]):5.1f} ms")
 
 
 @dataclass

@@ -101,6 +101,8 @@ def write_info(path: str | os.PathLike[str], info: TrialInfo) -> None:
         raise ConfigError(f"the description of trial {info.trial_id} cannot be written as JSON: {error}") from error
     # Renamed into place: a process that reads it meanwhile sees all or nothing.
     unfinished = Path(f"{os.fspath(path)}.tmp")
+    # For its owner alone: a configuration may say what is nobody else's business.
+    unfinished.touch(mode=0o600)
     unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(path)
 

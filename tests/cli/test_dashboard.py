@@ -31,11 +31,11 @@ def test_it_serves_the_experiments_on_the_loopback_until_it_is_asked_to_leave(se
     label, _, address = server.stdout.readline().strip().partition(": ")
     assert label == "experiments"
     assert address.startswith("http://127.0.0.1:")
-    with urllib.request.urlopen(f"{address}api/studies", timeout=60) as answer:
+    with urllib.request.urlopen(f"{address}api/studies", timeout=120) as answer:
         (study,) = json.load(answer)["study_summaries"]
     assert study["study_name"] == "demo"
     server.send_signal(signal.SIGTERM)
-    _, err = server.communicate(timeout=60)
+    _, err = server.communicate(timeout=120)
     assert (server.returncode, err) == (0, "")
 
 
@@ -64,7 +64,7 @@ def test_tensorboard_is_started_too(finished: Any) -> None:
         label, _, address = process.stdout.readline().strip().partition(": ")
         assert label == "TensorBoard"
         assert address.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(address, timeout=60) as answer:
+        with urllib.request.urlopen(address, timeout=120) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0

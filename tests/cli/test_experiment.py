@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -18,13 +19,14 @@ from typing import Any
 import pytest
 
 from dovetail.config import load_config
+from dovetail.search.runner import start_detached
 from dovetail.search.schema import read_experiment
 from dovetail.search.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
 
 
-def wait_until(is_so: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_until(is_so: Callable[[], Any], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -179,7 +181,7 @@ def test_describe_has_configuration_and_trials_in_json(run: Any, finished: Any) 
     assert [trial["hparams"]["width"] for trial in found["trials"]] == [2, 4, 2, 4]
     assert list(found["trials"][0]) == [
         *("id", "number", "experiment_id", "state", "reason", "hparams", "best", "best_at", "latest", "batches"),
-        *("restarts", "source", "started", "ended", "directory"),
+        *("progress", "restarts", "source", "started", "ended", "directory"),
     ]
 
 
@@ -191,7 +193,7 @@ def test_describe_shows_text_as_it_is_and_the_searched_hyperparameters(run: Any,
 
 def test_an_unknown_experiment_is_a_sentence_with_what_there_is(run: Any, finished: Any) -> None:
     code, out, err = run("experiment", "describe", 7, "--home", finished.home)
-    assert (code, out, err) == (1, "", "dovetail: there is no experiment 7 (there are: 1)\n")
+    assert (code, out, err) == (1, "", "dovetail: there is no experiment 7: there is experiment 1\n")
 
 
 def test_looking_makes_no_folder(run: Any, tmp_path: Path) -> None:
@@ -277,8 +279,9 @@ def test_ctrl_c_pauses_and_resume_goes_on(project: Any, tmp_path: Path, run: Any
 @pytest.mark.slow
 @pytest.mark.parametrize(("wish", "state"), [("pause", "PAUSED"), ("cancel", "CANCELED"), ("kill", "CANCELED")])
 def test_a_wish_is_granted_before_the_command_returns(run: Any, project: Any, wish: str, state: str) -> None:
-    create_detached(project, "--set", f"data.waits={project.folder / 'never'}")
     store = Store.open(project.home)
+    config = read_experiment(project.config, [f"data.waits={project.folder / 'never'}"])
+    start_detached(store, store.create_experiment(config, "", project.code).id)
     wait_until(lambda: store.experiment(1).is_running and store.experiment(1).trials)
     assert run("e", wish, 1, "--home", project.home) == (0, f"experiment 1 is {state}\n", "")
     assert not store.experiment(1).is_running
@@ -291,11 +294,11 @@ def test_what_is_over_can_neither_be_paused_nor_resumed(run: Any, finished: Any)
     assert run("e", "resume", 1, "--home", finished.home) == (1, "", sentence)
 
 
-def test_delete_asks_first(finished: Any) -> None:
-    command = [sys.executable, "-m", "dovetail", "e", "delete", "1", "--home", str(finished.home)]
-    done = subprocess.run(command, input="n\n", capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stdout.startswith("Delete experiment 1 (demo), its 4 trials and their checkpoints? [y/N]")
+def test_delete_asks_first(run: Any, finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
+    code, out, _ = run("e", "delete", 1, "--home", finished.home)
+    assert code == 1
+    assert out.startswith("Delete experiment 1 (demo), its 4 trials and their checkpoints? [y/N]")
     assert len(Store.open(finished.home).experiments()) == 1
 
 

@@ -1,7 +1,7 @@
 """Experiments whose runners and trials are killed, again and again, and end as if nothing had been.
 
 Real processes and real `SIGKILL`s at random moments. `DOVETAIL_TORTURE=1` runs the same code at full size: 100 kills
-instead of 20, and a kill at every single operation of a runner.
+instead of 12, and a kill at every single operation of a runner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dovetail.search.schema import read_experiment
 from dovetail.search.store import Store
 
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
-_KILLS = 100 if _TORTURE else 20
+_KILLS = 100 if _TORTURE else 12
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -103,7 +103,7 @@ def _kill_something(store: Store, experiment_id: int, runner: subprocess.Popen[b
     # Most of the time it has begun; a process that imports its modules is as easy to kill as any other.
     begins = moments.random() < 0.1
     while not begins and runner.poll() is None and not store.experiment(experiment_id).is_running:
-        pass
+        time.sleep(0.01)
     with suppress(subprocess.TimeoutExpired):
         runner.wait(moments.uniform(0, 0.4))
     if moments.random() < 0.5:

@@ -5,12 +5,11 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -199,10 +198,9 @@ torch_batch_process(Writer, torch.arange(40), batch_size=2, checkpoint_interval=
 
 @pytest.mark.slow
 def test_after_a_kill_nothing_before_the_checkpoint_is_done_again_and_nothing_is_left_out() -> None:
-    codes = [
-        subprocess.run([sys.executable, "-W", "error", "-c", _KILLED, str(at)], check=False).returncode
-        for at in (10, 15, 99)
-    ]
+    script = Path("killed.py")
+    script.write_text(_KILLED)
+    codes = [forked.run(script, at, folder=Path.cwd()).returncode for at in (10, 15, 99)]
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
     seen = [int(line) for line in Path("seen.txt").read_text().split()]
     assert seen == [*range(10), *range(8, 15), *range(12, 20)]

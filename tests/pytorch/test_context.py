@@ -225,12 +225,20 @@ def test_reports_are_written_line_by_line(tmp_path: Path) -> None:
     trial, context = make(tmp_path)
     metrics = context.fit(trial, max_length=Epoch(1), reporting_period=Batch(4))
     rows = read_metrics(tmp_path / "trial_0" / "metrics.jsonl")
-    assert [(row["group"], row["steps_completed"]) for row in rows] == [
-        ("training", 4),
-        ("training", 6),
+    assert [(row["group"], row["steps_completed"]) if "group" in row else row["progress"] for row in rows] == [
+        *(("training", 4), 4 / 6),
+        *(("training", 6), 1.0),
         ("validation", 6),
     ]
     assert rows[-1]["metrics"] == {**metrics, "epochs": 1}
+
+
+@pytest.mark.parametrize(("max_length", "expected"), [(Epoch(2), [1 / 3, 2 / 3, 1]), (Batch(10), [0.4, 0.8, 1])])
+def test_progress_is_a_share_of_the_length(tmp_path: Path, max_length: Any, expected: list[float]) -> None:
+    trial, context = make(tmp_path)
+    context.fit(trial, max_length=max_length, reporting_period=Batch(4))
+    rows = read_metrics(tmp_path / "trial_0" / "metrics.jsonl")
+    assert [row["progress"] for row in rows if "progress" in row] == pytest.approx(expected)
 
 
 def test_tensorboard_has_the_reports_and_what_the_trial_writes(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def nobody(own: Any) -> list[Any]:
 def reduced(slots: list[Batches], how: Any = Reducer.AVG) -> list[dict[str, float]]:
     """Return what every slot gets, where `slots` are the batches of each and each is a thread."""
     messages: list[Any] = [None] * len(slots)
-    all_told = Barrier(len(slots), timeout=60)
+    all_told = Barrier(len(slots), timeout=120)
 
     def slot(rank: int) -> dict[str, float]:
         def exchange(own: Any) -> list[Any]:

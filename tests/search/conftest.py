@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
-from dovetail.search.processes import LocalBackend
+from dovetail.search.processes import ATTEMPT, LocalBackend
 from dovetail.search.records import ExperimentRecord
 from dovetail.search.runner import Runner
 from dovetail.search.schema import read_experiment
@@ -71,15 +79,73 @@ def lab(tmp_path: Path) -> Lab:
     return Lab(tmp_path, Store.open(tmp_path / "home"))
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, two minutes at most."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "this never came to be"
+        time.sleep(0.005)
+
+
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], None]:
-    """A function that waits for a condition, a minute at most."""
-    import time
+    """A function that waits for a condition, two minutes at most."""
+    return wait_until
 
-    def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "this never came to be"
-            time.sleep(0.005)
 
-    return wait
+class Detached:
+    """A runner in a process of its own, in a session of its own."""
+
+    def __init__(self, server: subprocess.Popen[str], home: Path, experiment: int, folder: Path) -> None:
+        assert server.stdin is not None
+        self._folder = folder
+        print(json.dumps([str(home), str(experiment), str(folder)]), file=server.stdin, flush=True)
+        wait_until((folder / "pid").exists)
+        self.pid = int((folder / "pid").read_text())
+
+    def wait(self) -> int:
+        """Wait for its end, and return its exit code."""
+        wait_until((self._folder / "code").exists)
+        return int((self._folder / "code").read_text())
+
+    def send_signal(self, number: int) -> None:
+        """Let it have a signal, unless it has ended."""
+        with suppress(ProcessLookupError):
+            if not (self._folder / "code").exists():
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+
+
+@pytest.fixture(scope="session")
+def runner_server() -> Iterator[subprocess.Popen[str]]:
+    """What `detached` starts its processes by."""
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("runner_server.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as server:
+        yield server
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+@pytest.fixture
+def detached(
+    lab: Lab, runner_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[ExperimentRecord], Detached]]:
+    """A function that runs an experiment in a process of its own; none is left at the end."""
+    started: list[Detached] = []
+
+    def start(record: ExperimentRecord) -> Detached:
+        folder = tmp_path_factory.mktemp("runner")
+        started.append(Detached(runner_server, lab.store.home, record.id, folder))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            if each.environ().get(ATTEMPT, "").startswith(str(lab.folder)):
+                each.kill()

@@ -14,6 +14,7 @@ import pytest
 
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.search.jobs import run_job
+from dovetail.search.processes import LocalBackend
 from dovetail.search.store import Store
 
 Until = Callable[[Callable[[], bool]], None]
@@ -114,6 +115,27 @@ def test_a_job_whose_starter_was_killed_is_still_seen_as_it_is(place: Path, unti
     until(lambda: store.job(1).state == "COMPLETED")
 
 
+class Cluster:
+    """Runs what it is given on this machine, but is not what runs things on this machine."""
+
+    def __init__(self) -> None:
+        local = LocalBackend()
+        self.capacity, self.start, self.poll = local.capacity, local.start, local.poll
+        self.stop, self.adopt = local.stop, local.adopt
+
+
+def test_a_job_on_a_cluster_that_nobody_waits_for_is_not_guessed_about(place: Path) -> None:
+    done = _run(place, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)", backend=Cluster())
+    # Whoever has waited for its end knows of it.
+    assert (done.state, done.exit_code) == ("ERROR", None)
+    told = json.loads((done.directory / "job.json").read_text())
+    del told["is_over"]
+    (done.directory / "job.json").write_text(json.dumps(told))
+    assert Store.open(place / "home").job(1).state == "UNKNOWN"
+    (done.directory / "attempts" / "0" / "exit").write_text("0")
+    assert Store.open(place / "home").job(1).state == "COMPLETED"
+
+
 def test_the_checkpoint_of_a_trial_is_found_in_the_experiments(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dovetail.checkpoint import save
     from dovetail.pytorch.loading import checkpoint_of
@@ -142,6 +164,6 @@ def test_ctrl_c_cancels_and_twice_kills(place: Path, until: Until, signals: int)
     if signals == 2:
         until((work / "heard").exists)
         process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == "CANCELED\n"
+    assert process.communicate(timeout=120)[0] == "CANCELED\n"
     job = Store.open(place / "home").job(1)
     assert (job.state, job.exit_code) == ("CANCELED", 143 if signals == 1 else None)

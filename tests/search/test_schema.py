@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import warnings
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from dovetail.checks import ConfigErrors
 from dovetail.config import hyperparameters, parse_config
 from dovetail.errors import ConfigError
 from dovetail.search import schema
-from dovetail.search.checks import ConfigErrors
 from dovetail.search.schema import ExperimentConfig, StorageConfig, read_experiment
 from dovetail.search.searchers import make_searcher, searchers
 from dovetail.search.searchers.registry import COMMON
@@ -298,9 +299,9 @@ def test_what_was_given_stays_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ("searcher.max_trials", "expected a setting such as searcher.max_trials=4, got 'searcher.max_trials'"),
-        ("=3", "expected a setting such as searcher.max_trials=4, got '=3'"),
-        ("a..b=3", "expected a setting such as searcher.max_trials=4, got 'a..b=3'"),
+        ("searcher.max_trials", "expected a setting such as section.key=4, got 'searcher.max_trials'"),
+        ("=3", "expected a setting such as section.key=4, got '=3'"),
+        ("a..b=3", "expected a setting such as section.key=4, got 'a..b=3'"),
         ("name=[", "expected a value such as 4, relu or [1, 2], got '[': quote it"),
         ("name=a: b", "expected a value such as 4, relu or [1, 2], got 'a: b': quote it"),
         ("name=1\nlabels: 3", "expected a value such as 4, relu or [1, 2], got '1\\nlabels: 3': quote it"),
@@ -499,13 +500,9 @@ def try_mutations(seeds: range) -> int:
 
 @pytest.mark.filterwarnings("ignore:keys that mean nothing here")
 def test_a_file_with_a_mistake_is_refused_by_a_sentence_and_never_otherwise() -> None:
-    assert try_mutations(range(200)) > 100
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:keys that mean nothing here")
-def test_thousands_of_files_with_a_mistake_are_refused_by_a_sentence_and_never_otherwise() -> None:
-    assert try_mutations(range(200, 5000)) > 2500
+    # All of them take seconds: `DOVETAIL_TORTURE=1`.
+    count = 5000 if os.environ.get("DOVETAIL_TORTURE") == "1" else 1000
+    assert try_mutations(range(count)) > count // 2
 
 
 def test_the_files_that_are_changed_are_right_as_they_are() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+from dovetail.checks import ConfigErrors
 from dovetail.errors import ConfigError
-from dovetail.search.checks import ConfigErrors
 from dovetail.search.space import Categorical, Double, Integer, Log, Parameter, Space
 
 

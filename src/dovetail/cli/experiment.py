@@ -161,7 +161,7 @@ def logs(
     record = opened.experiment(id)
     if trial is None:
         path, what = record.directory / "runner.log", f"experiment {id}"
-    elif trial < len(record.trials):
+    elif 0 <= trial < len(record.trials):
         path, what = record.trials[trial].directory / "log.txt", f"trial {trial} of experiment {id}"
     else:
         raise ConfigError(f"experiment {id} has no trial {trial} (there are {len(record.trials)}, from 0 on)")

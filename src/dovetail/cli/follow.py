@@ -103,11 +103,15 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None) -> Render
     # Where nothing is chosen, there is nothing else to tell.
     names = searched(record)
     cells = [_cells(trial, names) for trial in trials]
-    if not any(trial.restarts for trial in trials):
-        cells = [{name: cell for name, cell in row.items() if name != "restarts"} for row in cells]
+    # What no trial has to say needs no column; that one is done, its state says.
+    empty = {
+        *(["restarts"] if not any(trial.restarts for trial in trials) else []),
+        *(["progress"] if not any(row["progress"] for row in cells) else []),
+    }
+    cells = [{name: cell for name, cell in row.items() if name not in empty} for row in cells]
     table = make_table(
         *(cells[0] if cells else ()),
-        numbers=("trial", "id", "batches", "latest", "best", "restarts"),
+        numbers=("trial", "id", "progress", "batches", "latest", "best", "restarts"),
         long="hyperparameters",
         rows=[list(row.values()) for row in cells],
         wrap=num_rows is None,
@@ -196,6 +200,7 @@ def _cells(trial: TrialRecord, names: set[str]) -> dict[str, str]:
         "id": str(trial.id),
         "state": trial.state,
         "hyperparameters": hparams_text(hparams),
+        "progress": f"{trial.progress:.0%}" if trial.progress and trial.state in ("RUNNING", "WAITING") else "",
         "batches": str(trial.steps),
         "latest": shown(trial.latest),
         "best": shown(trial.best),

@@ -233,6 +233,7 @@ def describe_trial(record: TrialRecord, *, whole: bool = False) -> dict[str, Any
         "best_at": record.best_at,
         "latest": record.latest,
         "batches": record.steps,
+        "progress": record.progress,
         "restarts": record.restarts,
         "source": record.source,
         "started": record.started,

@@ -61,7 +61,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
             f"best {metric}": shown(record.best)
             + ("" if record.best_at is None else f" after {record.best_at} batches"),
             f"latest {metric}": shown(record.latest),
-            "batches": str(record.steps),
+            "batches": str(record.steps) + ("" if record.progress is None else f" ({record.progress:.0%} done)"),
             "restarts": str(record.restarts),
             **({} if record.source is None else {"began with": f"a checkpoint of trial {record.source}"}),
             "started": moment(record.started),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import os
 import sys
 import warnings
@@ -491,6 +492,17 @@ class TrialTrainer(CoreTrainer):
                 if _is_number(value):
                     writer.add_scalar(f"{group}/{name}", float(value), progress.batches)
 
+    def _report_progress(self) -> None:
+        """Write down how much of the training is done, in the first process."""
+        context, plan = self.context, self.context.plan
+        if self._reports is None or plan is None:
+            return
+        done: float = plan.max_length.count(context.progress)
+        if isinstance(plan.max_length, Epochs):
+            # An epoch counts when it is over; most of them are reported inside.
+            done += context.progress.batch / (cast(AnyTrainer, context.trainer).num_batches("train") or math.inf)
+        self._reports.report_progress(min(done / max(plan.max_length.length, 1), 1.0))
+
     def _check_searched(self, metrics: Mapping[str, Any]) -> None:
         """Refuse a validation without the number that the search, or the best checkpoint, is about."""
         wanted = self.options.best_metric
@@ -623,6 +635,7 @@ class _Workload(Callback):
         averages: dict[str, Any] = dict(cast(AnyTrainer, context.trainer).reduce(self._meter).compute())
         averages |= trainer.trial_context.reducers.reduce("train", trainer._exchange)
         trainer._report("training", averages)
+        trainer._report_progress()
         batches = [{name: float(value) for name, value in batch.items()} for batch in self._batches]
         for callback in trainer.trial_callbacks.values():
             callback.on_training_workload_end(averages, batches)

@@ -48,11 +48,7 @@ def checkpoints_of(trial: Path) -> list[StoredCheckpoint]:
 
 def latest_checkpoint(trial: Path) -> StoredCheckpoint | None:
     """Return the newest checkpoint in the folder of a trial of which every byte is as it was written, or None."""
-    for checkpoint in reversed(checkpoints_of(trial)):
-        with suppress(CheckpointError, OSError):
-            _verify_files(checkpoint.path) if checkpoint.is_files else verify(checkpoint.path)
-            return checkpoint
-    return None
+    return next(filter(_is_intact, reversed(checkpoints_of(trial))), None)
 
 
 def remove_surplus(
@@ -65,6 +61,8 @@ def remove_surplus(
     smaller_is_better: bool,
 ) -> list[Path]:
     """Remove the checkpoints of trials that no rule keeps, and return their folders.
+
+    A damaged one counts for nothing, and stays for whoever wants to look at it.
 
     Args:
         trials: The folders of trials, and their metric after so many batches.
@@ -79,14 +77,32 @@ def remove_surplus(
         TrialCheckpoint(path, trial, trials[trial].get(-1 if checkpoint.steps is None else checkpoint.steps))
         for path, (trial, checkpoint) in found.items()
     ]
-    kept = experiment_retention(measured, experiment_best, trial_best, trial_latest, smaller_is_better)
-    surplus = [(path, it.is_files) for path, (trial, it) in found.items() if trial in ended and path not in kept]
-    for path, is_files in surplus:
-        if is_files:
+    damaged: set[Path] = set()
+    intact: set[Path] = set()
+    while True:
+        candidates = [each for each in measured if each.id not in damaged]
+        kept = experiment_retention(candidates, experiment_best, trial_best, trial_latest, smaller_is_better)
+        lost = [path for path, (trial, _) in found.items() if trial in ended and path not in kept | damaged]
+        # Nothing goes before what stays in its place was looked at.
+        losing = {found[path][0] for path in lost}
+        unseen = [path for path in found if path in kept and path not in intact and found[path][0] in losing]
+        if not unseen:
+            break
+        for path in unseen:
+            (intact if _is_intact(found[path][1]) else damaged).add(path)
+    for path in lost:
+        if found[path][1].is_files:
             discard(DISK, path)
         else:
             remove(path)
-    return [path for path, _ in surplus]
+    return lost
+
+
+def _is_intact(checkpoint: StoredCheckpoint) -> bool:
+    with suppress(CheckpointError, OSError):
+        _verify_files(checkpoint.path) if checkpoint.is_files else verify(checkpoint.path)
+        return True
+    return False
 
 
 def _stored_files(trial: Path) -> Iterator[StoredCheckpoint]:

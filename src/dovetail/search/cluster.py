@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,17 +26,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 from types import ModuleType
 from typing import Any
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, DovetailError
 from dovetail.extras import require
 from dovetail.search.checkpoints import latest_checkpoint
 from dovetail.search.processes import Attempt, Ended, LocalBackend
-from dovetail.search.spread import spread
+from dovetail.search.secrets import masked_url, write_private
+from dovetail.search.spread import is_spreadable, spread
 from dovetail.search.storage import opened, pull, push
 
-__all__ = ["RayBackend", "connected", "guarded", "main"]
+__all__ = ["ClusterLostError", "RayBackend", "connected", "guarded", "main"]
 
 _NAMESPACE = "dovetail"
 _EVERY = 0.05
@@ -47,6 +49,12 @@ _SETTLING = 1.0
 _COPIED_EVERY = 2.0
 # Seconds after which a keeper leaves that nobody needs: its runner may be dead.
 _PATIENCE = 60.0
+# Seconds for which a head may be away. Ray itself ends this process after a minute, with pages of its own state.
+_ABSENCE = 20.0
+
+
+class ClusterLostError(DovetailError):
+    """The head of a cluster cannot be reached any more, so that nothing is known about its trials."""
 
 
 class RayBackend:
@@ -62,6 +70,7 @@ class RayBackend:
 
     Raises:
         ConfigError: There is no cluster at the address.
+        ClusterLostError: Methods raise it when the cluster is there no more.
         MissingExtraError: Ray, or the package for such a URL, is not installed.
 
     Example:
@@ -78,6 +87,9 @@ class RayBackend:
             opened(storage)
         self._storage = storage
         self._ray = connected("auto" if address == "ray" else address)
+        is_outside = address.startswith("ray://")
+        self._head = address.removeprefix("ray://") if is_outside else _cluster_address()
+        self._head_seen = time.monotonic()
         self._new_keeper = self._ray.remote(_Keeper)
         self._keepers: dict[Path, _Keeping] = {}
         self._rooms: tuple[float, list[int]] = (-_REMEMBERED, [])
@@ -85,6 +97,7 @@ class RayBackend:
 
     def capacity(self, slots: int) -> int:
         """Return how many trials of so many slots can be at work at the same time: at least one."""
+        self._see_head()
         rooms = self._slots_of_nodes()
         whole = sum(room // slots for room in rooms)
         return max(1, whole or sum(rooms) // slots)
@@ -99,7 +112,8 @@ class RayBackend:
         """
         rooms = self._slots_of_nodes()
         wanted = {self._resource: slots}
-        if max(rooms, default=0) < slots <= sum(rooms):
+        if max(rooms, default=0) < slots and (slots <= sum(rooms) or is_spreadable(command)):
+            # Also where the nodes are still to come: one alone may never have so many slots.
             wanted, command = {}, spread(command, slots, self._resource)
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         if slots > sum(rooms):
@@ -123,6 +137,7 @@ class RayBackend:
 
         One that has ended without an exit code was killed, or its node is lost; the log of the trial says so.
         """
+        self._see_head()
         ended: Ended | None = Ended(attempt.exit_code)
         if attempt.exit_code != 0 or self._storage is not None:
             # The keeper tells later than the file does: when nobody is left of a group that lost a process, and when
@@ -157,6 +172,25 @@ class RayBackend:
 
     # ------------------------------------------------------------------ inside
 
+    def _see_head(self) -> None:
+        """Make sure that somebody answers before Ray is asked, which would wait for the head and then end us."""
+        if time.monotonic() - self._head_seen < _REMEMBERED:
+            return
+        host, _, port = self._head.rpartition(":")
+        deadline = time.monotonic() + _ABSENCE
+        while True:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_REMEMBERED).close()
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ClusterLostError(
+                        f"cluster: the head of the cluster at {self._head} has not answered for {_ABSENCE:.0f} s: "
+                        "resume the experiment when there is a cluster again"
+                    ) from error
+            time.sleep(_EVERY)
+        self._head_seen = time.monotonic()
+
     def _slots_of_nodes(self) -> list[int]:
         seen, rooms = self._rooms
         if time.monotonic() - seen > _REMEMBERED:
@@ -175,7 +209,8 @@ class RayBackend:
         if not written.exists():
             trial.mkdir(parents=True, exist_ok=True)
             unfinished = trial / "storage.tmp"
-            unfinished.write_text(f"{self._storage.rstrip('/')}/{trial.name}-{secrets.token_hex(4)}")
+            # A URL may hold a password.
+            write_private(unfinished, f"{self._storage.rstrip('/')}/{trial.name}-{token_hex(4)}")
             unfinished.replace(written)
         return written.read_text()
 
@@ -290,7 +325,8 @@ class _Keeper:
             try:
                 await asyncio.to_thread(push, self._attempt.folder.parent.parent, storage)
             except Exception as error:  # every kind of place has its own
-                _tell(self._attempt, f"checkpoints could not be copied: {type(error).__name__}: {error}")
+                why = f"{type(error).__name__}: {masked_url(str(error))}"
+                _tell(self._attempt, f"checkpoints could not be copied: {why}")
 
     def _leave_after(self, seconds: float) -> threading.Timer:
         # A runner ends the keepers of attempts that are over. Those of a runner that is dead would keep their slots.

@@ -6,16 +6,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from dovetail.errors import DovetailError
 from dovetail.info import VARIABLE, TrialInfo, write_info
-from dovetail.search.processes import Attempt, Backend, heard_signals
+from dovetail.search.processes import Attempt, Backend, LocalBackend, heard_signals
 from dovetail.search.records import JobRecord
 from dovetail.search.runner import backend_for, command_of
 from dovetail.search.schema import read_experiment
+from dovetail.search.secrets import masked, write_private
 from dovetail.search.snapshot import take_snapshot
 from dovetail.search.store import HOME, Store, holding
 
@@ -61,16 +63,17 @@ def run_job(
     """
     config = read_experiment(Path(path), overrides, kind="job")
     command = command_of(config.entrypoint, config.slots)
+    work = backend or backend_for(config, concurrent=1)
     number, folder = _new_folder(store.home / "jobs")
     try:
         take_snapshot(Path(context_dir), folder / "code", [store.home])
     except DovetailError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    shutil.copyfile(path, folder / "config.yaml")
+    write_private(folder / "config.yaml", Path(path).read_text(encoding="utf-8"))
     info = TrialInfo(
         trial_id=number,
-        config=config.raw,
+        config=masked(config.raw),
         user_data=dict(config.data),
         trial_seed=config.seed,
         kind="job",
@@ -78,8 +81,12 @@ def run_job(
         directory=str(folder),
     )
     write_info(folder / "info.json", info)
-    told = {"name": config.name, "started": datetime.now(timezone.utc).isoformat()}
-    (folder / "job.json").write_text(json.dumps(told))
+    told = {
+        "name": config.name,
+        "started": datetime.now(timezone.utc).isoformat(),
+        "is_on_cluster": not isinstance(work, LocalBackend),
+    }
+    _write(folder / "job.json", told)
     env = {
         "PYTHONUNBUFFERED": "1",
         **config.environment,
@@ -87,13 +94,13 @@ def run_job(
         HOME: str(store.home),
     }
     with holding(folder / "lock", f"job {number}"):
-        _work(
-            backend or backend_for(config, concurrent=1), Attempt.of(folder, 0), command, env, config.slots, on_output
-        )
+        _wait(work, Attempt.of(folder, 0), command, env, config.slots, on_output)
+    # Of one that was killed there is no exit code: nobody else could tell that it does not run any more.
+    _write(folder / "job.json", {**told, "is_over": True})
     return store.job(number)
 
 
-def _work(
+def _wait(
     backend: Backend,
     attempt: Attempt,
     command: Sequence[str],
@@ -118,6 +125,12 @@ def _work(
             if len(signals) > 1:
                 backend.stop(attempt, kill=True)
             time.sleep(_EVERY)
+
+
+def _write(path: Path, told: Mapping[str, Any]) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(told))
+    unfinished.replace(path)
 
 
 def _new_folder(jobs: Path) -> tuple[int, Path]:

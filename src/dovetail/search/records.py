@@ -28,6 +28,7 @@ class TrialRecord:
         best_at: After how many batches.
         latest: The last value.
         steps: Batches that were reported last.
+        progress: How much of its work is done, from 0 to 1, if it has said so.
         restarts: How often it was started again after a failure.
         started: When it was first started.
         ended: When it was over.
@@ -46,6 +47,7 @@ class TrialRecord:
     best_at: int | None = None
     latest: float | None = None
     steps: int = 0
+    progress: float | None = None
     restarts: int = 0
     started: datetime | None = None
     ended: datetime | None = None
@@ -62,7 +64,7 @@ class ExperimentRecord:
         id: Its number in the store.
         name: As the file has it, or the file's own name.
         state: What became of it.
-        config: The configuration, with what the command line has set.
+        config: The configuration, with what the command line has set, and without its secrets.
         directory: Its folder: `config.yaml`, `code`, `runner.log`, `trials`.
         created: When.
         ended: When it was over.
@@ -107,7 +109,7 @@ class JobRecord:
     Attributes:
         id: Its number.
         name: As the file has it, or the file's own name.
-        state: What became of it.
+        state: What became of it; `UNKNOWN` is a job on a cluster that nobody waits for any more.
         directory: Its folder: `info.json`, `log.txt`, `code`.
         exit_code: That of the script, once it is over.
         started: When.
@@ -116,7 +118,7 @@ class JobRecord:
 
     id: int
     name: str
-    state: Literal["RUNNING", "COMPLETED", "ERROR", "CANCELED"]
+    state: Literal["RUNNING", "COMPLETED", "ERROR", "CANCELED", "UNKNOWN"]
     directory: Path
     exit_code: int | None = None
     started: datetime | None = None

@@ -34,12 +34,13 @@ from typing import Any, Literal, cast
 
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.info import VARIABLE, TrialInfo, write_info
-from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
+from dovetail.search.checkpoints import checkpoints_of, latest_checkpoint, remove_surplus
 from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend, Wish, heard_signals
 from dovetail.search.records import ExperimentRecord, ExperimentState, TrialRecord, TrialState
 from dovetail.search.reports import METRICS, Reports, number
 from dovetail.search.schema import ExperimentConfig, read_experiment
 from dovetail.search.searchers import Searcher, SearcherConfig, Suggestion, make_searcher
+from dovetail.search.secrets import masked, masked_url
 from dovetail.search.space import Space
 from dovetail.search.store import HOME, STORE, WISHES, Store, best_step, experiment_record
 
@@ -47,12 +48,16 @@ __all__ = ["Observer", "Runner", "backend_for", "command_of", "main", "request",
 
 Observer = Callable[[ExperimentRecord], None]
 
+_LOG = "log.txt"
+# Lines that may follow the one that names an error.
+_NOTES = 20
 _OVER = ("COMPLETED", "CANCELED", "ERROR")
 # Seconds that a trial has to save and leave before it is killed.
 _GRACE = 30.0
 # Seconds between two looks: a twentieth of the time that nothing has happened, so that waiting costs little.
 _SHORTEST, _LONGEST, _SHARE = 0.005, 0.25, 0.05
 _OBSERVED_EVERY = 0.25
+_SHOWN_EVERY = 5.0
 _SAID = ("trials save and leave (again to kill them)", "trials are killed")
 
 
@@ -93,7 +98,7 @@ class Runner:
         with warnings.catch_warnings():
             # Whoever has created it was told of the keys that are ignored.
             warnings.simplefilter("ignore", UserWarning)
-            self._config = read_experiment(record.config)
+            self._config = read_experiment(store.config(experiment_id))
         self._space = Space(self._config.hyperparameters)
         self._signals: Sequence[int] = ()
         self._observed_at = 0.0
@@ -164,6 +169,7 @@ class Runner:
         trial = _Trial(record, Reports(record.directory / METRICS), values=dict(record.values))
         trial.told, trial.verdict = told.get("told", -1), told.get("verdict")
         trial.end, trial.reason = told.get("end"), told.get("reason")
+        trial.failure, trial.log_at = told.get("failure"), told.get("log_at", 0)
         attempts = Attempt.all_of(record.directory)
         if attempts and self._work.adopt(attempts[-1]):
             trial.attempt, trial.is_at_work = attempts[-1], trial.end is None
@@ -198,6 +204,7 @@ class Runner:
             return found
         trial.is_at_work = False
         trial.end = self._judge(trial, ended)
+        trial.log_at = _size(trial.folder / _LOG)
         if trial.end is not None and trial.end != "CANCELED":
             self._searcher.on_exit(trial.number, trial.end)
         return True
@@ -205,6 +212,7 @@ class Runner:
     def _hear(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
         if row.get("exited") == "INVALID_HP":
             trial.is_invalid = True
+        trial.progress = number(row, "progress") if "progress" in row else trial.progress
         steps, metrics = row.get("steps_completed"), row.get("metrics")
         if not isinstance(steps, int) or not isinstance(metrics, dict):
             return False
@@ -244,14 +252,40 @@ class Runner:
         if asked == "cancel":
             return "CANCELED"
         if asked == "pause":
+            trial.failure = None
             return None
-        how = "was killed" if ended.code is None else f"ended with exit code {ended.code}"
-        trial.reason = f"attempt {trial.attempt.number} {how}{_last_words(trial.folder)}"
+        is_hopeless = self._has_failed(trial, trial.attempt, ended)
         self._say(f"trial {trial.id}: {trial.reason}")
-        if trial.restarts >= self._config.max_restarts:
+        if is_hopeless or trial.restarts >= self._config.max_restarts:
             return "ERROR"
         trial.restarts += 1
         return None
+
+    def _has_failed(self, trial: _Trial, attempt: Attempt, ended: Ended) -> bool:
+        """Say how an attempt has failed, and return whether the one before did the same and came just as far."""
+        before, trial.failure = trial.failure, None
+        if before is not None and before["attempt"] == attempt.number:
+            # A runner that was killed before it could start the next one has looked at it.
+            trial.failure, trial.reason = before, before["reason"]
+            return False
+        words = _last_words(trial.folder, trial.log_at)
+        said = f": {words}" if words else ""
+        how = "was killed" if ended.code is None else f"ended with exit code {ended.code}"
+        trial.reason = f"attempt {attempt.number} {how}{said}"
+        # Whoever was killed, by a signal or with its machine, has made no mistake.
+        if ended.code is None or not 0 < ended.code < 128:
+            return False
+        # Addresses of objects differ from process to process.
+        plain = re.sub(r"0x[0-9a-fA-F]+", "0x", words)
+        place = [ended.code, plain, trial.steps, _newest_checkpoint(trial.folder)]
+        trial.failure = {"attempt": attempt.number, "place": place, "reason": trial.reason}
+        if before is None or before["place"] != place:
+            return False
+        trial.reason = (
+            f"attempts {before['attempt']} and {attempt.number} ended in the same way, with exit code {ended.code} "
+            f"and no progress in between{said}"
+        )
+        return True
 
     def _stopped(self, trial: _Trial) -> TrialState | None:
         early = trial.verdict == "STOPPED"
@@ -265,6 +299,8 @@ class Runner:
                 "verdict": trial.verdict,
                 "end": trial.end,
                 "reason": trial.reason,
+                "failure": trial.failure,
+                "log_at": trial.log_at,
             }
             for trial in self._trials.values()
         }
@@ -290,7 +326,15 @@ class Runner:
             return True
         if trial.is_at_work:
             self._dismiss(trial)
+            self._show(trial)
         return False
+
+    def _show(self, trial: _Trial) -> None:
+        """Write down how far a trial has come, for those who look at the store; now and then is enough."""
+        told_at, *told = trial.shown
+        if told != [trial.steps, trial.progress] and time.monotonic() - told_at > _SHOWN_EVERY:
+            self.store.update_trial(self._record_of(trial, "RUNNING"))
+            trial.shown = time.monotonic(), trial.steps, trial.progress
 
     def _dismiss(self, trial: _Trial) -> None:
         """Let a trial leave that somebody wants to."""
@@ -383,7 +427,7 @@ class Runner:
             trial_id=trial.id,
             experiment_id=self.experiment_id,
             hparams=trial.record.hparams,
-            config=self._config.raw,
+            config=masked(self._config.raw),
             user_data=dict(self._config.data),
             latest_checkpoint=self._checkpoint_for(trial),
             trial_seed=trial_seed(self._config.seed, trial.number),
@@ -470,6 +514,7 @@ class Runner:
             restarts=trial.restarts,
             reason=trial.reason,
             steps=trial.steps,
+            progress=trial.progress,
             best=None if best_at is None else trial.values[best_at],
             best_at=best_at,
         )
@@ -479,12 +524,15 @@ class Runner:
             return
         attributes = self.store.storage.get_study_user_attrs(self.experiment_id)
         record = experiment_record(self.experiment_id, attributes, self._study.get_trials(deepcopy=False))
-        live = tuple(
-            replace(it, steps=max(it.steps, self._trials[it.number].steps)) if it.number in self._trials else it
-            for it in record.trials
-        )
-        self._observer(replace(record, trials=live))
+        self._observer(replace(record, trials=tuple(map(self._live, record.trials))))
         self._observed_at = time.monotonic()
+
+    def _live(self, record: TrialRecord) -> TrialRecord:
+        """Return a trial with what it has said since the store was told."""
+        trial = self._trials.get(record.number)
+        if trial is None:
+            return record
+        return replace(record, steps=max(record.steps, trial.steps), progress=trial.progress)
 
     def _complain(self, trial: _Trial, sentence: str) -> None:
         if sentence not in trial.complaints:
@@ -516,7 +564,14 @@ class _Trial:
     end: TrialState | None = None
     reason: str | None = None
     restarts: int = 0
+    failure: dict[str, Any] | None = None
+    """How its last attempt failed, if that was its own fault."""
+    log_at: int = 0
+    """Where the log ended when the last attempt did: the next one's words begin there."""
     steps: int = 0
+    progress: float | None = None
+    shown: tuple[float, int, float | None] = field(default_factory=lambda: (time.monotonic(), 0, None))
+    """When the store was last told how far it has come, and what."""
     complaints: set[str] = field(default_factory=set)
 
     @property
@@ -575,9 +630,10 @@ def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:
     """
     if config.cluster is None:
         if config.checkpoint_storage.url is not None:
+            place = masked_url(config.checkpoint_storage.url)
             raise ConfigError(
-                f"checkpoint_storage: {config.checkpoint_storage.url!r} is a URL, to which only a cluster copies "
-                "checkpoints: give a folder, or resources.cluster"
+                f"checkpoint_storage: {place!r} is a URL, to which only a cluster copies checkpoints: "
+                "give a folder, or resources.cluster"
             )
         return LocalBackend(concurrent=concurrent)
     from dovetail.search.cluster import RayBackend
@@ -634,14 +690,41 @@ def _read_wish(directory: Path) -> Literal["pause", "cancel", "kill"] | None:
     return None
 
 
-def _last_words(trial: Path) -> str:
-    """Return what a trial has said last, for a sentence about its end."""
-    with suppress(OSError), open(trial / "log.txt", "rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - 2000))
-        lines = log.read().decode("utf-8", errors="replace").split("\n")
-        words = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f": {words[:300]}" if words else ""
+def _last_words(trial: Path, begin: int) -> str:
+    """Return what an attempt has said last, in a line: of an error its type and message.
+
+    Args:
+        trial: The folder of the trial.
+        begin: Where the attempt begins in the log.
+    """
+    with suppress(OSError), open(trial / _LOG, "rb") as log:
+        log.seek(max(begin, os.fstat(log.fileno()).st_size - 20_000))
+        lines = [line.rstrip() for line in log.read().decode("utf-8", errors="replace").split("\n") if line.strip()]
+        return (_error_line(lines) or next(reversed(lines), "")).strip()[:300]
     return ""
+
+
+def _error_line(lines: Sequence[str]) -> str | None:
+    """Return the line of the last traceback that names the error: the first after it that is not indented.
+
+    Notes may follow it. Where more follows than anybody would note, the program went on after that error.
+    """
+    begun = [place for place, line in enumerate(lines) if line == "Traceback (most recent call last):"]
+    after = range(begun[-1] + 1, len(lines)) if begun else range(0)
+    found = next((place for place in after if not lines[place].startswith(" ")), None)
+    return None if found is None or len(lines) - found > _NOTES else lines[found]
+
+
+def _newest_checkpoint(trial: Path) -> int | str | None:
+    """Return after how many batches the newest checkpoint of a trial was written, or else its name."""
+    newest = next(reversed(checkpoints_of(trial)), None)
+    return None if newest is None else newest.path.name if newest.steps is None else newest.steps
+
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dovetail.config import Config, load_config, parse_config
-from dovetail.errors import ConfigError
-from dovetail.search.checks import (
+from dovetail.checks import (
     ConfigErrors,
     Key,
     Problem,
@@ -24,11 +22,14 @@ from dovetail.search.checks import (
     list_of,
     mapping,
     one_of,
+    override,
     read_section,
     text,
     unit,
     whole,
 )
+from dovetail.config import Config, load_config
+from dovetail.errors import ConfigError
 from dovetail.search.searchers.base import SearcherConfig
 from dovetail.search.searchers.registry import IGNORED as _IGNORED_BY_SEARCHERS
 from dovetail.search.searchers.registry import read_searcher, searchers, unit_name
@@ -146,7 +147,7 @@ def read_experiment(
     else:
         config = _load(source)
     given: dict[tuple[str | int, ...], str] = {}
-    misset = [problem for setting in overrides for problem in _override(config, setting, given)]
+    misset = [problem for setting in overrides for problem in override(config, setting, given)]
     problems = Problems(config, given)
     problems.extend(misset)
     reader = _Reader(config, problems, kind)
@@ -165,32 +166,6 @@ def _load(source: str | os.PathLike[str]) -> Config:
         return load_config(source)
     except OSError as error:
         raise ConfigError(f"{os.fspath(source)}: cannot be read: {error.strerror}") from error
-
-
-def _override(config: Any, setting: str, given: dict[tuple[str | int, ...], str]) -> list[Problem]:
-    """Set one key of a configuration, and remember by which text."""
-    name, equals, value = setting.partition("=")
-    keys = tuple(name.strip().split("."))
-    if not equals or not all(keys):
-        return [Problem((), f"{setting}: expected a setting such as searcher.max_trials=4, got {setting!r}")]
-    try:
-        # On a line of its own: a value may be a block, as in a file.
-        parsed = dict(parse_config(f"value: {value}\n", setting))
-    except ConfigError:
-        parsed = {}
-    if parsed.keys() != {"value"}:
-        return [Problem((), f"{setting}: expected a value such as 4, relu or [1, 2], got {value!r}: quote it")]
-    section = config
-    for depth, key in enumerate(keys[:-1]):
-        if section.get(key) is None:
-            section[key] = {}
-        section = section[key]
-        if not isinstance(section, dict):
-            above = ".".join(keys[: depth + 1])
-            return [Problem((), f"{setting}: expected {above} to be 'key: value' lines, got {section!r}")]
-    section[keys[-1]] = parsed["value"]
-    given[keys] = setting
-    return []
 
 
 # What a file may say

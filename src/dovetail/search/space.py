@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dovetail.checks import Key, Problem, Problems, Refused, number, one_of, read_section, whole
 from dovetail.errors import ConfigError
 from dovetail.extras import require
-from dovetail.search.checks import Key, Problem, Problems, Refused, number, one_of, read_section, whole
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -23,9 +23,15 @@ from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.search.processes import ATTEMPT, Attempt
 
-__all__ = ["main", "spread"]
+__all__ = ["is_spreadable", "main", "spread"]
 
 _EVERY = 0.05
+# A watcher that nobody listens to, and statistics that nobody reads, cost seconds; an end is to be seen soon.
+_SETTINGS = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+}
 _LAUNCHER = ["-m", "dovetail.launch", "--slots"]
 
 
@@ -45,15 +51,25 @@ def spread(command: Sequence[str], slots: int, resource: str) -> list[str]:
         ['2', 'CPU', 'python3', '-m', 'dovetail.launch', 'train.py']
     """
     words = list(command)
-    at = next((at for at in range(len(words)) if words[at : at + 3] == _LAUNCHER), None)
-    if at is None:
+    if not is_spreadable(words):
         raise ConfigError(
             f"slots_per_trial: no node of the cluster has {slots} slots, and only an entrypoint such as "
             f"'python3 train.py' can be spread over several, got {' '.join(words)!r}"
         )
+    at = _place_of_launcher(words)
     # Each process is what the launcher would be with one slot.
     single = [*words[:at], "-m", "dovetail.launch", *words[at + 4 :]]
     return [words[0], "-u", "-m", "dovetail.search.spread", str(slots), resource, *single]
+
+
+def is_spreadable(command: Sequence[str]) -> bool:
+    """Whether `spread` can do something with a command.
+
+    Example:
+        >>> is_spreadable(["python3", "-m", "dovetail.launch", "--slots", "2", "train.py"]), is_spreadable(["torchrun"])
+        (True, False)
+    """
+    return _place_of_launcher(command) >= 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,6 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     ray = connected("auto")
     train, data_parallel = require("ray.train", "ray"), require("ray.train.v2.api.data_parallel_trainer", "ray")
+    # The environment of the processes is that of the keeper; these are for Ray Train alone.
     work = {"command": list(command), "env": dict(os.environ), "cwd": os.getcwd(), "attempt": str(attempt.folder)}
     trainer = data_parallel.DataParallelTrainer(
         _run_rank,
@@ -79,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         ),
         run_config=train.RunConfig(name="train", storage_path=str(attempt.folder)),
     )
+    os.environ.update({**_SETTINGS, **os.environ})
     try:
         trainer.fit()
     except Exception as error:
@@ -89,6 +107,10 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         ray.shutdown()
     return 0
+
+
+def _place_of_launcher(command: Sequence[str]) -> int:
+    return next((at for at in range(len(command)) if list(command[at : at + 3]) == _LAUNCHER), -1)
 
 
 def _run_rank(work: Mapping[str, Any]) -> None:

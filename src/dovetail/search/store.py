@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -30,6 +31,7 @@ from dovetail.errors import DovetailError, UnknownNameError
 from dovetail.extras import require
 from dovetail.search.processes import Attempt, is_at_work
 from dovetail.search.records import ExperimentRecord, ExperimentState, JobRecord, TrialRecord, TrialState
+from dovetail.search.secrets import masked, write_private
 from dovetail.search.snapshot import take_snapshot
 
 if TYPE_CHECKING:
@@ -125,8 +127,7 @@ class Store:
         with suppress(KeyError):
             attributes = self.storage.get_study_user_attrs(experiment_id)
         if _RECORD not in attributes:
-            known = [str(each.id) for each in self.experiments()]
-            raise ExperimentError(f"there is no experiment {experiment_id} (there are: {', '.join(known) or 'none'})")
+            raise _no_such("experiment", experiment_id, [each.id for each in self.experiments()])
         return self._experiment(experiment_id, attributes)
 
     def trial(self, trial_id: int) -> TrialRecord:
@@ -140,15 +141,11 @@ class Store:
             if _RECORD in found.system_attrs:
                 attributes = self.storage.get_study_user_attrs(found.system_attrs[_RECORD]["experiment_id"])
                 return trial_record(found, Path(attributes[_RECORD]["trials"]), _smaller_is_better(attributes))
-        raise ExperimentError(f"there is no trial {trial_id}")
+        raise _no_such("trial", trial_id, [trial.id for each in self.experiments() for trial in each.trials])
 
     def jobs(self) -> list[JobRecord]:
         """Return all jobs, the oldest first."""
-        with suppress(FileNotFoundError):
-            folder = self.home / "jobs"
-            numbers = sorted(int(name) for name in os.listdir(folder) if (folder / name / "job.json").exists())
-            return [self.job(number) for number in numbers]
-        return []
+        return [self.job(number) for number in self._job_numbers()]
 
     def job(self, job_id: int) -> JobRecord:
         """Return a job.
@@ -160,14 +157,16 @@ class Store:
         try:
             told = json.loads((folder / "job.json").read_text())
         except FileNotFoundError:
-            raise ExperimentError(f"there is no job {job_id}") from None
+            raise _no_such("job", job_id, self._job_numbers()) from None
         attempt, started = Attempt.of(folder, 0), _time(told["started"])
         code = attempt.exit_code
-        # Somebody waits for it, here or at a cluster, or did so and was killed.
+        # Somebody waits for it, or did so and was killed.
         if code is None and (_is_taken(folder / "lock") or is_at_work(attempt)):
             return JobRecord(job_id, told["name"], "RUNNING", folder, started=started)
         # It may have ended between the two looks.
         code = attempt.exit_code
+        if code is None and told.get("is_on_cluster") and not told.get("is_over"):
+            return JobRecord(job_id, told["name"], "UNKNOWN", folder, started=started)
         ended = None
         if code is not None:
             ended = datetime.fromtimestamp((attempt.folder / "exit").stat().st_mtime, timezone.utc)
@@ -175,6 +174,18 @@ class Store:
         if code != 0 and attempt.asked is not None:
             state = "CANCELED"
         return JobRecord(job_id, told["name"], state, folder, code, started, ended)
+
+    def config(self, experiment_id: int) -> dict[str, Any]:
+        """Return the configuration of an experiment with its secrets, which a record does not have.
+
+        Raises:
+            ExperimentError: Its file cannot be read.
+        """
+        path = self.experiment(experiment_id).directory / "config.json"
+        try:
+            return cast("dict[str, Any]", json.loads(path.read_bytes()))
+        except (OSError, ValueError) as error:
+            raise ExperimentError(f"experiment {experiment_id}: {path} cannot be read: {error}") from error
 
     # ------------------------------------------------------------------ changing it
 
@@ -198,8 +209,8 @@ class Store:
             take_snapshot(
                 Path(context_dir), unfinished / "code", [self.home, *([] if elsewhere is None else [elsewhere])]
             )
-            (unfinished / "config.yaml").write_text(text, encoding="utf-8")
-            (unfinished / "config.json").write_text(json.dumps(config.raw, indent=2) + "\n", encoding="utf-8")
+            write_private(unfinished / "config.yaml", text)
+            write_private(unfinished / "config.json", json.dumps(config.raw, indent=2) + "\n")
             (unfinished / "trials").mkdir()
             minimize = config.searcher.smaller_is_better
             direction = optuna.study.StudyDirection.MINIMIZE if minimize else optuna.study.StudyDirection.MAXIMIZE
@@ -213,9 +224,9 @@ class Store:
             raise
         record = {
             "name": config.name,
-            "config": config.raw,
+            "config": masked(config.raw),
             "directory": str(directory),
-            "trials": str(directory / "trials" if elsewhere is None else elsewhere / f"experiment_{number}"),
+            "trials": str(directory / "trials" if elsewhere is None else elsewhere / _folder_name(number, directory)),
             "created": _now(),
         }
         # From here on it is there, all of it.
@@ -313,7 +324,7 @@ class Store:
         self.storage.set_trial_intermediate_value(trial_id, steps, value)
 
     def update_trial(self, trial: TrialRecord) -> None:
-        """Write down what has changed about a trial that is not over: its state, restarts, reason and steps."""
+        """Write down what has changed about a trial that is not over: its state, how far it has come, and why."""
         told: dict[str, Any] = {
             "experiment_id": trial.experiment_id,
             "hparams": trial.hparams,
@@ -322,6 +333,7 @@ class Store:
             "restarts": trial.restarts,
             "reason": trial.reason,
             "steps": trial.steps,
+            "progress": trial.progress,
         }
         self.storage.set_trial_system_attr(trial.id, _RECORD, told)
 
@@ -344,6 +356,12 @@ class Store:
 
     # ------------------------------------------------------------------ inside
 
+    def _job_numbers(self) -> list[int]:
+        with suppress(FileNotFoundError):
+            folder = self.home / "jobs"
+            return sorted(int(name) for name in os.listdir(folder) if (folder / name / "job.json").exists())
+        return []
+
     def _experiment(self, number: int, attributes: Mapping[str, Any]) -> ExperimentRecord:
         return experiment_record(number, attributes, self.storage.get_all_trials(number, deepcopy=False))
 
@@ -355,6 +373,19 @@ class Store:
             with suppress(optuna.exceptions.DuplicatedStudyError), quiet_optuna():
                 return self.storage.create_new_study([direction], study_name)
         raise AssertionError("there are fewer studies than that")
+
+
+def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
+    """Return the error about a number that is not there; it says which are."""
+    ranges: list[list[int]] = []
+    for each in sorted(known):
+        if ranges and each == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [each]
+        else:
+            ranges.append([each])
+    there = ", ".join(" to ".join(map(str, each)) for each in ranges)
+    words = {0: "there is none", 1: f"there is {what} {there}"}.get(len(known), f"there are {what}s {there}")
+    return ExperimentError(f"there is no {what} {number}: {words}")
 
 
 def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> ExperimentRecord:
@@ -405,6 +436,7 @@ def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> Tr
         best_at=best_at,
         latest=None if last is None else values[last],
         steps=max(told.get("steps", 0), last or 0),
+        progress=told.get("progress"),
         restarts=told.get("restarts", 0),
         started=_utc(trial.datetime_start),
         ended=_utc(trial.datetime_complete),
@@ -520,6 +552,11 @@ def _is_taken(path: Path) -> bool:
 
 def _smaller_is_better(attributes: Mapping[str, Any]) -> bool:
     return bool(attributes[_RECORD]["config"]["searcher"].get("smaller_is_better", True))
+
+
+def _folder_name(number: int, directory: Path) -> str:
+    """The folder of an experiment in a storage that several stores may share, each with an experiment 1."""
+    return f"experiment_{number}-{sha256(str(directory).encode()).hexdigest()[:6]}"
 
 
 def _now() -> str:

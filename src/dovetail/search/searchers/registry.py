@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.extras import require
-from dovetail.registry import Registry
-from dovetail.search.checks import (
+from dovetail.checks import (
     Key,
     Problem,
     Problems,
@@ -22,6 +20,8 @@ from dovetail.search.checks import (
     unit,
     whole,
 )
+from dovetail.extras import require
+from dovetail.registry import Registry
 from dovetail.search.searchers.base import Composed, NeverStop, Sampler, Searcher, SearcherConfig
 from dovetail.search.searchers.halving import AsyncHalving, Bracket, adaptive_brackets
 from dovetail.search.searchers.pbt import PopulationBasedTraining

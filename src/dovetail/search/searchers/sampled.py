@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from dovetail.extras import require
@@ -15,7 +16,8 @@ from dovetail.search.space import Space
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.samplers import BaseSampler
-    from optuna.trial import FrozenTrial
+    from optuna.storages import InMemoryStorage
+    from optuna.trial import FrozenTrial, TrialState
 
 __all__ = ["CmaSampler", "GridSampler", "OptunaSampler", "RandomSampler"]
 
@@ -82,27 +84,17 @@ class OptunaSampler(Sampler):
         self._space = space
         self._seed = seed
         self._make = make
-        self._sign = 1.0 if smaller_is_better else -1.0
+        self._direction = "minimize" if smaller_is_better else "maximize"
 
     def sample(self, study: Study, number: int) -> dict[str, Any]:
         """Return what the sampler suggests after the finished trials."""
         optuna = require("optuna", "search")
-        # A study of its own, in memory: samplers write down what they think, and look at trials that still run.
+        states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
+        # A study of its own: samplers write down what they think, and look at trials that still run.
+        storage = _storage_of(_with_finite_values(_finished(study, *states)))
+        sampler = self._make(generator(self._seed, number).getrandbits(32))
         with _quiet():
-            finished = optuna.create_study(sampler=self._make(generator(self._seed, number).getrandbits(32)))
-        trials = _finished(study, optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-        bounded = _bounded([self._sign * value for trial in trials for value in _last(trial).values()])
-        for trial in trials:
-            last = {step: bounded(self._sign * value) for step, value in _last(trial).items()}
-            finished.add_trial(
-                optuna.trial.create_trial(
-                    state=trial.state,
-                    value=None if trial.value is None else last[0],
-                    params=trial.params,
-                    distributions=trial.distributions,
-                    intermediate_values=last if trial.value is None else None,
-                )
-            )
+            finished = optuna.create_study(storage=storage, sampler=sampler, direction=self._direction)
         params: dict[str, Any] = finished.ask(self._space.distributions()).params
         return params
 
@@ -173,16 +165,42 @@ def _finished(study: Study, *states: Any) -> list[FrozenTrial]:
     )
 
 
-def _last(trial: FrozenTrial) -> dict[int, float]:
-    """Return the value of a trial as step 0, or the last step and value of one that was ended early."""
-    return dict([max(trial.intermediate_values.items())] if trial.value is None else [(0, trial.value)])
+def _with_finite_values(trials: list[FrozenTrial]) -> list[FrozenTrial]:
+    """Return trials with the smallest or largest number of all in place of what is infinite."""
+    numbers = [value for trial in trials for value in _values(trial) if math.isfinite(value)]
+    least, most = min(numbers, default=0.0), max(numbers, default=0.0)
+
+    def finite(value: float) -> float:
+        # Samplers know of NaN themselves: it is worst.
+        return value if math.isnan(value) else min(max(value, least), most)
+
+    def changed(trial: FrozenTrial) -> FrozenTrial:
+        if all(map(math.isfinite, _values(trial))):
+            return trial
+        copied = copy(trial)
+        copied.intermediate_values = {step: finite(value) for step, value in trial.intermediate_values.items()}
+        if trial.value is not None:
+            copied.value = finite(trial.value)
+        return copied
+
+    return [changed(trial) for trial in trials]
 
 
-def _bounded(values: list[float]) -> Callable[[float], float]:
-    """Return what puts a value that is infinite or not a number in the place of the best or worst that is neither."""
-    finite = [value for value in values if math.isfinite(value)]
-    best, worst = min(finite, default=0.0), max(finite, default=0.0)
-    return lambda value: max(best, min(comparable(value), worst))
+def _values(trial: FrozenTrial) -> list[float]:
+    return [*trial.intermediate_values.values(), *([] if trial.value is None else [trial.value])]
+
+
+def _storage_of(trials: list[FrozenTrial]) -> InMemoryStorage:
+    """Return a storage that has some finished trials, as they are: to copy a thousand takes longer than to think."""
+    from optuna.storages import InMemoryStorage
+
+    class Finished(InMemoryStorage):
+        def get_all_trials(
+            self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+        ) -> list[FrozenTrial]:
+            return [trial for trial in trials if states is None or trial.state in states]
+
+    return Finished()
 
 
 @contextmanager

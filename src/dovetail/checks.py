@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dovetail.config import locate
+from dovetail.config import locate, parse_config
 from dovetail.errors import ConfigError
 from dovetail.units import TrainUnit, parse_unit
 
@@ -27,6 +27,7 @@ __all__ = [
     "mapping",
     "number",
     "one_of",
+    "override",
     "read_section",
     "text",
     "unit",
@@ -92,7 +93,7 @@ class Problems:
         >>> problems.raise_any()
         Traceback (most recent call last):
         ...
-        dovetail.search.checks.ConfigErrors: searcher.name: missing
+        dovetail.checks.ConfigErrors: searcher.name: missing
     """
 
     def __init__(self, config: Mapping[str, Any], given: Mapping[_Keys, str] | None = None) -> None:
@@ -189,6 +190,45 @@ def unknown_key(name: str, known: Iterable[str]) -> Problem:
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f": did you mean {nearest[0]!r}?" if nearest else ""
     return Problem((name,), f"unknown key{hint} (known: {', '.join(names)})")
+
+
+def override(config: Any, setting: str, given: dict[_Keys, str]) -> list[Problem]:
+    """Set one key of a configuration by a text such as `trainer.rounds=4`, and remember by which.
+
+    Args:
+        config: Is changed.
+        setting: Dotted keys, and a value as a file would have it.
+        given: Is told the text that a key was set by.
+
+    Example:
+        >>> config, given = {}, {}
+        >>> override(config, "trainer.rounds=4", given)
+        []
+        >>> config, given
+        ({'trainer': {'rounds': 4}}, {('trainer', 'rounds'): 'trainer.rounds=4'})
+    """
+    name, equals, value = setting.partition("=")
+    keys = tuple(name.strip().split("."))
+    if not equals or not all(keys):
+        return [Problem((), f"{setting}: expected a setting such as section.key=4, got {setting!r}")]
+    try:
+        # On a line of its own: a value may be a block, as in a file.
+        parsed = dict(parse_config(f"value: {value}\n", setting))
+    except ConfigError:
+        parsed = {}
+    if parsed.keys() != {"value"}:
+        return [Problem((), f"{setting}: expected a value such as 4, relu or [1, 2], got {value!r}: quote it")]
+    section = config
+    for depth, key in enumerate(keys[:-1]):
+        if section.get(key) is None:
+            section[key] = {}
+        section = section[key]
+        if not isinstance(section, dict):
+            above = ".".join(keys[: depth + 1])
+            return [Problem((), f"{setting}: expected {above} to be 'key: value' lines, got {section!r}")]
+    section[keys[-1]] = parsed["value"]
+    given[keys] = setting
+    return []
 
 
 # Checks

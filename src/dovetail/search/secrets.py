@@ -1,0 +1,60 @@
+"""What a configuration says that is nobody else's business: it is in no log, no report and no database."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HIDDEN", "masked", "masked_url", "write_private"]
+
+HIDDEN = "***"
+"""What stands in the place of a secret."""
+
+_STORAGE = ("access_key", "account_url", "connection_string", "credential", "secret_key")
+
+
+def masked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without its secrets: the values of environment variables, and what opens its storage.
+
+    Example:
+        >>> masked({"environment": {"environment_variables": {"TOKEN": "abc"}}, "checkpoint_storage": "s3://a:b@c/d"})
+        {'environment': {'environment_variables': {'TOKEN': '***'}}, 'checkpoint_storage': 's3://***@c/d'}
+    """
+    found = dict(config)
+    environment, storage = found.get("environment"), found.get("checkpoint_storage")
+    if isinstance(environment, Mapping):
+        found["environment"] = {
+            name: _all_hidden(value) if name in ("environment_variables", "registry_auth") else value
+            for name, value in environment.items()
+        }
+    if isinstance(storage, str):
+        found["checkpoint_storage"] = masked_url(storage)
+    elif isinstance(storage, Mapping):
+        found["checkpoint_storage"] = {
+            name: HIDDEN if name in _STORAGE else masked_url(value) if isinstance(value, str) else value
+            for name, value in storage.items()
+        }
+    return found
+
+
+def masked_url(url: str) -> str:
+    """Return a URL without user and password, and without what a query may say about them.
+
+    Example:
+        >>> masked_url("s3://key:secret@bucket/runs?token=abc"), masked_url("s3://bucket/runs")
+        ('s3://***@bucket/runs?***', 's3://bucket/runs')
+    """
+    url = re.sub(r"(?<=://)[^/?#]*@", f"{HIDDEN}@", url)
+    return re.sub(r"(?<=\?).+", HIDDEN, url) if "://" in url else url
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that only its owner can read."""
+    path.touch(mode=0o600)
+    path.write_text(text, encoding="utf-8")
+
+
+def _all_hidden(value: Any) -> Any:
+    return {name: _all_hidden(item) for name, item in value.items()} if isinstance(value, Mapping) else HIDDEN

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.errors import ConfigError
+from dovetail.search.runner import backend_for
+from dovetail.search.schema import read_experiment
+from dovetail.search.secrets import masked, masked_url, write_private
+
+
+def test_what_is_no_secret_stays_as_it_is() -> None:
+    config: dict[str, Any] = {
+        "name": "a",
+        "environment": {"image": "b"},
+        "checkpoint_storage": {"type": "s3", "bucket": "c", "save_trial_best": 2},
+        "hyperparameters": {"token": "kept", "password": {"type": "int"}},
+    }
+    assert masked(config) == config
+
+
+def test_the_configuration_itself_is_not_changed() -> None:
+    config = {"environment": {"environment_variables": {"TOKEN": "a"}, "registry_auth": {"password": "b"}}}
+    hidden = {"environment_variables": {"TOKEN": "***"}, "registry_auth": {"password": "***"}}
+    assert masked(config) == {"environment": hidden}
+    assert config["environment"]["environment_variables"] == {"TOKEN": "a"}
+
+
+@pytest.mark.parametrize("name", ["access_key", "secret_key", "credential", "connection_string", "account_url"])
+def test_what_opens_a_storage_is_hidden(name: str) -> None:
+    assert masked({"checkpoint_storage": {"bucket": "a", name: "b"}}) == {
+        "checkpoint_storage": {"bucket": "a", name: "***"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+        ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
+        ("az://box?sig=abc", "az://box?***"),
+        ("/folder/what?", "/folder/what?"),
+    ],
+)
+def test_a_url_loses_user_password_and_query(url: str, expected: str) -> None:
+    assert masked_url(url) == expected
+
+
+def test_a_refusal_has_no_password_in_it() -> None:
+    given = {"entrypoint": "true", "searcher": {"name": "single", "metric": "loss"}}
+    config = read_experiment({**given, "checkpoint_storage": "s3://key:secret@bucket/a"})
+    with pytest.raises(ConfigError, match=r"'s3://\*\*\*@bucket/a' is a URL"):
+        backend_for(config, 1)
+
+
+def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
+    write_private(tmp_path / "a", "text")
+    assert ((tmp_path / "a").stat().st_mode & 0o777, (tmp_path / "a").read_text()) == (0o600, "text")
