@@ -49,10 +49,9 @@ check: lint types imports unit ## the fast part: ruff, mypy, import contracts, u
 
 test: lint types imports       ## everything: check, slow and integration tests, doctests, examples
 	$(BIN)/python -m pytest -n 2 tests
-	$(BIN)/python -m pytest -q -n 2 --doctest-modules src/dovetail
 
-torture: $(VENV)/.dev          ## kills, damages and full disks, at length: about 20 minutes
-	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 tests/reliability tests/integration/test_experiment_kills.py tests/integration/test_ray.py
+torture: $(VENV)/.dev          ## kills, damages, full disks, large graphs and every combination, at length: about 30 minutes
+	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 $$(grep -rlE 'TORTURE|mark\.torture|^(import|from) forked' --include='test_*.py' tests)
 
 bench: $(VENV)/.dev            ## side-by-side benchmarks, each printing ratios
 	$(BIN)/python benchmarks/loop.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -10,14 +11,43 @@ import pytest
 # Two test processes on two cores: torch's second thread would only spin. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Files whose tests share what takes long to make, and so belong into one test process.
-_TOGETHER = ("tests/integration/", "tests/search/test_store.py")
+# Files whose tests share what takes long to make, and so belong into one test process, under the name of that.
+_TOGETHER = {
+    "tests/trainers/test_whole_step.py": "graphs",
+    "tests/trainers/capabilities/test_compiled.py": "graphs",
+    "tests/search/test_store.py": "store",
+}
 _APART = "tests/integration/test_examples.py"
+
+
+def _scope(nodeid: str) -> str:
+    """Return the name of what a test shares with others, or its own."""
+    file = nodeid.split("::", 1)[0]
+    if file.startswith("tests/integration/") and file != _APART:
+        return file
+    return _TOGETHER.get(file, nodeid)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "torture: only runs in `make torture`; other tests stand for it elsewhere")
+    # A shell's background job ignores Ctrl-C, and so would all processes that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make torture` runs, and begin with what takes long, so that no test process ends alone."""
+    if os.environ.get("DOVETAIL_TORTURE") != "1":
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("torture")])
+        items[:] = [item for item in items if not item.get_closest_marker("torture")]
+    # By file, in which tests may share fixtures.
+    slow = {item.nodeid.split("::", 1)[0] for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (_scope(item.nodeid) == item.nodeid, item.nodeid.split("::", 1)[0] not in slow))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deal out such files as a whole, the one with the most tests first, and every other test by itself.
+    """Deal out tests that belong together as a whole, and every other test by itself, in the order from above.
 
     The group marks of pytest-xdist 3.8 would say the same, but mean nothing to pytest 9.2.
     """
@@ -25,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_shared = nodeid.startswith(_TOGETHER) and not nodeid.startswith(_APART)
-            return nodeid.split("::", 1)[0] if is_shared else nodeid
+            return _scope(nodeid)
 
+    config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from dovetail import core
@@ -99,7 +99,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 def run(folder: Path) -> str:
     folder.mkdir(exist_ok=True)
-    done = subprocess.run([sys.executable, str(EXAMPLE)], cwd=folder, capture_output=True, text=True, check=False)
+    done = forked.run(EXAMPLE, folder=folder)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -107,13 +107,10 @@ def run(folder: Path) -> str:
 def interrupt(folder: Path, number: signal.Signals) -> tuple[int, str, str]:
     """Send a signal to the example at its 160th step, and return its code and what it says."""
     folder.mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", _WAITING, str(EXAMPLE)],
-        cwd=folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as program:
+    script = folder / "waiting.py"
+    script.write_text(_WAITING)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with forked.start(script, EXAMPLE, folder=folder, **pipes) as program:
         try:
             assert program.stdout is not None
             assert program.stdout.read(1) == b"."

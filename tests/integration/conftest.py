@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import start
 
 RunGroup = Callable[[Path, int, Path], list[dict[str, Any]]]
 
@@ -29,22 +28,22 @@ def _run_group(script: Path, size: int, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
-    shared = {**os.environ, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    shared = {"GLOO_SOCKET_IFNAME": "lo"}
+    if size > 1:
+        shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     logs = [folder / f"{rank}.log" for rank in range(size)]
-    processes = []
-    for rank, log in enumerate(logs):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-        command = [sys.executable, str(script), str(folder)]
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(command, env={**shared, **place}, stdout=output, stderr=subprocess.STDOUT)
+    with ExitStack() as stack:
+        processes = []
+        for rank, log in enumerate(logs):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
+            output = stack.enter_context(log.open("w"))
+            process = start(
+                script, str(folder), folder=folder, stdout=output, stderr=output, variables={**shared, **place}
             )
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+            processes.append(process)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        codes = [process.wait(timeout=240) for process in processes]
     assert codes == [0] * size, "\n".join(log.read_text() for log in logs)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +10,14 @@ import pytest
 pytestmark = [pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("core_ranks.py")
+Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each case gave in each rank."""
-    folder = tmp_path_factory.mktemp("core")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-W", "error", str(SCRIPT), str(folder)],
-                    env={**os.environ, **meeting, **place, "OMP_NUM_THREADS": "1"},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-Results = list[dict[str, Any]]
+    found: Results = run_group(SCRIPT, 2, tmp_path_factory.mktemp("core"))
+    return found
 
 
 def test_messages_arrive_in_the_order_of_the_ranks(results: Results) -> None:

@@ -1,8 +1,7 @@
-"""Trials in several processes against one: the same script, launched with one and with two slots."""
+"""Trials in several processes against one: the same script with one and with two slots."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -25,20 +24,15 @@ def launch(*arguments: str, folder: Path) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    found = {}
-    for size in (1, 2):
-        folder = tmp_path_factory.mktemp(f"slots{size}")
-        launch("--slots", str(size), str(SCRIPT), str(folder), folder=folder)
-        found[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
-    return found
+def results(run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return {size: run_group(SCRIPT, size, tmp_path_factory.mktemp(f"slots{size}")) for size in (1, 2)}
 
 
 def close(one: Any, other: Any) -> None:

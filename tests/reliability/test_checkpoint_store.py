@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -677,8 +678,15 @@ for _ in range(100):
 def test_processes_that_share_one_name_never_see_half_a_checkpoint(tmp_path: Path) -> None:
     path = save(tmp_path / "shared" / "checkpoint", {"tensor": torch.full((1000,), 9), "number": 9})
     writers_and_readers = [1, 2, 3, 0, 0]
-    processes = [subprocess.Popen([sys.executable, "-c", _SHARE, path, str(n)]) for n in writers_and_readers]
-    assert [process.wait() for process in processes] == [0, 0, 0, 0, 0]
+    script = tmp_path / "share.py"
+    script.write_text(_SHARE)
+    with (tmp_path / "log.txt").open("w") as log:
+        processes = [
+            forked.start(script, path, number, folder=tmp_path, stdout=log, stderr=log)
+            for number in writers_and_readers
+        ]
+        codes = [process.wait() for process in processes]
+    assert codes == [0, 0, 0, 0, 0], (tmp_path / "log.txt").read_text()
     assert os.listdir(path.parent) == ["checkpoint"]
 
 

@@ -5,17 +5,16 @@ A process under test tells when it has reached a batch and waits there, so that 
 
 from __future__ import annotations
 
-import os
 import runpy
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from dovetail import checkpoint as store
@@ -30,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 _PROGRAM = """
 import os, sys
+sys.path.append(sys.argv[2])
 from pathlib import Path
 from dovetail.callbacks import LambdaCallback
 from dovetail.trainers import Trainer
@@ -56,13 +56,10 @@ class Program:
     """A training in a process of its own, which waits inside its fifth batch, the second of an accumulation window."""
 
     def __init__(self, folder: Path, make: str = _MAKE, wishes: str = "") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(make=make, wishes=wishes), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])},
-        )
+        script = folder / "program.py"
+        script.write_text(_PROGRAM.format(make=make, wishes=wishes))
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = forked.start(script, folder, _HERE, folder=folder, **pipes)
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         self.errors = self.process.stderr

@@ -255,7 +255,7 @@ def test_no_more_than_the_limit_run_at_once() -> None:
         with seats.taken(limit=2):
             most.append(seats.num_taken)
             # Passes only while two are inside.
-            meeting.wait(timeout=30)
+            meeting.wait(timeout=120)
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:

@@ -84,7 +84,7 @@ def test_an_add_on_may_mount_itself_in_its_own_way(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [DataParallel, ShardedDataParallel])
+@pytest.mark.parametrize("layer", [DataParallel, pytest.param(ShardedDataParallel, marks=pytest.mark.torture)])
 def test_of_two_processes_one_writes_the_best_weights(problem: Problem, tmp_path: Path, layer: type[Any]) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -110,7 +110,13 @@ def test_of_two_processes_one_writes_the_best_weights(problem: Problem, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [(SignalHandlerAddon, MultiGPUAddon), (MultiGPUAddon, SignalHandlerAddon)])
+@pytest.mark.parametrize(
+    "order",
+    [
+        (SignalHandlerAddon, MultiGPUAddon),
+        pytest.param((MultiGPUAddon, SignalHandlerAddon), marks=pytest.mark.torture),
+    ],
+)
 def test_a_signal_to_one_of_two_processes_is_saved_and_logged_once(
     problem: Problem, tmp_path: Path, order: tuple[type[Any], ...]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,10 @@ except CannotCompileError:
     COMPILER = False
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled training is not tested")
 
+pytestmark = pytest.mark.usefixtures("compiler_cache")
+torture = pytest.mark.torture
+
 CompiledBasic: Any = Trainer.add_on(Compiled)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
-        yield
 
 
 class Note(Callback):
@@ -228,10 +224,11 @@ def assert_same_run(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("steps_per_call", "lengths"),
     [
-        (2, {"max_length": Epochs(3)}),
-        (8, {"max_length": Epochs(3)}),
+        pytest.param(2, {"max_length": Epochs(3)}, marks=torture),
+        # A graph of eight steps takes half a minute to compile.
+        pytest.param(8, {"max_length": Epochs(3)}, marks=torture),
         (3, {"max_length": Batches(25), "validation_period": Batches(9)}),
-        (2, {"max_length": Updates(20), "validation_period": Records(72)}),
+        (3, {"max_length": Updates(20), "validation_period": Records(72)}),
     ],
 )
 def test_several_steps_per_call_have_the_bits_of_one(
@@ -258,7 +255,9 @@ def test_a_call_makes_several_updates_at_once(problem: Problem) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps_per_call", "done"), [(1, 5), (2, 11), (3, 14), (2, 15)])
+@pytest.mark.parametrize(
+    ("steps_per_call", "done"), [(1, 5), (3, 14), *(pytest.param(2, done, marks=torture) for done in (11, 15))]
+)
 def test_a_run_in_calls_goes_on_from_anywhere_and_in_calls_of_any_size(
     problem: Problem, tmp_path: Path, steps_per_call: int, done: int
 ) -> None:
