@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -134,7 +135,9 @@ class DataLoader(torch_data.DataLoader[T_co]):
         samplers: list[object] = [self.sampler, self.batch_sampler]
         if isinstance(batch_sampler, BatchSampler):
             samplers.append(batch_sampler.sampler)
-        self._epoch_samplers = [each for each in samplers if isinstance(each, _EpochSampler)]
+        self._epoch_samplers = [
+            each for each in samplers if type(each) not in _TORCH_SAMPLERS and isinstance(each, _EpochSampler)
+        ]
         self._generators = _distinct([self.generator, *map(_generator_of, samplers)], leave_out=self._seeded)
         self._next_epoch = 0
         self._next_start = 0
@@ -199,6 +202,15 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def epoch(self) -> int:
         """The epoch that is running or, between two, the one that comes next."""
         return self._next_epoch if self._pass is None else self._pass.epoch
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the order of an epoch follows from the seed and the epoch alone, whatever else is drawn."""
+        if not self._seeded or _is_stream(self.dataset) or type(self.batch_sampler) is not BatchSampler:
+            return False
+        return type(self.sampler) is SequentialSampler or (
+            type(self.sampler) is RandomSampler and self.sampler.generator in self._seeded
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`, and tell a sampler that has a `set_epoch` of its own."""
@@ -309,13 +321,11 @@ class DataLoader(torch_data.DataLoader[T_co]):
         # Torch draws a seed for its workers even when it has none, and so moves the generator on.
         if not self._workers_seeded:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        draw_order = functools.cache(functools.partial(self._draw_order, rows))
         # Torch draws the order when it needs the first index. Its workers need that at once, and a generator
         # with our seed is ours only until the next iteration starts.
-        if start or self.num_workers or self._seeded:
-            draw_order()
+        drawn = [self._draw_order(rows)] if start or self.num_workers or self._seeded else []
         return rows.batches(
-            draw_order,
+            drawn.pop if drawn else partial(self._draw_order, rows),
             self._close_order,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
@@ -374,6 +384,10 @@ class _Pass:
 @runtime_checkable
 class _EpochSampler(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
+
+
+# They have no epoch, and need not be asked: a look at a protocol takes a while.
+_TORCH_SAMPLERS = (type(None), SequentialSampler, RandomSampler, BatchSampler)
 
 
 class _Share(Sampler[Any]):

@@ -63,7 +63,7 @@ def as_loader(
         >>> [labels.tolist() for _, labels in loader]
         [[4, 2, 0], [1]]
     """
-    if not isinstance(sampler, Mapping) and isinstance(sampler, SamplerSource):
+    if sampler is not None and not isinstance(sampler, Mapping) and isinstance(sampler, SamplerSource):
         sampler = sampler.get()
     if isinstance(data, (tuple, Tensor, np.ndarray)):
         dataset: Dataset[Any] = _tensor_dataset(data if isinstance(data, tuple) else (data,))
