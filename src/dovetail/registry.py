@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Generic, TypeVar, overload
 
 from dovetail.errors import ConfigError, UnknownNameError
@@ -30,7 +31,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, built_in: Callable[[], Mapping[str, T]] = dict) -> None:
         self.kind = kind
-        self._built_in = built_in
+        self._built_in = cache(built_in)
         self._own: dict[str, T] = {}
 
     @overload
@@ -56,10 +57,10 @@ class Registry(Generic[T]):
         Raises:
             UnknownNameError: There is none; the message names the nearest.
         """
-        table = self._table()
-        if name not in table:
-            raise UnknownNameError(self.kind, name, table)
-        return table[name]
+        for table in (self._own, self._built_in()):
+            if name in table:
+                return table[name]
+        raise UnknownNameError(self.kind, name, self._table())
 
     def names(self) -> list[str]:
         """Return all names, sorted."""

@@ -56,7 +56,7 @@ class Progress:
 
     def copy(self) -> Progress:
         """Return the same counters, detached from further training."""
-        return Progress(**asdict(self))
+        return Progress(self.epoch, self.batch, self.batches, self.records, self.updates)
 
 
 @dataclass(frozen=True)

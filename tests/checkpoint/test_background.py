@@ -21,7 +21,7 @@ class _Gate(Files):
 
     def sync_directory(self, path: Path) -> None:
         self.reached.set()
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         super().sync_directory(path)
 
 
@@ -35,7 +35,7 @@ def test_the_state_is_that_of_the_moment_of_submitting(tmp_path: Path) -> None:
     tensor, counts = torch.ones(3), [1]
     with AsyncWriter(files=gate) as writer:
         writer.submit(tmp_path / "a", {"tensor": tensor, "tied": tensor, "counts": counts}, summary={"step": 1})
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(120)
         tensor.zero_()
         counts.append(2)
         gate.open.set()
@@ -57,7 +57,7 @@ def test_checking_does_not_wait(tmp_path: Path) -> None:
     gate = _Gate()
     with AsyncWriter(files=gate) as writer:
         writer.submit(tmp_path / "a", {})
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(120)
         writer.check()
         assert not (tmp_path / "a").exists()
         gate.open.set()

@@ -43,6 +43,14 @@ def test_restarts_have_a_column_where_there_are_any() -> None:
     assert "restarts" in shown(experiment(trial(0, restarts=1)), None)
 
 
+def test_progress_has_a_column_while_trials_that_report_it_run() -> None:
+    assert "progress" not in shown(experiment(trial(0, progress=1.0)), None)
+    text = shown(experiment(trial(0, progress=1.0), trial(1, state="RUNNING", progress=0.254)), None)
+    assert "│ progress │" in text
+    assert " 25% │" in text
+    assert "100%" not in text
+
+
 def test_an_experiment_without_trials_is_one_line() -> None:
     assert (
         shown(experiment(), None).rstrip() == summary(experiment()) == "experiment 1 (demo) ACTIVE · 0 trials · 0:00:00"

@@ -234,6 +234,8 @@ class TrainingContext:
         config: Settings that strategies and plato's hooks read.
         state: A dictionary that strategies share.
         client_id: 0 for a trainer on its own and for a server, else the client's number.
+        client_state: What the client keeps from round to round: each strategy has a key of its own.
+        received: What the server sent besides the weights, by name.
         current_round: The federated round, 0 outside of a federation.
         progress: Epochs, batches, records and updates so far.
         history: The record of the run.
@@ -268,6 +270,7 @@ class TrainingContext:
         "callbacks",
         "checked",
         "client_id",
+        "client_state",
         "closure",
         "config",
         "current_round",
@@ -290,6 +293,7 @@ class TrainingContext:
         "plan",
         "precision",
         "progress",
+        "received",
         "run_id",
         "saver",
         "schedulers",
@@ -314,6 +318,8 @@ class TrainingContext:
         self.config: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
         self.client_id = 0
+        self.client_state: dict[str, Any] = {}
+        self.received: Mapping[str, Any] = {}
         self.current_round = 0
         self.progress = Progress()
         self.history = History()

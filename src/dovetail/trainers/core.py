@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -35,6 +36,7 @@ from dovetail.data import (
 from dovetail.data.batches import map_tensors
 from dovetail.distributed import part_of, whole
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
+from dovetail.history import History
 from dovetail.trainers import base, loop
 from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
 from dovetail.trainers.fitting import check_fits, kinds_of
@@ -56,7 +58,7 @@ from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_sta
 from dovetail.trainers.saving import Saver
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.strategies.base import TrainingStepStrategy
-from dovetail.trainers.strategies.bundle import Strategies, refuse_both
+from dovetail.trainers.strategies.bundle import Strategies, check_roles, refuse_both
 from dovetail.trainers.strategies.coerce import (
     as_loader_strategy,
     as_loss_strategy,
@@ -66,7 +68,7 @@ from dovetail.trainers.strategies.coerce import (
     as_testing_strategy,
     as_update_strategy,
 )
-from dovetail.units import Batches, Epochs, TrainUnit, parse_unit
+from dovetail.units import Batches, Epochs, Progress, TrainUnit, parse_unit
 
 __all__ = ["CoreTrainer"]
 
@@ -141,6 +143,7 @@ class CoreTrainer(base.Trainer):
         self._move = to_device if self.options.memory_format is None else _to_device_channels_last
         self._loaders: dict[str, tuple[Any, Any]] = {}
         self._parts: dict[int, tuple[Any, Any, int]] = {}
+        self._placed: weakref.ref[nn.Module] | None = None
         self._epoch_start: dict[str, Any] | None = None
         self._restored_order: dict[str, Any] | None = None
         self._step_strategy: TrainingStepStrategy | None = None
@@ -160,9 +163,9 @@ class CoreTrainer(base.Trainer):
         seed = self.options.seed
         context.state["order_seed"] = torch.initial_seed() % 2**63 if seed is None else seed
         self.strategies.setup(context)
-        self._closing = weakref.finalize(self, self.strategies.teardown, context)
+        self._follow_strategies()
+        hooks = self._strategy_hooks
         # Strategies change what is computed, so they come before those who watch.
-        hooks = self.strategies.as_callback()
         context.callbacks.add(*([] if hooks is None else [hooks]), *(callbacks or ()), *self._default_callbacks())
 
     # ------------------------------------------------------------------ seams
@@ -285,7 +288,9 @@ class CoreTrainer(base.Trainer):
             self.criterion.to(context.device)
         if context.metrics_are_default:
             # Chosen anew in every run: its configuration may name another loss.
-            context.metrics = as_metrics({"accuracy": accuracy}) if self._classifies() else {}
+            chosen = {"accuracy": accuracy} if self._classifies() else {}
+            if context.metrics.keys() != chosen.keys():
+                context.metrics = as_metrics(chosen)
         for metric in context.metrics.values():
             if isinstance(metric, nn.Module):
                 metric.to(context.device)
@@ -332,6 +337,7 @@ class CoreTrainer(base.Trainer):
         context.validated_at, context.validation = state["validated_at"], dict(state["validation"])
         context.checked = context.progress.copy()
         context.run_id = state["run_id"]
+        context.client_state = dict(state.get("client_state", {}))
         context.state["order_seed"] = state["order_seed"]
         self._epoch_start = self._restored_order = state["epoch_start"]
         begun = context.progress.batch
@@ -353,6 +359,7 @@ class CoreTrainer(base.Trainer):
             "callbacks": context.callbacks.state_dict(),
             "strategies": self.strategies.state_dict(),
             "participants": {name: participant.state_dict() for name, participant in context.participants.items()},
+            "client_state": context.client_state,
             "saver": context.saver.state_dict() if context.saver is not None else {"best": None, "owes": False},
             "validated_at": context.validated_at,
             "validation": dict(context.validation),
@@ -404,7 +411,8 @@ class CoreTrainer(base.Trainer):
         # The order of a loader that draws from a generator is what it drew at the start of the epoch.
         now = rng_state()
         if self._epoch_start is not None:
-            set_rng_state(self._epoch_start["rng"])
+            if self._epoch_start["rng"] is not None:
+                set_rng_state(self._epoch_start["rng"])
             _set_sources(loader, self._epoch_start)
         rest = iterate_from(loader, start)
         set_rng_state(now)
@@ -641,6 +649,41 @@ class CoreTrainer(base.Trainer):
             raise ConfigError(f"register: {name!r} is registered already")
         self.context.participants[name] = participant
 
+    def equip(self, **strategies: Any) -> None:
+        """Put strategies in place of the present ones, before a run; what is new may hold what was there.
+
+        Args:
+            strategies: By role: `loss`, `optimizer`, `training_step`, `lr_scheduler`, `model_update`, `data_loader`,
+                `testing`.
+
+        Raises:
+            ConfigError: There is no such role, or a strategy is of another one; or the trainer runs, or is closed.
+        """
+        if not strategies:
+            return
+        context = self.context
+        if context.trainer is not None:
+            raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
+        check_roles(strategies)
+        if not self.strategies.is_set_up:
+            raise ConfigError("equip: the trainer is closed: its strategies are torn down")
+        self._closing.detach()
+        if self._strategy_hooks is not None:
+            context.callbacks.remove(self._strategy_hooks)
+        # Those that stay were set up once, and stay so. What is new sets up what it holds.
+        for role in strategies:
+            present = getattr(self.strategies, role)
+            if present is not None:
+                present.teardown(context)
+        self.strategies = replace(self.strategies, **strategies)
+        for added in strategies.values():
+            added.setup(context)
+        self.strategies.is_set_up = True
+        self._follow_strategies()
+        self.criterion = None
+        if self._strategy_hooks is not None:
+            context.callbacks.add(self._strategy_hooks, first=True)
+
     def configure(self, config: Mapping[str, Any]) -> None:
         """Set the configuration of the next run: `config` over the trainer's own, whatever earlier runs were told."""
         self.context.config = {**self._own_config, **config}
@@ -648,8 +691,7 @@ class CoreTrainer(base.Trainer):
     def reset(self) -> None:
         """Forget progress, history and optimizer state, and keep the model: the next `fit` is a new run."""
         context = self.context
-        fresh = TrainingContext()
-        context.progress, context.history, context.meter = fresh.progress, fresh.history, fresh.meter
+        context.progress, context.history, context.meter = Progress(), History(), Meter()
         context.optimizers.clear()
         context.schedulers.clear()
         context.validated_at, context.validation = -1, {}
@@ -671,7 +713,7 @@ class CoreTrainer(base.Trainer):
         # What `setup` and the first batch make is made anew where a copy is used.
         made = {"criterion": None} if self.strategies.loss is not None else {}
         kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
-        return {**kept, **made, "_loaders": {}, "_parts": {}}
+        return {**kept, **made, "_loaders": {}, "_parts": {}, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -682,10 +724,20 @@ class CoreTrainer(base.Trainer):
     # ------------------------------------------------------------------ private
 
     def _place_model(self, model: nn.Module) -> None:
-        model.to(self.context.device)
+        device, placed = self.context.device, self._placed
+        is_known = placed is not None and placed() is model and self.options.memory_format is None
+        if is_known and all(it.device == device for it in chain(model.parameters(), model.buffers())):
+            # A client's run may be a few steps long, and to move what is there takes as long as to train on a batch.
+            return
+        self._placed = weakref.ref(model)
+        model.to(device)
         if self.options.memory_format is not None:
             # Parameters stay the same objects, so optimizers keep theirs.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
+
+    def _follow_strategies(self) -> None:
+        self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
+        self._strategy_hooks = self.strategies.as_callback()
 
     def _build_optimizers(self) -> None:
         context = self.context
@@ -815,6 +867,8 @@ def _period(value: TrainUnit | Mapping[str, int] | None, name: str) -> TrainUnit
 
 def _order_state(loader: Any) -> dict[str, Any]:
     """What the order of an epoch depends on when it is drawn: the generators, the loader's own, and its sampler."""
+    if isinstance(loader, DataLoader) and loader.is_seeded:
+        return {"rng": None, "generator": None, "sampler": None}
     generator, sampler = getattr(loader, "generator", None), getattr(loader, "sampler", None)
     return {
         "rng": rng_state(),
@@ -832,4 +886,4 @@ def _set_sources(loader: Any, state: Mapping[str, Any]) -> None:
 
 def _keeps_place(loader: Any) -> bool:
     """Whether a loader of the user's knows itself where it is."""
-    return isinstance(loader, Stateful) and not isinstance(loader, DataLoader)
+    return not isinstance(loader, DataLoader) and isinstance(loader, Stateful)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -168,8 +169,9 @@ def forward(model: Any, inputs: Any) -> Any:
 
 
 def classifies(criterion: Any) -> bool:
-    """Whether a loss is that of a classifier of exclusive classes, so that accuracy has a meaning."""
-    return isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or criterion in (
+    """Whether a loss, or what a class makes, is that of a classifier of exclusive classes: accuracy has a meaning."""
+    kind = criterion if isinstance(criterion, type) else type(criterion)
+    return issubclass(kind, (nn.CrossEntropyLoss, nn.NLLLoss)) or criterion in (
         nn.functional.cross_entropy,
         nn.functional.nll_loss,
     )
@@ -177,7 +179,13 @@ def classifies(criterion: Any) -> bool:
 
 def requires_closure(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step` cannot be called without a function that evaluates the loss."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    # A scheduler gives an optimizer a step of its own around that of its class, with the same arguments.
+    return _requires_closure(type(optimizer).step)
+
+
+@cache
+def _requires_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

@@ -28,14 +28,14 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
-from dovetail.trainers.randomness import rng_state, set_rng_state
-
 __all__ = ["CannotCompileError", "Outputs", "WholeStep", "check_compiler"]
 
 # A form of batch that is not the first is compiled when it comes twice in a row, or this often in all: the last,
 # shorter batch of every epoch costs less in eager mode than the seconds of a compiler.
 _APPEARANCES = 8
 _MOST_GRAPHS = 8
+# Graphs that are kept from run to run, the newest of them.
+_MOST_KEPT = 32
 # Batches in more forms than this have none that is worth a graph.
 _MOST_FORMS = 64
 
@@ -110,15 +110,28 @@ class WholeStep:
         self._grouped = [_ids(group["params"]) for group in optimizer.param_groups]
         self._graphs: dict[str, _Graph] = {}
         self._last: tuple[Any, _Graph] | None = None
+        # Of the run: how often each form has come, which of them are computed by graphs, and the form before.
         self._seen: dict[str, int] = {}
         self._compiled: set[str] = set()
         self._previous = ""
+        self._most_forms = _MOST_GRAPHS
         self._looks = True
 
     @property
     def num_graphs(self) -> int:
         """How many forms of batches have a graph."""
         return len(self._graphs)
+
+    def begin(self, most_forms: int = _MOST_GRAPHS) -> None:
+        """Begin another run: what is computed by a graph follows from its batches alone, not from runs before.
+
+        Graphs that are there already are used where the run would have made them.
+
+        Args:
+            most_forms: How many forms of batches may be computed by graphs.
+        """
+        self._seen, self._compiled, self._previous, self._last = {}, set(), "", None
+        self._most_forms = most_forms
 
     def adopt(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> bool:
         """Go on with an optimizer, and return whether that works: its kind, modules and parameters are the same."""
@@ -134,6 +147,20 @@ class WholeStep:
         _check_optimizer(optimizer, self._parameters)
         self.optimizer = optimizer
         return True
+
+    def find_again(self) -> bool:
+        """Let graphs use the tensors that objects beside the modules hold now, where they held others at the trace.
+
+        Graphs are forgotten for which such a tensor has another form now, or is held by none of those objects, so that
+        which one it would be now is not known.
+
+        Returns:
+            Whether all graphs are kept.
+        """
+        number = len(self._graphs)
+        self._graphs = {name: graph for name, graph in self._graphs.items() if graph.find_constants()}
+        self._last = None
+        return len(self._graphs) == number
 
     def look_again(self) -> None:
         """Compare the loss of the next call with that of `compute`, in which something may have changed."""
@@ -156,8 +183,10 @@ class WholeStep:
                 return None
             if name not in self._graphs:
                 self._graphs[name] = self._compile([batch], leaves)
-                self._compiled.add(name)
                 self._looks = True
+                if len(self._graphs) > _MOST_KEPT:
+                    del self._graphs[next(iter(self._graphs))]
+            self._compiled.add(name)
             graph = self._graphs[name]
             self._last = (key, graph)
         self._bring_up_to_date(graph)
@@ -214,15 +243,13 @@ class WholeStep:
 
     def _is_worth_a_graph(self, name: str) -> bool:
         previous, self._previous = self._previous, name
-        if name in self._graphs:
-            return True
         is_first = not self._seen
         self._seen[name] = number = self._seen.get(name, 0) + 1
         if len(self._seen) > _MOST_FORMS:
             raise CannotCompileError(f"the batches come in more than {_MOST_FORMS} shapes")
         if name in self._compiled:
             return True
-        return len(self._graphs) < _MOST_GRAPHS and (is_first or name == previous or number >= _APPEARANCES)
+        return len(self._compiled) < self._most_forms and (is_first or name == previous or number >= _APPEARANCES)
 
     def _state(self) -> tuple[Any, ...]:
         """All but the batch that decides which graph stands for a step."""
@@ -292,11 +319,24 @@ class WholeStep:
             list(compress(states, used)),
             list(compress([hyper], used)),
             list(compress(range(len(leaves)), used)),
-            list(compress(constants, used)),
+            kept := list(compress(constants, used)),
             draws,
             names,
             fixed,
+            places=[self._place_of_constant(it) for it in kept],
         )
+
+    def _place_of_constant(self, constant: Tensor) -> Callable[[], Any] | None:
+        """Return what reads a tensor where it was found: an attribute, or an entry of one; None if it was not."""
+        for _, space in self._spaces:
+            for name, value in space.items():
+                if value is constant:
+                    return partial(getitem, space, name)
+                entries = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_row(value) else ()
+                for key, entry in entries:
+                    if entry is constant:
+                        return partial(_entry, space, name, key)
+        return None
 
     def _traced(self, *step: Any) -> tuple[GraphModule, list[str], dict[str, Any]]:
         if any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in self._modules):
@@ -400,11 +440,13 @@ class WholeStep:
         self, graph: _Graph, leaves: list[Tensor], expect: Callable[[], Sequence[Mapping[str, Any]]]
     ) -> list[Outputs]:
         """Run a graph and see that its losses are the expected ones; if not, put everything back."""
-        randomness, written = rng_state(), graph.written()
+        # Python's and numpy's generators are not in it: a step that draws from them is no graph.
+        randomness, written = _torch_generators(), graph.written()
         before = [value.detach().clone() for value in written]
 
         def put_back() -> None:
-            set_rng_state(randomness)
+            for generator, state in randomness:
+                generator.set_state(state)
             with torch.no_grad():
                 for value, old in zip(written, before, strict=True):
                     value.copy_(old)
@@ -460,6 +502,7 @@ class _Graph:
         bound: The optimizer's state that it was bound to, which is another one after loading.
         num_bound: Of how many parameters.
         settings: The optimizer's settings that it uses.
+        places: What reads each of the constants where it was found; None where it is held by nothing that is known.
     """
 
     call: Callable[..., Any]
@@ -476,6 +519,7 @@ class _Graph:
     bound: Any = None
     num_bound: int = 0
     settings: Any = None
+    places: list[Callable[[], Any] | None] = field(default_factory=list)
     _spaces: list[MutableMapping[str, Any]] = field(default_factory=list)
     _slots: list[str] = field(default_factory=list)
 
@@ -513,11 +557,47 @@ class _Graph:
         # Torch's schedulers warn where they step before the optimizer, and this is how they know.
         vars(optimizer)["_opt_called"] = True
 
+    def find_constants(self) -> bool:
+        """Read the constants where they were found, and return whether there are such of the same form."""
+        for number, place in enumerate(self.places):
+            value = None if place is None else _read(place)
+            if not isinstance(value, Tensor) or _form(value) != _form(self.constants[number]):
+                return False
+            self.constants[number] = value
+        self.several = {number: graph for number, graph in self.several.items() if graph.find_constants()}
+        return True
+
     def set_numbers(self, numbers: list[float]) -> None:
         """Use these numbers of the optimizer from now on."""
         for hyper in self.hyper:
             # The array is a view of the tensor.
             hyper.numpy()[:] = numbers
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _entry(space: Mapping[str, Any], name: str, key: Any) -> Any:
+    return space[name][key]
+
+
+def _read(place: Callable[[], Any]) -> Any:
+    try:
+        return place()
+    except (LookupError, TypeError):
+        return None
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.requires_grad
+
+
+def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:
+    """Torch's generators of all devices that are in use, with their states."""
+    # There are none of CUDA before its first use.
+    generators = (torch.default_generator, *torch.cuda.default_generators)
+    return [(generator, generator.get_state()) for generator in generators]
 
 
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -72,6 +73,8 @@ class Compiled(Capability):
         self._restored: Mapping[str, Any] | None = None
         # The epoch for which everything was last looked at; None for a run that begins.
         self._epoch: int | None = None
+        # What rules a graph, or several steps per call, out; None where that is not known.
+        self._causes: tuple[str | None, str | None] | None = None
         self._is_eager = False
         # Whether every step is a call of its own, whatever was asked for.
         self._is_one_by_one = False
@@ -89,8 +92,17 @@ class Compiled(Capability):
         """Compile the module, in `model` mode."""
         super().setup()
         self._epoch, self._is_eager, self._is_one_by_one = None, self._compiles == "model", False
-        model = self.context.model
-        if self._compiles == "step" or self.context.stage != "train" or model is None:
+        context, model = self.context, self.context.model
+        if context.stage != "train" or model is None:
+            return
+        if self._compiles == "step":
+            self._causes = None
+            if context.progress.batches == 0:
+                self._restored = None
+                if self._step is not None:
+                    # A client's work follows from its task, whoever was at work here before: a graph for full
+                    # batches, as for any client, and none for the rest of its data, which comes in many sizes.
+                    self._step.begin(*([1] if context.client_id else []))
             return
         try:
             check_compiler()
@@ -103,9 +115,11 @@ class Compiled(Capability):
         """Return the batches; for training, read as many at a time as one call takes."""
         batches = super().batches(stage)
         # Why there is no graph is told where there would be one.
-        if stage != "train" or self._steps_per_call == 1 or self._why_not() is not None:
+        if stage != "train" or self._steps_per_call == 1:
             return batches
-        cause = self._why_one_by_one()
+        why_not, cause = self._ruled_out()
+        if why_not is not None:
+            return batches
         if cause is not None:
             self._tell(_ONE_BY_ONE.format(cause))
             return batches
@@ -117,7 +131,12 @@ class Compiled(Capability):
         if self._is_eager:
             return super().train_step(batch)
         try:
-            if self._epoch != context.progress.epoch:
+            # A client is looked at once: its runs are short, and many.
+            if self._epoch is None or (self._epoch != context.progress.epoch and not context.client_id):
+                if context.client_id and cast(Trainer, context.trainer).num_batches("train") == 1:
+                    # Its data do not fill a batch, and nearly every client would need a graph of its own.
+                    self._is_eager = True
+                    return super().train_step(batch)
                 self._step = self._prepared()
                 self._epoch = context.progress.epoch
             assert self._step is not None
@@ -168,7 +187,8 @@ class Compiled(Capability):
     def _prepared(self) -> WholeStep:
         """Return the step of this trainer as it is now."""
         context = self.context
-        cause = self._why_not()
+        self._causes = None
+        cause, _ = self._ruled_out()
         if cause is not None:
             raise CannotCompileError(cause)
         assert context.model is not None
@@ -176,11 +196,16 @@ class Compiled(Capability):
         self._shares = trainer.strategies.training_step is not None
         modules = [context.model, *([trainer.criterion] if isinstance(trainer.criterion, nn.Module) else [])]
         if self._step is not None and self._step.adopt(modules, optimizer):
+            if self._epoch is None and not self._step.find_again() and context.client_id:
+                # A graph for every client would take longer than it saves.
+                raise CannotCompileError("it uses a tensor that neither model, batch nor strategies hold in its form")
             self._step.look_again()
             return self._step
         spaces = [(type(it).__name__, vars(it)) for it in (*_layers(context.trainer), *_parts(trainer.strategies))]
         spaces.append(("context.state", context.state))
         step = WholeStep(self._computed, modules, optimizer, trainer.options.gradient_clip, spaces)
+        if context.client_id:
+            step.begin(1)
         if self._restored:
             step.load_state_dict(self._restored)
             self._restored = None
@@ -229,6 +254,13 @@ class Compiled(Capability):
             self._is_one_by_one = True
             self._tell(_ONE_BY_ONE.format(cause))
 
+    def _ruled_out(self) -> tuple[str | None, str | None]:
+        """Return what rules a graph out, and what rules several steps per call out; None for nothing."""
+        # What a client's run is made of stays as it is, from one epoch to the next.
+        if self._causes is None or not self.context.client_id:
+            self._causes = self._why_not(), self._why_one_by_one()
+        return self._causes
+
     def _why_one_by_one(self) -> str | None:
         """Return what about the run needs to see every step, or None."""
         context = self.context
@@ -238,11 +270,7 @@ class Compiled(Capability):
         for bound in context.schedulers:
             if bound.interval != "epoch":
                 return f"a schedule moves at every {bound.interval}"
-        for verb in ("scheduler_step", "after_step"):
-            for cls in _classes(context.trainer):
-                if verb in vars(cls) and cls.__module__ not in _PLAIN:
-                    return f"{cls.__name__} has its own {verb}"
-        return None
+        return _own_verb(_kinds(context.trainer), "scheduler_step", "after_step")
 
     def _computed(self, batch: Any) -> Mapping[str, Any]:
         """What the layers below compute, and nothing else of what they do."""
@@ -272,16 +300,8 @@ class Compiled(Capability):
             return "several processes share an update"
         for hook in context.callbacks.on_gradients:
             return f"{_owner(hook)} wants to see gradients"
-        for cls in _classes(context.trainer):
-            if cls is Compiled:
-                break
-            if "train_step" in vars(cls) and cls.__module__ not in _PLAIN:
-                return f"{cls.__name__} changes what train_step returns; put it inside"
-        for verb in ("backward", "clip_gradients", "optimizer_step"):
-            for cls in _classes(context.trainer):
-                if verb in vars(cls) and cls.__module__ not in _PLAIN:
-                    return f"{cls.__name__} has its own {verb}"
-        return None
+        kinds = _kinds(context.trainer)
+        return _outer_step(kinds) or _own_verb(kinds, "backward", "clip_gradients", "optimizer_step")
 
     def _tell(self, message: str) -> None:
         """Say once why training is not what was asked for."""
@@ -320,10 +340,30 @@ def _layers(trainer: Trainer | None) -> Iterator[Trainer]:
         layer = vars(layer).get("trainer")
 
 
-def _classes(trainer: Trainer | None) -> Iterator[type[Any]]:
-    """The classes of all layers, the outermost first."""
-    for layer in _layers(trainer):
-        yield from type(layer).__mro__
+def _kinds(trainer: Trainer | None) -> tuple[type[Any], ...]:
+    """The types of all layers, the outermost first."""
+    return tuple(map(type, _layers(trainer)))
+
+
+@cache
+def _outer_step(kinds: tuple[type[Any], ...]) -> str | None:
+    """Which class changes the step from outside of the graph."""
+    for cls in (cls for kind in kinds for cls in kind.__mro__):
+        if cls is Compiled:
+            break
+        if "train_step" in vars(cls) and cls.__module__ not in _PLAIN:
+            return f"{cls.__name__} changes what train_step returns; put it inside"
+    return None
+
+
+@cache
+def _own_verb(kinds: tuple[type[Any], ...], *verbs: str) -> str | None:
+    """Which class has one of some verbs that a graph computes in its place."""
+    for verb in verbs:
+        for cls in (cls for kind in kinds for cls in kind.__mro__):
+            if verb in vars(cls) and cls.__module__ not in _PLAIN:
+                return f"{cls.__name__} has its own {verb}"
+    return None
 
 
 def _parts(strategies: Any) -> Iterator[Strategy]:

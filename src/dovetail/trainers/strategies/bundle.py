@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from dovetail.callbacks import Callback
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers.strategies.base import (
     DataLoaderStrategy,
     LossCriterionStrategy,
@@ -23,7 +23,7 @@ from dovetail.trainers.strategies.base import (
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["ANSWERED", "Strategies", "refuse_both"]
+__all__ = ["ANSWERED", "Strategies", "check_roles", "refuse_both"]
 
 # The arguments of a trainer that its own seams use, by the strategy that answers in their place.
 ANSWERED: dict[str, frozenset[str]] = {
@@ -143,6 +143,16 @@ class Strategies:
 
     def _overriding(self, hook: str) -> list[Callable[..., None]]:
         return [getattr(strategy, hook) for strategy in self if _overrides(strategy, hook, Strategy)]
+
+
+def check_roles(strategies: Mapping[str, Any]) -> None:
+    """Refuse strategies by names that are no roles, and such as are of another role."""
+    roles = [each.name for each in fields(Strategies) if each.init]
+    for role, strategy in strategies.items():
+        if role not in roles:
+            raise UnknownNameError("role of a strategy", role, roles)
+        if not isinstance(strategy, Strategy) or strategy.role != role:
+            raise ConfigError(f"{role}: expected a strategy of this role, got {strategy!r}")
 
 
 def refuse_both(strategies: Strategies, given: Collection[str]) -> None:

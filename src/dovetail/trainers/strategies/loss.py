@@ -62,7 +62,10 @@ class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
 
     def classifies(self, context: TrainingContext) -> bool:
         """Whether the loss that is given, or else the one that the configuration names, is that of a classifier."""
-        return classifies(self.loss_fn or _configured(context.config))
+        if self.loss_fn is not None:
+            return classifies(self.loss_fn)
+        kind = losses.get(context.config.get("loss_criterion", "CrossEntropyLoss"))
+        return classifies(kind if isinstance(kind, type) else _configured(context.config))
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch."""

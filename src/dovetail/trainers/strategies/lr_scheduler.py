@@ -7,6 +7,7 @@ counted in such steps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -104,7 +105,8 @@ class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
 
     Args:
         scheduler_fn: A callable of the optimizer. None for `config["lr_scheduler"]`, a registered name, with the
-            arguments `config["parameters"]["learning_rate"]`.
+            arguments `config["parameters"]["learning_rate"]`; with `config["global_lr_scheduler"]` the rate of a
+            federated round begins where that of the round before ended.
 
     Example:
         >>> from functools import partial
@@ -123,9 +125,14 @@ class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
         if name is None:
             return None
         arguments = dict(config.get("parameters", {}).get("learning_rate", {}))
+        goes_on = bool(config.get("global_lr_scheduler")) and context.current_round > 0
         if name == "CosineAnnealingLR" and self.interval == "epoch" and "epochs" in config:
-            arguments.setdefault("T_max", max(1, config["epochs"] // self.frequency))
-        return schedulers.get(name)(optimizer, **arguments)
+            epochs = config["epochs"] * (config.get("rounds", 1) if goes_on else 1)
+            arguments.setdefault("T_max", max(1, epochs // self.frequency))
+        scheduler = schedulers.get(name)(optimizer, **arguments)
+        if goes_on:
+            _replay(scheduler, (context.current_round - 1) * config.get("epochs", 1) // self.frequency)
+        return scheduler
 
 
 @dataclass(eq=False, repr=False)
@@ -462,3 +469,12 @@ class TimmLRSchedulerStrategy(Described, LRSchedulerStrategy):
     def on_epoch_end(self, context: TrainingContext) -> None:
         """Tell the scheduler of an epoch."""
         self._scheduler.step(context.progress.epoch)
+
+
+def _replay(scheduler: Any, steps: int) -> None:
+    """Bring a new scheduler to where it would be after so many steps."""
+    with warnings.catch_warnings():
+        # Torch warns of steps before the first one of the optimizer, which this is about.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(steps):
+            scheduler.step()

@@ -1,0 +1,346 @@
+"""Many models at once: a fleet of K equal models is one model with a leading dimension, run by the same loop.
+
+Every tensor of the fleet has K rows, one for each member. Members have data of their own, of unequal size: a step takes
+the next batch of everybody who has one left, and whoever has none is done. Optimizers that work element by element, and
+their state, need not know.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from dovetail.data import DataLoader, split_batch
+from dovetail.errors import ConfigError
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.context import Stage
+from dovetail.trainers.core import CoreTrainer
+from dovetail.trainers.decorators import TrainerDecorator
+from dovetail.trainers.pieces import losses
+from dovetail.trainers.strategies import (
+    CrossEntropyLossStrategy,
+    DefaultLossCriterionStrategy,
+    DefaultTrainingStepStrategy,
+    NoOpUpdateStrategy,
+)
+from dovetail.trainers.strategies.coerce import CallableLossStrategy
+
+__all__ = ["FleetTrainer", "Member", "stacked", "why_alone"]
+
+_ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop)
+# Losses that are means over samples, whatever else is in the batch.
+_MEAN_FUNCTIONS = (F.cross_entropy, F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits)
+_MEANS = (nn.CrossEntropyLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.BCELoss)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of a fleet.
+
+    Attributes:
+        state: What its model begins with, by name.
+        data: What it trains on: tensors, or a dataset.
+        seed: Of the order of its data.
+    """
+
+    state: Mapping[str, Tensor]
+    data: Any
+    seed: int
+
+
+class FleetTrainer(TrainerDecorator):
+    """Trains the models of many at once, each as its own trainer would.
+
+    Args:
+        trainer: How each of them trains; its model is one of theirs.
+        members: Who trains.
+
+    Attributes:
+        num_updates: How many steps each member has made, or will have made.
+        losses: The mean training loss of each member in its last epoch.
+
+    Example:
+        >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> x, y = torch.randn(12, 4), torch.zeros(12, dtype=torch.long)
+        >>> trainer = ComposableTrainer(nn.Linear(4, 2), num_epochs=2, batch_size=4, verbose=False)
+        >>> members = [Member(trainer.model.state_dict(), (x[:n], y[:n]), seed=n) for n in (12, 6)]
+        >>> fleet = FleetTrainer(trainer, members)
+        >>> fleet.train_together()
+        >>> fleet.num_updates, fleet.state_of(1)["weight"].shape
+        ([6, 4], torch.Size([2, 4]))
+    """
+
+    def __init__(self, trainer: Trainer, members: Sequence[Member]) -> None:
+        core: Any = trainer
+        self._one = core.model
+        self._loaders = [_loader(core, member) for member in members]
+        self._epochs = core.num_epochs
+        self.num_updates = [len(loader) * self._epochs for loader in self._loaders]
+        self._idle = torch.empty(0, dtype=torch.long)
+        self._sums: Tensor | None = None
+        self._counted: Tensor | None = None
+        super().__init__(trainer)
+        core.model = stacked(self._one, [member.state for member in members]).to(trainer.context.device)
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean training loss of each member in its last epoch; NaN for one that had no batch."""
+        assert self._sums is not None
+        assert self._counted is not None
+        return [float(value) for value in self._sums / self._counted]
+
+    def state_of(self, position: int) -> dict[str, Tensor]:
+        """Return the state of one member's model."""
+        model = self.context.model
+        assert model is not None
+        parameters = dict(model.named_parameters())
+        return {
+            name: value[position].detach() if name in parameters else value.detach()
+            for name, value in model.state_dict().items()
+        }
+
+    def train_together(self) -> None:
+        """Train all members to their ends."""
+        # All epochs of all members are one pass: a member that has fewer batches begins its next epoch earlier.
+        self.fit(self._loaders[0], max_length={"epochs": 1})
+
+    # ------------------------------------------------------------------ verbs
+
+    def batches(self, stage: Stage) -> Iterable[Any]:
+        """Return the steps of the fleet: the batches of all members, side by side."""
+        return super().batches(stage) if stage != "train" else self._steps()
+
+    def num_batches(self, stage: Stage) -> int | None:
+        """Return the steps of whoever has most."""
+        return super().num_batches(stage) if stage != "train" else max(self.num_updates)
+
+    def batch_length(self, batch: Any) -> int:
+        """Return how many samples all members have in a step."""
+        return int(batch.counts.sum()) if isinstance(batch, _Step) else super().batch_length(batch)
+
+    def to_device(self, batch: Any) -> Any:
+        """Move a step of the fleet."""
+        if not isinstance(batch, _Step):
+            return super().to_device(batch)
+        move = super().to_device
+        return _Step(move(batch.inputs), move(batch.targets), move(batch.counts), move(batch.is_last_epoch), batch.idle)
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Return the sum of the members' losses: the gradient of each is that of its own loss."""
+        context, criterion = self.context, self.trainer.criterion  # type: ignore[attr-defined]  # of the core trainer
+        assert context.model is not None
+        outputs = context.model(batch.inputs)
+        each = vmap(vmap(lambda out, target: criterion(out.unsqueeze(0), target.unsqueeze(0))))
+        losses = each(outputs, batch.targets)
+        is_real = torch.arange(losses.shape[1], device=losses.device) < batch.counts.unsqueeze(1)
+        # Not a product: what a padded sample gives may be infinite.
+        sums = torch.where(is_real, losses, 0.0).sum(dim=1)
+        means = sums / batch.counts.clamp(min=1)
+        self._note(sums.detach(), batch)
+        self._idle = batch.idle
+        return {"loss": means.sum()}
+
+    def clip_gradients(self, optimizer: Optimizer) -> None:
+        """Clip the gradients of every member for itself."""
+        limit = self.trainer.options.gradient_clip  # type: ignore[attr-defined]  # of the core trainer
+        if not limit:
+            return
+        gradients = [it.grad for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(it.flatten(1), dim=1) for it in gradients])
+        scale = (limit / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Step for all, and put back who is done: momentum and decay would move them on."""
+        idle = self._idle
+        if not len(idle):
+            return super().optimizer_step(optimizer)
+        parameters = [it for group in optimizer.param_groups for it in group["params"]]
+        kept = [it.detach()[idle] for it in parameters]
+        stepped = super().optimizer_step(optimizer)
+        with torch.no_grad():
+            for parameter, rows in zip(parameters, kept, strict=True):
+                parameter[idle] = rows
+        return stepped
+
+    # ------------------------------------------------------------------ private
+
+    def _steps(self) -> Iterator[_Step]:
+        streams = [_stream(loader, self._epochs) for loader in self._loaders]
+        last = [updates - len(loader) for updates, loader in zip(self.num_updates, self._loaders, strict=True)]
+        nothing = split_batch(next(iter(self._loaders[0])))
+        for number in range(max(self.num_updates)):
+            pairs = [next(stream, None) for stream in streams]
+            counts = torch.tensor([0 if pair is None else len(pair[1]) for pair in pairs])
+            inputs, targets = zip(*(pair or (nothing[0][:0], nothing[1][:0]) for pair in pairs), strict=True)
+            yield _Step(
+                pad_sequence(list(inputs), batch_first=True),
+                pad_sequence(list(targets), batch_first=True),
+                counts,
+                torch.tensor([number >= begin for begin in last]),
+                torch.tensor([position for position, pair in enumerate(pairs) if pair is None], dtype=torch.long),
+            )
+
+    def _note(self, sums: Tensor, batch: _Step) -> None:
+        if self._sums is None or self._counted is None:
+            self._sums, self._counted = torch.zeros_like(sums), torch.zeros_like(sums)
+        self._sums += torch.where(batch.is_last_epoch, sums, 0.0)
+        self._counted += torch.where(batch.is_last_epoch, batch.counts, 0)
+
+
+@dataclass
+class _Step:
+    """The batches of all members, padded to one size."""
+
+    inputs: Tensor
+    targets: Tensor
+    counts: Tensor
+    is_last_epoch: Tensor
+    idle: Tensor
+
+
+def stacked(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> nn.Module:
+    """Return a model with a row for each state in every parameter, that maps rows of inputs to rows of outputs.
+
+    Its names are those of the model. Buffers are shared: see `why_alone`.
+
+    Example:
+        >>> one = nn.Linear(3, 2)
+        >>> many = stacked(one, [one.state_dict()] * 5)
+        >>> many.weight.shape, many(torch.zeros(5, 7, 3)).shape
+        (torch.Size([5, 2, 3]), torch.Size([5, 7, 2]))
+    """
+    many = copy.deepcopy(model)
+    for prefix, module in many.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                rows = torch.stack([state[full].to(parameter.device) for state in states])
+                module._parameters[name] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    kind = type(f"Fleet{type(model).__name__}", (_Rows, type(many)), {"one": (model,)})
+    many.__class__ = kind
+    return many
+
+
+class _Rows(nn.Module):
+    """Calls a model for every row of its parameters and inputs."""
+
+    # In a tuple, so that the model is no submodule.
+    one: tuple[nn.Module]
+
+    def forward(self, inputs: Any) -> Any:
+        (model,) = self.one
+        buffers = dict(self.named_buffers())
+
+        def call(parameters: dict[str, Tensor], row: Any) -> Any:
+            return functional_call(model, {**parameters, **buffers}, (row,))
+
+        return vmap(call)(dict(self.named_parameters()), inputs)
+
+
+def why_alone(trainer: Trainer) -> str | None:
+    """Return what about a trainer keeps many of its kind from training as one; None if nothing does.
+
+    Example:
+        >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> why_alone(ComposableTrainer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), verbose=False))
+        'Dropout draws random numbers'
+    """
+    if not isinstance(trainer, CoreTrainer):
+        return f"{type(trainer).__name__} is a layer around the trainer"
+    if type(trainer).train_step is not CoreTrainer.train_step or trainer._train_step is not None:
+        return f"{type(trainer).__name__} has its own train_step"
+    return _module_alone(trainer.model) or _pieces_alone(trainer) or _loss_alone(trainer) or _optimizer_alone(trainer)
+
+
+def _module_alone(model: nn.Module) -> str | None:
+    for module in model.modules():
+        name = type(module).__name__
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"{name} draws random numbers"
+        if isinstance(module, nn.modules.batchnorm._NormBase) and (
+            module.track_running_stats or not isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        ):
+            return f"{name} looks at the whole batch, and batches are padded"
+        if isinstance(module, nn.RNNBase):
+            return f"{name} cannot be mapped over rows"
+    return None
+
+
+def _pieces_alone(trainer: CoreTrainer) -> str | None:
+    strategies, context, options = trainer.strategies, trainer.context, trainer.options
+    if options.accumulation_steps > 1:
+        return "several batches share one update"
+    if context.precision is not None:
+        return "it trains in mixed precision"
+    if options.memory_format is not None:
+        return "it has a memory format"
+    step = strategies.training_step
+    if step is not None and type(step) is not DefaultTrainingStepStrategy:
+        return f"{type(step).__name__} has its own step"
+    if strategies.model_update is not None and type(strategies.model_update) is not NoOpUpdateStrategy:
+        return f"{type(strategies.model_update).__name__} looks at one model"
+    for hooks in (context.callbacks.on_step_start, context.callbacks.on_step_end, context.callbacks.on_gradients):
+        for hook in hooks:
+            return f"{type(getattr(hook, '__self__', hook)).__name__} wants to see every step"
+    return None
+
+
+def _loss_alone(trainer: CoreTrainer) -> str | None:
+    strategy = trainer.strategies.loss
+    if type(strategy) is CrossEntropyLossStrategy:
+        is_mean = strategy.reduction == "mean" and strategy.weight is None
+        return None if is_mean else "the loss is no plain mean over samples"
+    if strategy is None:
+        criterion = trainer.get_loss_criterion()
+    elif type(strategy) not in (DefaultLossCriterionStrategy, CallableLossStrategy):
+        return f"{type(strategy).__name__} may look at more than one sample"
+    else:
+        config = trainer.context.config
+        arguments = config.get("parameters", {}).get("loss_criterion", {})
+        named = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))
+        criterion = cast(DefaultLossCriterionStrategy, strategy).loss_fn or named(**arguments)
+    if criterion in _MEAN_FUNCTIONS:
+        return None
+    if not isinstance(criterion, _MEANS):
+        return f"the loss {getattr(criterion, '__name__', type(criterion).__name__)} may be no mean over samples"
+    # The mean of a weighted loss is one over the weights of a batch.
+    is_mean = criterion.reduction == "mean" and getattr(criterion, "weight", None) is None
+    return None if is_mean else "the loss is no plain mean over samples"
+
+
+def _optimizer_alone(trainer: CoreTrainer) -> str | None:
+    optimizer = trainer.optimizer
+    if len(trainer.context.optimizers) != 1:
+        return f"there are {len(trainer.context.optimizers)} optimizers"
+    if type(optimizer) not in _ELEMENTWISE:
+        return f"{type(optimizer).__name__} may look at whole tensors"
+    for bound in trainer.context.schedulers:
+        if bound.interval != "update":
+            return f"a schedule moves at every {bound.interval}, which comes at another step for everyone"
+    return None
+
+
+def _loader(core: Any, member: Member) -> DataLoader[Any]:
+    core.context.state["order_seed"] = member.seed
+    loader = core.get_train_loader(core.batch_size, member.data, None)
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(f"{type(loader).__name__} is a loader of its own kind")
+    return loader
+
+
+def _stream(loader: DataLoader[Any], epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            yield split_batch(batch)

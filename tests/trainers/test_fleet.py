@@ -1,0 +1,171 @@
+"""Many models at once train as each of them would."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail.callbacks import Callback
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.decorators import AMPTrainer
+from dovetail.trainers.fleet import FleetTrainer, Member, stacked, why_alone
+from dovetail.trainers.strategies import (
+    AdamOptimizerStrategy,
+    CrossEntropyLossStrategy,
+    DefaultOptimizerStrategy,
+    GradientAccumulationStepStrategy,
+    LinearLRSchedulerStrategy,
+    SGDOptimizerStrategy,
+    ShuffleDataLoaderStrategy,
+    StateTrackingUpdateStrategy,
+    StepLRSchedulerStrategy,
+)
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "logistic": (lambda: nn.Linear(6, 3), (6,)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (6,)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 3)
+        ),
+        (1, 8, 8),
+    ),
+}
+OPTIMIZERS = {
+    "sgd": SGDOptimizerStrategy(lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": AdamOptimizerStrategy(lr=0.01),
+}
+SIZES = (25, 7, 40, 16)
+
+
+def trainer_of(model: nn.Module, **options: Any) -> ComposableTrainer:
+    options = {"data_loader_strategy": ShuffleDataLoaderStrategy(), **options}
+    return ComposableTrainer(model, num_epochs=3, batch_size=8, verbose=False, **options)
+
+
+def data_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(size, *shape, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(0, 3, (size,), generator=generator),
+        )
+        for size in SIZES
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_fleet_is_each_of_its_members(kind: str, optimizer: str, dtype: torch.dtype, tolerance: float) -> None:
+    make, shape = MODELS[kind]
+    torch.manual_seed(0)
+    model, data = make().to(dtype), data_of(shape, dtype)
+    options = {"optimizer_strategy": OPTIMIZERS[optimizer], "gradient_clip": 0.5}
+    members = [Member(model.state_dict(), own, seed) for seed, own in enumerate(data)]
+    fleet = FleetTrainer(trainer_of(copy.deepcopy(model), **options), members)
+    fleet.train_together()
+    assert fleet.num_updates == [12, 3, 15, 6]
+    for position, own in enumerate(data):
+        alone = trainer_of(copy.deepcopy(model), **options)
+        alone.context.state["order_seed"] = position
+        history = alone.fit(own)
+        assert alone.context.progress.updates == fleet.num_updates[position]
+        assert fleet.losses[position] == pytest.approx(history.get_latest_metric("train_loss"), abs=1e-6)
+        for name, value in fleet.state_of(position).items():
+            torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=0, atol=tolerance)
+
+
+def test_members_may_begin_with_different_weights_and_move_by_a_schedule_of_updates() -> None:
+    models = [nn.Linear(6, 3) for _ in SIZES]
+    data = data_of((6,), torch.float32)
+    options = {"lr_scheduler_strategy": LinearLRSchedulerStrategy(total_iters=10, interval="update")}
+    members = [Member(model.state_dict(), own, 0) for model, own in zip(models, data, strict=True)]
+    assert why_alone(trainer_of(models[0], **options)) is None
+    fleet = FleetTrainer(trainer_of(copy.deepcopy(models[0]), **options), members)
+    fleet.train_together()
+    for position, (model, own) in enumerate(zip(models, data, strict=True)):
+        alone = trainer_of(copy.deepcopy(model), **options)
+        alone.context.state["order_seed"] = 0
+        alone.fit(own)
+        torch.testing.assert_close(fleet.state_of(position), alone.model.state_dict(), rtol=0, atol=1e-6)
+
+
+def test_a_member_that_is_not_finite_is_alone_with_it() -> None:
+    model = nn.Linear(6, 3)
+    data = data_of((6,), torch.float32)
+    bad = (torch.full_like(data[1][0], torch.inf), data[1][1])
+
+    def trained(second: Any) -> FleetTrainer:
+        members = [Member(model.state_dict(), own, 0) for own in (data[0], second, data[2])]
+        fleet = FleetTrainer(trainer_of(copy.deepcopy(model), nonfinite="ignore"), members)
+        fleet.train_together()
+        return fleet
+
+    healthy, sick = trained(data[1]), trained(bad)
+    assert not sick.state_of(1)["weight"].isfinite().all()
+    for position in (0, 2):
+        assert torch.equal(sick.state_of(position)["weight"], healthy.state_of(position)["weight"])
+
+
+def test_the_names_of_a_stacked_model_are_those_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
+    many = stacked(model, [model.state_dict()] * 4)
+    assert {name: value.shape for name, value in many.state_dict().items()} == {
+        name: (4, *value.shape) for name, value in model.state_dict().items()
+    }
+    x = torch.randn(4, 5, 2)
+    torch.testing.assert_close(many(x), model(x))
+
+
+class Watching(Callback):
+    def on_step_end(self, context: Any, output: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {}, "Dropout draws random numbers"),
+        (nn.BatchNorm1d(2), {}, "BatchNorm1d looks at the whole batch, and batches are padded"),
+        (nn.LSTM(2, 2), {}, "LSTM cannot be mapped over rows"),
+        (nn.Linear(2, 2), {"accumulation_steps": 2}, "several batches share one update"),
+        (
+            nn.Linear(2, 2),
+            {"training_step_strategy": GradientAccumulationStepStrategy(2)},
+            "GradientAccumulationStepStrategy has its own step",
+        ),
+        (
+            nn.Linear(2, 2),
+            {"model_update_strategy": StateTrackingUpdateStrategy()},
+            "StateTrackingUpdateStrategy looks at one model",
+        ),
+        (nn.Linear(2, 2), {"callbacks": [Watching()]}, "Watching wants to see every step"),
+        (
+            nn.Linear(2, 2),
+            {"loss_strategy": CrossEntropyLossStrategy(weight=torch.ones(2))},
+            "the loss is no plain mean over samples",
+        ),
+        (nn.Linear(2, 2), {"loss_strategy": nn.KLDivLoss()}, "the loss KLDivLoss may be no mean over samples"),
+        (
+            nn.Linear(2, 2),
+            {"optimizer_strategy": DefaultOptimizerStrategy(lambda it: torch.optim.LBFGS(it.parameters()))},
+            "LBFGS may look at whole tensors",
+        ),
+        (
+            nn.Linear(2, 2),
+            {"lr_scheduler_strategy": StepLRSchedulerStrategy()},
+            "a schedule moves at every epoch, which comes at another step for everyone",
+        ),
+    ],
+)
+def test_what_cannot_train_together_is_named(model: nn.Module, options: dict[str, Any], reason: str) -> None:
+    assert why_alone(ComposableTrainer(model, verbose=False, **options)) == reason
+
+
+def test_a_layer_around_the_trainer_is_named() -> None:
+    assert why_alone(AMPTrainer(trainer_of(nn.Linear(2, 2)))) == "AMPTrainer is a layer around the trainer"
