@@ -18,6 +18,7 @@ from typer.main import get_group
 import dovetail
 from dovetail import callbacks
 from dovetail.cli import checkpoint as checkpoint_commands
+from dovetail.federated.config import FederatedConfig
 from dovetail.trainers import TrainerOptions, base, schedules, strategies
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.core import CoreTrainer
@@ -139,15 +140,26 @@ def anchors_of(page: Path) -> set[str]:
 
 MODULES = [
     "dovetail",
+    "dovetail.algorithms",
     "dovetail.callbacks",
     "dovetail.checkpoint",
+    "dovetail.clients",
     "dovetail.data",
+    "dovetail.data.partition",
     "dovetail.errors",
     "dovetail.core",
+    "dovetail.federated",
+    "dovetail.federated.backends",
+    "dovetail.federated.postprocess",
+    "dovetail.federated.robust",
+    "dovetail.federated.selection",
+    "dovetail.federated.validation",
     "dovetail.history",
     "dovetail.pytorch",
     "dovetail.pytorch.samplers",
     "dovetail.search",
+    "dovetail.servers",
+    "dovetail.servers.results",
     "dovetail.trainers",
     "dovetail.trainers.addons",
     "dovetail.trainers.composable",
@@ -179,6 +191,23 @@ def test_the_code_map_has_a_line_for_every_file() -> None:
 
 
 # ------------------------------------------------------------------ tables
+
+
+def test_the_settings_of_a_federation_are_those_of_its_configuration() -> None:
+    documented = [(row[0], row[1]) for row in table_rows("federated.md") if len(row) == 3 and row[0] != "key"]
+    known = []
+    for section in dataclasses.fields(FederatedConfig):
+        values = vars(getattr(FederatedConfig(), section.name))
+        for name, value in values.items():
+            spelled = yaml_text(value) if value not in (None, {}, ()) else ""
+            known.append(("any other key" if name == "options" else f"`{name}`", spelled))
+    assert [row for row in documented if set(row[0]) != {"-"}] == known
+
+
+def yaml_text(value: object) -> str:
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{', '.join(value) if isinstance(value, tuple) else value}`"
 
 
 def test_the_options_are_those_of_the_trainer() -> None:

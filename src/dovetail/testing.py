@@ -1,4 +1,4 @@
-"""Contract suites: what every strategy and every callback must do, as tests for your own.
+"""Contract suites: what every strategy, callback, searcher and backend of a federation must do, as tests for your own.
 
 Subclass the contract of a kind in a test file, and say how yours is made:
 
@@ -9,7 +9,9 @@ Subclass the contract of a kind in a test file, and say how yours is made:
             return FocalLossStrategy(gamma=2.0)
 
 pytest collects the subclass and runs every test of the contract. The problem is a tiny classifier; a strategy that
-needs another one overrides `make_model`, `make_data` or `make_options`. Nothing here imports pytest.
+needs another one overrides `make_model`, `make_data` or `make_options`. The contracts of searchers and of backends are
+modules of their own, `dovetail.search.contract` and `dovetail.federated.backends.contract`. Nothing here imports
+pytest.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from torch.optim import Optimizer
 
 from dovetail.callbacks import Callback, TrainerCallback
 from dovetail.data import num_batches, split_batch
+from dovetail.federated.backends.contract import BackendContract
+from dovetail.search.contract import SearcherContract
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.pieces import forward
@@ -48,12 +52,14 @@ from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
 from dovetail.units import Batches, Epochs
 
 __all__ = [
+    "BackendContract",
     "CallbackContract",
     "DataLoaderStrategyContract",
     "LRSchedulerStrategyContract",
     "LossStrategyContract",
     "ModelUpdateStrategyContract",
     "OptimizerStrategyContract",
+    "SearcherContract",
     "TestingStrategyContract",
     "TrainingStepStrategyContract",
 ]

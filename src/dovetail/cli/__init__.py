@@ -10,6 +10,7 @@ import typer
 
 from dovetail.cli import checkpoint, experiment, job, trial
 from dovetail.cli.dashboard import dashboard
+from dovetail.cli.federate import federate
 from dovetail.cli.output import EXIT_CODES
 from dovetail.errors import DovetailError
 
@@ -27,6 +28,7 @@ app.add_typer(trial.app, name="trial")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(job.app, name="job")
 app.command()(dashboard)
+app.command()(federate)
 # As Determined's command line spells them.
 app.add_typer(experiment.app, name="e", hidden=True)
 app.add_typer(trial.app, name="t", hidden=True)

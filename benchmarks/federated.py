@@ -1,0 +1,617 @@
+"""What a federation costs: a lean hand-written loop, Dovetail's backends and trainers, and installed peers, in one run.
+
+All contestants train the same model on the same clients from the same weights, round by round. They take turns within
+each round, in an order that changes from round to round, and every ratio is taken within its round: a machine that
+slows down for a while slows all of them. The hand-written loop runs twice per round; how far its second run is from
+its first is the noise of this measurement.
+
+    python benchmarks/federated.py                                  # everything, some minutes
+    python benchmarks/federated.py --workload synthetic --quick
+    python benchmarks/federated.py --pfl-python pfl/bin/python --flower-python flower/bin/python
+
+The clock of a round starts with the weights and the numbers of ten clients, and stops when the next weights are there.
+Workers are started, and graphs are compiled, in rounds before that. Peers need environments of their own: each runs in
+the Python that is given for it, on data from a file, and one without is left out loudly.
+
+The hand-written loop is lean: parameters are reset in place, the optimizer's state is cleared, nothing is constructed
+per client, and the order of the samples is drawn before the clock starts. What Dovetail does in one process has its
+bits. What does not agree is named in the last column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from dovetail.algorithms import FedAvg
+from dovetail.clients.simple import Client
+from dovetail.data import DataLoader
+from dovetail.data.federated import Datasource, PartitionedData, leaf_synthetic
+from dovetail.data.models import cnn, logistic, mlp
+from dovetail.data.partition import dirichlet
+from dovetail.errors import DataError
+from dovetail.federated.averaging import weighted_mean
+from dovetail.federated.backends import Backend, Done, backends
+from dovetail.federated.messages import Task, Update
+from dovetail.federated.seeds import mix
+from dovetail.trainers import CompiledTrainer
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
+
+__all__ = ["Workload", "main"]
+
+SEED = 7
+# Whether others are at work on this machine, before this begins.
+IS_BUSY = os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+NUM_CLIENTS, PER_ROUND = 100, 10
+HAND, AGAIN = "hand-written", "hand-written, again"
+SEQUENTIAL = "sequential"
+COMPILED, SEVERAL = "sequential, compiled step", "sequential, 8 compiled steps per call"
+PROCESS = "process, 2 workers"
+BOTH = "process, 2 workers, compiled step"
+BOTH_SEVERAL = "process, 2 workers, 8 compiled steps per call"
+PFL, FLOWER = "pfl", "Flower's simulation"
+
+Weights = dict[str, Tensor]
+# Given a round, return its clients' weights made one.
+Round = Callable[[int, Weights], Weights]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a federation trains, and how fast that must be.
+
+    Attributes:
+        name: For the command line.
+        title: For the table.
+        data: Makes the clients' data.
+        model: Makes the model.
+        epochs: Local epochs.
+        batch_size: Samples in a batch.
+        lr: The learning rate of plain SGD.
+        repeats: Rounds that are measured, and those of a quick run.
+        bars: By contestant, whom it is compared with, in which sense, and the number that is asked for.
+        is_tiny: Whether a step is so small that several are made by one call of a graph.
+    """
+
+    name: str
+    title: str
+    data: Callable[[], Datasource]
+    model: Callable[[], nn.Module]
+    epochs: int
+    batch_size: int
+    lr: float
+    repeats: tuple[int, int]
+    bars: Mapping[str, tuple[str, str, float]]
+    is_tiny: bool = False
+
+
+class Federation:
+    """A workload with everything that all contestants share."""
+
+    def __init__(self, workload: Workload, rounds: int) -> None:
+        self.workload = workload
+        self.data = workload.data()
+        torch.manual_seed(SEED)
+        self.model = workload.model()
+        self.first = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        draw = random.Random(SEED)
+        self.chosen = [draw.sample(range(1, NUM_CLIENTS + 1), PER_ROUND) for _ in range(rounds)]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What a task tells the client's trainer."""
+        return {"epochs": self.workload.epochs, "batch_size": self.workload.batch_size}
+
+    def num_steps(self, number: int) -> int:
+        """The steps of a round."""
+        size, epochs = self.workload.batch_size, self.workload.epochs
+        return sum(-(-self.data.num_samples(it) // size) * epochs for it in self.chosen[number])
+
+    def order(self, number: int, client_id: int) -> list[list[Tensor]]:
+        """The samples of every batch of every epoch of a client in a round, as Dovetail draws them."""
+        numbers = torch.utils.data.TensorDataset(torch.arange(self.data.num_samples(client_id)))
+        loader = DataLoader(
+            numbers, self.workload.batch_size, shuffle=True, seed=mix(mix(SEED, number, client_id), "order")
+        )
+        return [[batch for (batch,) in loader] for _ in range(self.workload.epochs)]
+
+
+# ------------------------------------------------------------------ contestants
+
+
+class ByHand:
+    """The lean loop: nothing is made per client but its difference."""
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
+        self.model = copy.deepcopy(federation.model)
+        self.criterion = nn.CrossEntropyLoss()
+        self.optimizer = SGD(self.model.parameters(), lr=federation.workload.lr)
+        self.state = self.model.state_dict()
+        self.orders: dict[int, list[list[list[Tensor]]]] = {}
+
+    def prepare(self, number: int) -> None:
+        """Draw the orders, before the clock starts."""
+        chosen = self.federation.chosen[number]
+        self.orders = {number: [self.federation.order(number, client_id) for client_id in chosen]}
+
+    def __call__(self, number: int, weights: Weights) -> Weights:
+        """Train the clients of a round, and return the mean of their models by samples."""
+        federation, model, criterion, optimizer = self.federation, self.model, self.criterion, self.optimizer
+        updates = []
+        for client_id, epochs in zip(federation.chosen[number], self.orders[number], strict=True):
+            inputs, targets = federation.data.train_data(client_id)
+            with torch.no_grad():
+                for name, value in weights.items():
+                    self.state[name].copy_(value)
+            optimizer.state.clear()
+            for batches in epochs:
+                for indices in batches:
+                    optimizer.zero_grad()
+                    loss = criterion(model(inputs[indices]), targets[indices])
+                    loss.backward()
+                    optimizer.step()
+            delta = {name: value - weights[name] for name, value in self.state.items()}
+            updates.append(Update(client_id, number, len(inputs), delta=delta))
+        return FedAvg().aggregate(weights, updates, weighted_mean)
+
+
+class WithDovetail:
+    """A client of Dovetail's on one of its backends, asked as a server asks it."""
+
+    def __init__(
+        self, federation: Federation, backend: str, compiled: bool = False, steps_per_call: int = 1, workers: int = 1
+    ) -> None:
+        self.federation = federation
+        plain = ComposableTrainer(
+            optimizer_strategy=SGDOptimizerStrategy(lr=federation.workload.lr),
+            data_loader_strategy=ShuffleDataLoaderStrategy(),
+            device="cpu",
+            verbose=False,
+        )
+        trainer: Trainer = CompiledTrainer(plain, mode="step", steps_per_call=steps_per_call) if compiled else plain
+        self.algorithm = FedAvg()
+        self.client = Client(trainer=trainer)
+        self.client.begin(federation.model, federation.data, self.algorithm)
+        self.backend: Backend = backends.get(backend)(num_workers=workers)
+        self.backend.start(self.client)
+
+    def __call__(self, number: int, weights: Weights) -> Weights:
+        """Ask the clients of a round, and aggregate."""
+        federation = self.federation
+        tasks = [
+            Task(number, it, weights, seed=mix(SEED, number, it), config=federation.config)
+            for it in federation.chosen[number]
+        ]
+        answers: dict[int, Update] = {}
+        for outcome in self.backend.run([(task, {}) for task in tasks]):
+            if not isinstance(outcome, Done):
+                raise RuntimeError(f"client {outcome.client_id}: {outcome.reason}")
+            answers[outcome.update.client_id] = outcome.update
+        updates = [answers[it] for it in federation.chosen[number]]
+        return self.algorithm.aggregate(weights, updates, weighted_mean)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.backend.close()
+
+
+class Peer:
+    """A library in a Python of its own, which does one round for every line that it reads."""
+
+    def __init__(self, federation: Federation, name: str, python: str, folder: Path) -> None:
+        workload, chosen = federation.workload, federation.chosen
+        path = folder / f"{workload.name}.pt"
+        if not path.exists():
+            ids = sorted({it for round_ in chosen for it in round_})
+            torch.save(
+                {
+                    "data": {it: federation.data.train_data(it) for it in ids},
+                    "model": workload.name,
+                    "weights": federation.first,
+                    "chosen": chosen,
+                    "epochs": workload.epochs,
+                    "batch_size": workload.batch_size,
+                    "lr": workload.lr,
+                },
+                path,
+            )
+        script = Path(__file__).with_name("federated_peers.py")
+        command = [python, str(script), name, str(path)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+            "PYTHONPATH": str(script.parent),
+        }
+        self.seconds_to_start = 0.0
+        self._log = (folder / f"{name}-{workload.name}.log").open("w+")
+        started = time.perf_counter()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+        )
+        self._hear("ready")
+        self.seconds_to_start = time.perf_counter() - started
+
+    def __call__(self, number: int, weights: Weights) -> Weights:
+        """Let the peer do a round; its weights are its own."""
+        assert self._process.stdin is not None
+        print("round", file=self._process.stdin, flush=True)
+        self._hear("done")
+        return weights
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def _hear(self, word: str) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == word:
+                return
+        self._log.seek(0)
+        last = [line for line in self._log.read().splitlines() if line.strip()][-1:]
+        raise RuntimeError(last[0] if last else "it ended without a word")
+
+
+# ------------------------------------------------------------------ workloads
+
+
+def _synthetic() -> Datasource:
+    # Kept: what is measured is training, not the making of random numbers.
+    made = leaf_synthetic(1.0, 1.0, NUM_CLIENTS, SEED)
+    return _Kept([made.train_data(client_id) for client_id in range(1, NUM_CLIENTS + 1)])
+
+
+class _Kept(Datasource):
+    def __init__(self, data: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.num_clients = len(data)
+        self._data = list(data)
+
+    def train_data(self, client_id: int) -> tuple[Tensor, Tensor]:
+        return self._data[client_id - 1]
+
+
+def _images() -> Datasource:
+    inputs, labels = _fashion()
+    cut = PartitionedData((inputs, labels), dirichlet(labels, NUM_CLIENTS, alpha=0.3, seed=SEED))
+    return _Kept([cut.train_data(client_id) for client_id in range(1, NUM_CLIENTS + 1)])
+
+
+def _fashion() -> tuple[Tensor, Tensor]:
+    from dovetail.data.datasets import fashion_mnist
+
+    try:
+        inputs, labels = fashion_mnist()[0].tensors
+    except DataError as error:
+        print(f"RANDOM IMAGES in place of Fashion-MNIST: {error}", file=sys.stderr)
+        generator = torch.Generator().manual_seed(SEED)
+        return torch.rand(60_000, 1, 28, 28, generator=generator), torch.randint(10, (60_000,), generator=generator)
+    return inputs.reshape(-1, 1, 28, 28), labels
+
+
+_IN_ONE_PROCESS = {
+    SEQUENTIAL: (HAND, "at most", 1.05),
+    PFL: (SEQUENTIAL, "at least", 1.0),
+    FLOWER: (PROCESS, "at least", 4.0),
+}
+
+WORKLOADS = (
+    Workload(
+        "synthetic",
+        "F1: logistic regression, Synthetic(1, 1), 100 clients of power-law sizes, 10 a round, 20 epochs, batch 10",
+        _synthetic,
+        logistic,
+        epochs=20,
+        batch_size=10,
+        lr=0.01,
+        repeats=(9, 3),
+        bars={**_IN_ONE_PROCESS, SEVERAL: (SEQUENTIAL, "faster", 3.0)},
+        is_tiny=True,
+    ),
+    Workload(
+        "mlp",
+        "F2: MLP 784-120-10, Fashion-MNIST, 100 clients by Dirichlet(0.3), 10 a round, 1 epoch, batch 32",
+        _images,
+        lambda: mlp(784, 10, (120,)),
+        epochs=1,
+        batch_size=32,
+        lr=0.05,
+        repeats=(15, 3),
+        bars={
+            **_IN_ONE_PROCESS,
+            COMPILED: (SEQUENTIAL, "faster", 3.0),
+            BOTH: (SEQUENTIAL, "faster", 3.0),
+            PROCESS: (SEQUENTIAL, "faster", 1.8),
+        },
+    ),
+    Workload(
+        "cnn",
+        "F2: small CNN, Fashion-MNIST, 100 clients by Dirichlet(0.3), 10 a round, 1 epoch, batch 32",
+        _images,
+        cnn,
+        epochs=1,
+        batch_size=32,
+        lr=0.05,
+        repeats=(7, 3),
+        bars={**_IN_ONE_PROCESS, PROCESS: (SEQUENTIAL, "faster", 1.8)},
+    ),
+)
+
+
+# ------------------------------------------------------------------ measuring
+
+
+@dataclass
+class Result:
+    """What was found out about one contestant on one workload.
+
+    Attributes:
+        seconds: Of every round.
+        gap: How far its weights are from those of the hand-written loop after the same rounds; None for a peer.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    gap: float | None = None
+
+    def ratios(self, reference: Result) -> list[float]:
+        """The time over that of the reference, round by round."""
+        return [mine / its for mine, its in zip(self.seconds, reference.seconds, strict=True)]
+
+
+def contestants(
+    federation: Federation, options: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Round], dict[str, str]]:
+    """Return who takes part, ready for a first round, and why the others do not."""
+    tiny = federation.workload.is_tiny
+    made: dict[str, Round] = {HAND: ByHand(federation), AGAIN: ByHand(federation)}
+    made[SEQUENTIAL] = WithDovetail(federation, "sequential")
+    made[COMPILED] = WithDovetail(federation, "sequential", compiled=True)
+    made[PROCESS] = WithDovetail(federation, "process", workers=2)
+    if tiny:
+        made[SEVERAL] = WithDovetail(federation, "sequential", compiled=True, steps_per_call=8)
+        made[BOTH_SEVERAL] = WithDovetail(federation, "process", compiled=True, steps_per_call=8, workers=2)
+    else:
+        made[BOTH] = WithDovetail(federation, "process", compiled=True, workers=2)
+    missing = {}
+    for name, kind, python in ((PFL, "pfl", options.pfl_python), (FLOWER, "flower", options.flower_python)):
+        if python is None:
+            missing[name] = f"no --{kind}-python is given"
+            continue
+        try:
+            made[name] = Peer(federation, kind, python, folder)
+        except (OSError, RuntimeError) as error:
+            missing[name] = str(error)
+    return made, missing
+
+
+def measure(federation: Federation, rounds: dict[str, Round], repeats: int, warm_up: int) -> dict[str, Result]:
+    """Let all contestants take turns, after rounds in which they warm up."""
+    results = {name: Result() for name in rounds}
+    weights = {name: dict(federation.first) for name in rounds}
+    for number in range(warm_up + repeats):
+        names = list(rounds)
+        random.Random(number).shuffle(names)
+        for name in names:
+            contestant = rounds[name]
+            if isinstance(contestant, ByHand):
+                contestant.prepare(number)
+            # As timeit does: when garbage is collected depends on who ran before.
+            gc.collect()
+            gc.disable()
+            started = time.perf_counter()
+            try:
+                weights[name] = contestant(number, weights[name])
+            finally:
+                gc.enable()
+            if number >= warm_up:
+                results[name].seconds.append(time.perf_counter() - started)
+    for name, result in results.items():
+        if not isinstance(rounds[name], Peer):
+            result.gap = max(float((weights[name][it] - weights[HAND][it]).abs().max()) for it in federation.first)
+    return results
+
+
+def around_a_client() -> tuple[float, int]:
+    """Return what a client costs beyond its steps, for a model of 100,000 parameters: milliseconds and Python calls."""
+    data = [(torch.randn(32, 784), torch.randint(10, (32,)))] * NUM_CLIENTS
+    workload = Workload("", "", lambda: _Kept(data), lambda: mlp(784, 10, (120,)), 1, 32, 0.05, (1, 1), {})
+    federation = Federation(workload, 1)
+    ours = WithDovetail(federation, "sequential")
+    by_hand = ByHand(federation)
+    inputs, targets = data[0]
+
+    def client() -> None:
+        ours.client.work(Task(1, 1, federation.first, seed=SEED, config=federation.config), {})
+
+    def step() -> None:
+        by_hand.optimizer.zero_grad()
+        by_hand.criterion(by_hand.model(inputs), targets).backward()
+        by_hand.optimizer.step()
+
+    def seconds(run: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        for _ in range(20):
+            run()
+        return (time.perf_counter() - started) / 20
+
+    for run in (client, step):
+        seconds(run)
+    extra = [seconds(client) - seconds(step) for _ in range(25)]
+    return statistics.median(extra) * 1e3, _calls(client) - _calls(step)
+
+
+def _calls(run: Callable[[], None]) -> int:
+    number = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal number
+        number += event == "call"
+
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return number
+
+
+# ------------------------------------------------------------------ reporting
+
+
+def summarise(federation: Federation, results: dict[str, Result], warm_up: int) -> dict[str, Any]:
+    """Return all numbers of a workload by name, the verdicts on the bars among them."""
+    workload, reference = federation.workload, results[HAND]
+    noise = _upper_quartile([abs(ratio - 1) for ratio in results[AGAIN].ratios(reference)])
+    rows = []
+    for name, result in results.items():
+        ratios = result.ratios(reference)
+        row = {
+            "contestant": name,
+            "seconds_per_round": statistics.median(result.seconds),
+            "ratio": statistics.median(ratios),
+            "speedup": statistics.median(results[SEQUENTIAL].ratios(result)),
+            "gap": result.gap,
+            "seconds": result.seconds,
+            **_judged(name, workload, results, noise),
+        }
+        rows.append(row)
+    numbers = range(warm_up, warm_up + len(reference.seconds))
+    return {
+        "workload": workload.name,
+        "title": workload.title,
+        "num_steps": statistics.mean(federation.num_steps(number) for number in numbers),
+        "repeats": len(reference.seconds),
+        "noise": noise,
+        "rows": rows,
+    }
+
+
+def _judged(name: str, workload: Workload, results: dict[str, Result], noise: float) -> dict[str, Any]:
+    other, sense, bar = workload.bars.get(name, ("", "", 0.0))
+    if other not in results:
+        return {"bar": "", "verdict": ""}
+    slower = statistics.median(results[name].ratios(results[other]))
+    found = 1 / slower if sense == "faster" else slower
+    is_kept = found <= bar if sense == "at most" else found >= bar
+    phrase = {"at most": "≤ {:g}× the time of", "at least": "≥ {:g}× the time of", "faster": "≥ {:g}× as fast as"}[
+        sense
+    ]
+    # On a busy machine neither a pass nor a failure would mean anything: nobody has two cores to use.
+    is_clear = noise <= 0.05 and not IS_BUSY
+    verdict = ("ok" if is_kept else "MISSED") if is_clear else "unclear"
+    return {"bar": f"{found:.2f}, {phrase.format(bar)} {other}", "verdict": verdict}
+
+
+def _upper_quartile(values: list[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[2] if len(values) > 1 else values[0]
+
+
+def show(summary: dict[str, Any], console: Console) -> None:
+    """Print the table of a workload."""
+    table = Table(title=summary["title"], title_justify="left", caption_justify="left")
+    table.caption = (
+        f"{summary['repeats']} rounds of {summary['num_steps']:.0f} steps; noise ±{summary['noise']:.3f}"
+        + (": TAKEN UNDER LOAD" if summary["noise"] > 0.05 or IS_BUSY else "")
+    )
+    table.add_column("contestant")
+    for heading in ("ms/round", "time over hand-written", "speed-up over sequential"):
+        table.add_column(heading, justify="right")
+    table.add_column("found, and bar")
+    table.add_column("")
+    table.add_column("weights")
+    for row in summary["rows"]:
+        gap = row["gap"]
+        agreement = "" if gap is None else "bit for bit" if gap == 0 else f"off by {gap:.1e}"
+        table.add_row(
+            row["contestant"],
+            f"{row['seconds_per_round'] * 1e3:.1f}",
+            f"{row['ratio']:.3f}",
+            f"{row['speedup']:.2f}",
+            row["bar"],
+            row["verdict"],
+            agreement,
+        )
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark and return 1 when Dovetail's weights differ from the hand-written loop's."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--workload", action="append", choices=names, help="only this one; may be given several times")
+    parser.add_argument("--repeats", type=int, help="rounds of each workload; its own number by default")
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch; 1 by default, for all contestants")
+    parser.add_argument("--pfl-python", help="a Python that has pfl and torch")
+    parser.add_argument("--flower-python", help="a Python that has flwr[simulation] and torch")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+
+    console = Console(width=150)
+    machine = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, {options.threads} threads, "
+        f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}, {date.today()}"
+    )
+    console.print(f"{machine}; python {' '.join(sys.argv)}", highlight=False)
+    milliseconds, calls = around_a_client()
+    verdict = "ok" if milliseconds <= 1 else "unclear" if IS_BUSY else "MISSED"
+    console.print(
+        f"around a client's steps, 100,000 parameters: {milliseconds:.2f} ms (≤ 1: {verdict}), {calls} Python calls",
+        highlight=False,
+    )
+
+    summaries = []
+    with tempfile.TemporaryDirectory() as folder:
+        for workload in WORKLOADS:
+            if options.workload and workload.name not in options.workload:
+                continue
+            repeats, warm_up = options.repeats or workload.repeats[options.quick], 3
+            federation = Federation(workload, warm_up + repeats)
+            rounds, missing = contestants(federation, options, Path(folder))
+            try:
+                summaries.append(summarise(federation, measure(federation, rounds, repeats, warm_up), warm_up))
+            finally:
+                for contestant in rounds.values():
+                    if isinstance(contestant, (WithDovetail, Peer)):
+                        contestant.close()
+            show(summaries[-1], console)
+            for name, reason in missing.items():
+                console.print(f"LEFT OUT: {name}: {reason}", highlight=False)
+    if options.json:
+        found = {"machine": machine, "around_ms": milliseconds, "around_calls": calls, "workloads": summaries}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    rows = [row for summary in summaries for row in summary["rows"] if row["gap"] is not None]
+    return int(any(row["gap"] > (0 if row["contestant"] in (SEQUENTIAL, PROCESS) else 1e-5) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""One round of a peer's federation for every line that is read: what `federated.py` starts in the peer's own Python.
+
+    python benchmarks/federated_peers.py pfl job.pt
+
+The job is a file of tensors and numbers that `federated.py` writes. `ready` is said before the first round and `done`
+after every one. Nothing of Dovetail is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@cache
+def job(path: str) -> dict[str, Any]:
+    """Return the job; read once in every process."""
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
+
+
+def make_model(name: str) -> nn.Module:
+    """Return the model of a workload, in the layout of its weights."""
+    if name == "synthetic":
+        return nn.Linear(60, 10)
+    if name == "mlp":
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 120), nn.ReLU(), nn.Linear(120, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 7 * 7, 10),
+    )
+
+
+def loaded_model(path: str) -> nn.Module:
+    """Return the model with the weights that all contestants begin with."""
+    model = make_model(job(path)["model"])
+    # By position: a lone layer may have a name of its own there.
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), job(path)["weights"].values(), strict=True):
+            parameter.copy_(value)
+    return model
+
+
+def wait_for_round(word: str) -> None:
+    """Say what happened, and wait to be asked for the next round."""
+    print(word, flush=True)
+    if not sys.stdin.readline():
+        sys.exit()
+
+
+def with_pfl(path: str) -> None:
+    """Run pfl's FederatedAveraging on its SimulatedBackend."""
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+
+    work = job(path)
+
+    class WithLoss(nn.Module):
+        """What pfl wants of a module: its loss, and metrics."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = loaded_model(path)
+            self.criterion = nn.CrossEntropyLoss()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.inner(inputs)
+            return outputs
+
+        def loss(self, inputs: Tensor, targets: Tensor, is_eval: bool = False) -> Tensor:
+            loss: Tensor = self.criterion(self.inner(inputs), targets)
+            return loss
+
+        def metrics(self, inputs: Tensor, targets: Tensor, is_eval: bool = True) -> dict[str, Any]:
+            return {}
+
+    class Pace(TrainingProcessCallback):  # type: ignore[misc]  # pfl has no types here
+        """Makes one round when it is asked for."""
+
+        def on_train_begin(self, *, model: Any) -> Any:
+            wait_for_round("ready")
+            return Metrics()
+
+        def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> Any:
+            wait_for_round("done")
+            return False, Metrics()
+
+    data = {client_id: Dataset(raw_data=tensors) for client_id, tensors in work["data"].items()}
+    coming = iter([client_id for chosen in work["chosen"] for client_id in chosen])
+    federated = FederatedDataset(lambda client_id: data[client_id], lambda: next(coming))
+    module = WithLoss()
+    model = PyTorchModel(
+        module,
+        local_optimizer_create=torch.optim.SGD,
+        central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+    )
+    FederatedAveraging().run(
+        NNAlgorithmParams(
+            central_num_iterations=len(work["chosen"]),
+            evaluation_frequency=1_000_000,
+            train_cohort_size=len(work["chosen"][0]),
+            val_cohort_size=0,
+        ),
+        SimulatedBackend(training_data=federated, val_data=federated),
+        model,
+        NNTrainHyperParams(
+            local_num_epochs=work["epochs"], local_learning_rate=work["lr"], local_batch_size=work["batch_size"]
+        ),
+        NNEvalHyperParams(local_batch_size=work["batch_size"]),
+        callbacks=[Pace()],
+    )
+
+
+def with_flower(path: str) -> None:
+    """Run Flower's FedAvg on its simulation engine."""
+    from flwr.client import ClientApp, NumPyClient
+    from flwr.common import Context, FitIns, ndarrays_to_parameters
+    from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+    from flwr.server.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    work = job(path)
+
+    class Trains(NumPyClient):  # type: ignore[misc]  # flwr is not installed where types are checked
+        """Trains on the data of the client that the round names, with the usual loop."""
+
+        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+            torch.set_num_threads(1)
+            model = make_model(job(path)["model"])
+            with torch.no_grad():
+                for mine, its in zip(model.parameters(), parameters, strict=True):
+                    mine.copy_(torch.from_numpy(its))
+            inputs, targets = job(path)["data"][config["client"]]
+            criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=work["lr"])
+            for _ in range(work["epochs"]):
+                for indices in torch.randperm(len(inputs)).split(work["batch_size"]):
+                    optimizer.zero_grad()
+                    criterion(model(inputs[indices]), targets[indices]).backward()
+                    optimizer.step()
+            return [it.detach().numpy() for it in model.parameters()], len(inputs), {}
+
+    class Paced(FedAvg):  # type: ignore[misc]  # flwr is not installed where types are checked
+        """Makes one round when it is asked for, of the clients that all contestants have."""
+
+        def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
+            wait_for_round("ready" if server_round == 1 else "done")
+            chosen = work["chosen"][server_round - 1]
+            proxies = client_manager.sample(num_clients=len(chosen))
+            return [
+                (proxy, FitIns(parameters, {"client": client_id}))
+                for proxy, client_id in zip(proxies, chosen, strict=True)
+            ]
+
+        def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+            if failures:
+                raise RuntimeError(f"{len(failures)} clients failed: {failures[0]}")
+            return super().aggregate_fit(server_round, results, failures)
+
+    def client_fn(context: Context) -> Any:
+        return Trains().to_client()
+
+    def server_fn(context: Context) -> Any:
+        first = ndarrays_to_parameters([it.detach().numpy() for it in loaded_model(path).parameters()])
+        strategy = Paced(fraction_evaluate=0.0, initial_parameters=first)
+        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=len(work["chosen"])))
+
+    run_simulation(
+        server_app=ServerApp(server_fn=server_fn),
+        client_app=ClientApp(client_fn=client_fn),
+        num_supernodes=len(work["chosen"][0]),
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+    )
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    # By its name, so that processes which a peer starts find what they are sent.
+    import federated_peers
+
+    torch.set_num_threads(1)
+    {"pfl": federated_peers.with_pfl, "flower": federated_peers.with_flower}[sys.argv[1]](sys.argv[2])

@@ -1,0 +1,64 @@
+"""A federated algorithm: the client's half is strategies, the server's half is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dovetail.federated.averaging import Average, moved
+from dovetail.federated.messages import Update, Weights
+
+if TYPE_CHECKING:
+    from dovetail.trainers.strategies.base import Strategy
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["Algorithm"]
+
+
+class Algorithm:
+    """What clients do besides training, and what a server makes of their updates. This one is FedAvg.
+
+    Override what differs. An algorithm's client half works on `context.client_state`, which belongs to the client,
+    and on `context.received`, which the server sent; its server half keeps what it needs on itself.
+
+    Example:
+        >>> import torch
+        >>> updates = [Update(k, 1, n, delta={"w": torch.tensor(v)}) for k, n, v in [(1, 1, 4.0), (2, 3, 8.0)]]
+        >>> from dovetail.federated.averaging import weighted_mean
+        >>> Algorithm().aggregate({"w": torch.tensor(1.0)}, updates, weighted_mean)
+        {'w': tensor(8.)}
+    """
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Return the strategies that take the place of a client trainer's own, by role; they may wrap those."""
+        return {}
+
+    def stays(self, name: str) -> bool:
+        """Whether an entry of the model's state stays with each client, and is never sent."""
+        return False
+
+    def payload(self, client_id: int) -> Mapping[str, Any]:
+        """Return what a client gets besides the weights; tensors are not copied, so never change them in place."""
+        return {}
+
+    def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
+        """Return the new global weights.
+
+        Args:
+            weights: The present ones.
+            updates: Of this round, in the order in which their clients were asked; at least one.
+            average: Makes one difference of many: the mean by samples, or whatever robust form the server uses.
+        """
+        return moved(weights, average(updates))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the server's half keeps from round to round: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

@@ -1,0 +1,67 @@
+"""`dovetail federate`: run a federation from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.output import print_json
+from dovetail.extras import require
+
+__all__ = ["federate"]
+
+
+def federate(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="The YAML file.", exists=True, dir_okay=False, show_default="defaults"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file, such as trainer.rounds=4."),
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option("--results", metavar="DIR", help="Write rounds.csv and rounds.png here.")
+    ] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option("--checkpoints", metavar="DIR", help="Keep a checkpoint of every round, and go on from it."),
+    ] = None,
+    on_flower: Annotated[
+        bool, typer.Option("--flower", help="Run it on Flower: a SuperLink and SuperNodes on this machine.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rounds as JSON, and nothing else.")] = False,
+) -> None:
+    """Run a federation of simulated clients. Without a file it is ten clients with handwritten digits."""
+    from dovetail.servers.building import federation
+    from dovetail.servers.display import RoundDisplay
+    from dovetail.servers.reading import read_federated
+    from dovetail.servers.results import WriteResults
+
+    told = read_federated(config if config is not None else _DIGITS, settings or [])
+    if checkpoints is not None:
+        told = told.with_settings(checkpoint_path=str(checkpoints))
+    folder = str(results) if results is not None else told.results.result_path
+    watching = [] if as_json else [RoundDisplay()]
+    writing = [] if folder is None else [WriteResults(folder, told.results.types)]
+    if on_flower:
+        require("flwr", "flower")
+        from dovetail.servers.flower import run_on_flower
+
+        records = run_on_flower(told, [*watching, *writing])
+    else:
+        server, client = federation(told, [*watching, *writing])
+        records = server.run(client)
+    if as_json:
+        print_json([record.to_plain() for record in records])
+    elif folder is not None:
+        print(f"written: {folder}/rounds.csv and {folder}/rounds.png")
+
+
+# What a federation is without a file: a model that has learned something after ten rounds.
+_DIGITS = {
+    "trainer": {"rounds": 10, "epochs": 2, "batch_size": 16, "optimizer": "SGD"},
+    "parameters": {"optimizer": {"lr": 0.1}},
+}

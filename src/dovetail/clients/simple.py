@@ -1,0 +1,358 @@
+"""A client: whoever has data, trains on them, and sends what came of it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.algorithms.base import Algorithm
+from dovetail.callbacks import NonFiniteLoss, ProgressDisplay
+from dovetail.errors import ConfigError
+from dovetail.federated.backends import Done
+from dovetail.federated.callbacks import ClientCallback
+from dovetail.federated.messages import Task, Update, Weights
+from dovetail.federated.postprocess import Chain
+from dovetail.federated.seeds import mix
+from dovetail.federated.states import ClientState
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.fleet import FleetTrainer, Member, why_alone
+from dovetail.trainers.pieces import as_module
+from dovetail.trainers.randomness import seed_everything
+
+__all__ = ["Client", "as_trainer"]
+
+# Where a client's own part of the model is kept in its state, and what its postprocessors keep.
+_OWN, _POSTPROCESSORS = "model", "postprocessors"
+
+
+class Client:
+    """Does the work of any client of a federation, one at a time.
+
+    It is a template: a federation of a thousand clients needs one. What belongs to a single client is its data, by its
+    id, and its state, which comes with every task and goes with every answer. Nothing else is left behind by a task.
+
+    Args:
+        model: A module, or a class or function that makes one; None for the trainer's, or one that fits the data.
+        datasource: The data of all clients; None for the server's.
+        algorithm: The client's half of it; None for the server's.
+        trainer: A trainer, of which a copy is used, or a class or function that makes one; None for a plain one.
+        callbacks: Who hears what happens here.
+        trainer_callbacks: Callbacks for the trainer.
+
+    Example:
+        >>> from dovetail.servers import fedavg
+        >>> client = Client(trainer=ComposableTrainer(num_epochs=1, batch_size=16, learning_rate=0.1))
+        >>> records = fedavg.Server(rounds=2, total_clients=4, per_round=2).run(client)
+        >>> [record.round for record in records]
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        datasource: Any = None,
+        algorithm: Algorithm | None = None,
+        trainer: Trainer | Callable[..., Trainer] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        *,
+        trainer_callbacks: Iterable[Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.datasource = datasource
+        self.algorithm = algorithm
+        self.callbacks = [_as_client_callback(it) for it in callbacks or ()]
+        self.client_id = 0
+        self.current_round = 0
+        self._given_trainer = trainer
+        self._trainer_callbacks = list(trainer_callbacks or ())
+        self._trainer: Trainer | None = None
+        self._initial: dict[str, Tensor] = {}
+        self._fresh: Mapping[str, Any] = {}
+        self.tests_every = 0
+        self.inbound, self.outbound = Chain(), Chain()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that works for every client in turn."""
+        assert self._trainer is not None, "a server begins a client before it is asked for anything"
+        return self._trainer
+
+    def begin(
+        self,
+        model: nn.Module,
+        datasource: Any,
+        algorithm: Algorithm,
+        tests_every: int = 0,
+        *,
+        inbound: Chain | None = None,
+        outbound: Chain | None = None,
+    ) -> None:
+        """Take part in a federation; called by the server, once, before the first task.
+
+        Args:
+            model: The server's; copied unless this client was given its own.
+            datasource: The server's, for a client without its own.
+            algorithm: The server's, for a client without its own.
+            tests_every: Test the trained model on the client's own data at every n-th round; 0 for never.
+            inbound: What the server did to the weights, to be undone here.
+            outbound: What is done to an update here, to be undone by the server.
+        """
+        self.datasource = self.datasource if self.datasource is not None else datasource
+        self.algorithm = self.algorithm or algorithm
+        self.tests_every = tests_every
+        self.inbound, self.outbound = inbound or Chain(), outbound or Chain()
+        own = copy.deepcopy(as_module(self.model) or model)
+        self._trainer = trainer = as_trainer(self._given_trainer, own)
+        core: Any = trainer
+        core.equip(**self.algorithm.equip(core.strategies))
+        # A trainer with a seed begins every run with it: all clients would draw the same numbers.
+        core.options = replace(core.options, seed=None)
+        context = trainer.context
+        context.callbacks.add(*copy.deepcopy(self._trainer_callbacks))
+        # What strategies and callbacks remember of one client is no business of the next.
+        self._fresh = {
+            "shared": dict(context.state),
+            "strategies": copy.deepcopy(core.strategies.state_dict()),
+            "callbacks": copy.deepcopy(context.callbacks.state_dict()),
+        }
+        # Whatever stays with a client begins as it does in the server's model.
+        self._initial = {
+            name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
+        }
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        """Return the answer to a task, and the client's new state; the given state is left as it is.
+
+        Args:
+            task: What is asked: to train, or to judge the model.
+            state: What the client has kept; empty for one that was never asked.
+        """
+        started = time.perf_counter()
+        self.client_id, self.current_round = task.client_id, task.round
+        for heard in self.callbacks:
+            heard.on_inbound_received(self, self.inbound)
+        if len(self.inbound):
+            task = replace(task, weights=self.inbound.unpack(task.weights))
+        for heard in self.callbacks:
+            heard.on_inbound_processed(self, task)
+        before = self._get_ready(task, state)
+        if task.kind == "evaluate":
+            return self._judged(task), state
+        num_samples = self.datasource.num_samples(task.client_id)
+        if num_samples == 0:
+            # Whoever has nothing to learn from has nothing to say, but has not failed either.
+            nothing = {name: torch.zeros_like(value) for name, value in task.weights.items()}
+            return self.outbound.encode(Update(task.client_id, task.round, 0, delta=nothing), task, dict(state)), state
+        context = self.trainer.context
+        history = self.trainer.fit(self.datasource.train_data(task.client_id))
+        assert context.model is not None
+        after = {name: value.detach() for name, value in context.model.state_dict().items()}
+        loss = history.get_latest_metric("train_loss")
+        update, kept = self._answer(task, state, before, after, num_samples, context.progress.updates, loss)
+        return replace(update, seconds=time.perf_counter() - started), kept
+
+    def effort(self, task: Task) -> float:
+        """Return how much work a task is: its samples times its epochs; where sizes are not known, its epochs."""
+        core: Any = self.trainer
+        samples = self.datasource.num_samples(task.client_id) if self.datasource.knows_sizes else 1
+        return float(samples * task.config.get("epochs", core.num_epochs))
+
+    def why_alone(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
+        """Return what keeps clients from training as one fleet; None if nothing does, and nothing if none trains."""
+        if any(task.kind != "train" for task, _ in work):
+            return ""
+        if self.callbacks:
+            return f"{type(self.callbacks[0]).__name__} hears of one client at a time"
+        for task, _ in work:
+            if self.datasource.num_samples(task.client_id) == 0:
+                return f"client {task.client_id} has no samples"
+        configs = [task.config for task, _ in work]
+        if any(config != configs[0] for config in configs):
+            return "clients are told different things"
+        core: Any = self.trainer
+        core.reset()
+        core.configure(configs[0])
+        return why_alone(self.trainer)
+
+    def work_together(self, work: Sequence[tuple[Task, ClientState]]) -> list[Done]:
+        """Return what `work` would for each of some clients, which train as one fleet."""
+        started = time.perf_counter()
+        work = [(replace(task, weights=self.inbound.unpack(task.weights)), state) for task, state in work]
+        begun = [self._get_ready(task, state) for task, state in work]
+        trainer = copy.deepcopy(self.trainer)
+        callbacks = trainer.context.callbacks
+        # One client's loss that is not finite is no reason to end the others.
+        callbacks.remove(*[it for it in callbacks if isinstance(it, NonFiniteLoss)])
+        fleet = FleetTrainer(
+            trainer,
+            [
+                Member(before, self.datasource.train_data(task.client_id), mix(task.seed, "order"))
+                for before, (task, _) in zip(begun, work, strict=True)
+            ],
+        )
+        fleet.train_together()
+        seconds = (time.perf_counter() - started) / len(work)
+        done = []
+        for position, ((task, state), before) in enumerate(zip(work, begun, strict=True)):
+            self._get_ready(task, state)
+            after = fleet.state_of(position)
+            load_weights(self.trainer.context.model, after)  # type: ignore[arg-type]  # a trainer at work has one
+            num_samples = self.datasource.num_samples(task.client_id)
+            num_updates, loss = fleet.num_updates[position], fleet.losses[position]
+            update, kept = self._answer(task, state, before, after, num_samples, num_updates, loss)
+            done.append(Done(replace(update, seconds=seconds), kept))
+        return done
+
+    def _answer(
+        self,
+        task: Task,
+        state: ClientState,
+        before: Weights,
+        after: Weights,
+        num_samples: int,
+        num_updates: int,
+        loss: float,
+    ) -> tuple[Update, ClientState]:
+        """Return what a client sends and what it keeps, once its model is trained."""
+        context = self.trainer.context
+        update = Update(
+            task.client_id,
+            task.round,
+            num_samples=num_samples,
+            num_updates=num_updates,
+            delta=_difference({name: after[name] for name in task.weights}, before),
+            payload=_copied(_payload(self.trainer)),
+            metrics={"loss": loss, **self._tested(task)},
+        )
+        kept: ClientState = _copied(context.client_state)
+        if self._initial:
+            kept[_OWN] = _copied({name: after[name] for name in self._initial})
+        if _POSTPROCESSORS in state:
+            kept[_POSTPROCESSORS] = state[_POSTPROCESSORS]
+        for heard in self.callbacks:
+            heard.on_outbound_ready(self, update, self.outbound)
+        return self.outbound.encode(update, task, kept), kept
+
+    def _get_ready(self, task: Task, state: ClientState) -> dict[str, Tensor]:
+        """Make of the trainer that of one client, whatever the last one was, and return the weights it begins with."""
+        core: Any = self.trainer
+        context = self.trainer.context
+        assert context.model is not None
+        received = {**task.weights, **self._initial, **state.get(_OWN, {})}
+        before = {name: value.to(context.device) for name, value in received.items()}
+        load_weights(context.model, before)
+        context.client_id, context.current_round = task.client_id, task.round
+        own = {name: value for name, value in state.items() if name not in (_OWN, _POSTPROCESSORS)}
+        # A copy: strategies may change it in place, and the server keeps the state if the update is not used.
+        context.client_state = _copied(own, context.device)
+        context.received = task.payload
+        core.reset()
+        core.forget_loaders()
+        core.configure(task.config)
+        context.state.clear()
+        context.state.update(self._fresh["shared"], order_seed=mix(task.seed, "order"))
+        if self._fresh["strategies"]:
+            core.strategies.load_state_dict(copy.deepcopy(self._fresh["strategies"]))
+        if self._fresh["callbacks"]:
+            context.callbacks.load_state_dict(copy.deepcopy(self._fresh["callbacks"]))
+        seed_everything(task.seed)
+        return before
+
+    def _judged(self, task: Task) -> Update:
+        data = self.datasource.test_data(task.client_id)
+        metrics = {} if data is None else dict(self.trainer.evaluate(data))
+        return Update(task.client_id, task.round, self.datasource.num_samples(task.client_id), metrics=metrics)
+
+    def _tested(self, task: Task) -> dict[str, float]:
+        if not self.tests_every or task.round % self.tests_every:
+            return {}
+        data = self.datasource.test_data(task.client_id)
+        found = {} if data is None else self.trainer.evaluate(data)
+        return {f"test_{name}": value for name, value in found.items()}
+
+
+def as_trainer(trainer: Any, model: nn.Module | None = None) -> Trainer:
+    """Return a trainer of one's own: a copy, or one that is made now.
+
+    Args:
+        trainer: A trainer, a class or function that makes one, or None for a plain one.
+        model: What it trains; None to leave one that is made now with the model it has, and a copy without.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if trainer is None:
+        return ComposableTrainer(model=model, verbose=False)
+    if isinstance(trainer, Trainer):
+        # Its model, if it has one, is what the federation began with. A copy of it is of no use.
+        mine, given = trainer.context, trainer.context.model
+        mine.model = None
+        try:
+            made = copy.deepcopy(trainer)
+        finally:
+            mine.model = given
+    else:
+        made = trainer() if callable(trainer) else trainer
+    if not isinstance(made, Trainer):
+        raise ConfigError(f"trainer: expected a trainer, or a class or function that makes one, got {trainer!r}")
+    core: Any = made
+    if model is not None:
+        core.model = model
+    # A federation shows its own progress.
+    callbacks = made.context.callbacks
+    callbacks.remove(*[it for it in callbacks if isinstance(it, ProgressDisplay)])
+    return made
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Copy weights into a model, in place.
+
+    Raises:
+        ConfigError: The model has no such entry, or one of another shape.
+    """
+    state = model.state_dict()
+    try:
+        targets = [state[name] for name in weights]
+    except KeyError as error:
+        raise ConfigError(f"weights: the model has no {error.args[0]!r}") from None
+    for name, value in weights.items():
+        if state[name].shape != value.shape:
+            raise ConfigError(
+                f"weights: {name!r} has shape {tuple(value.shape)}, the model's has {tuple(state[name].shape)}"
+            )
+    with torch.no_grad():
+        torch._foreach_copy_(targets, list(weights.values()))
+
+
+def _difference(after: Weights, before: Weights) -> dict[str, Tensor]:
+    return {name: (value - before[name]).cpu() for name, value in after.items()}
+
+
+def _copied(content: Any, device: str | torch.device = "cpu") -> Any:
+    """Return containers and tensors of one's own, which nobody else's training changes."""
+    if isinstance(content, Tensor):
+        return content.detach().to(device, copy=True)
+    if isinstance(content, Mapping):
+        return {name: _copied(value, device) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(_copied(value, device) for value in content)
+    return copy.deepcopy(content)
+
+
+def _payload(trainer: Any) -> dict[str, Any]:
+    update = trainer.strategies.model_update
+    return {} if update is None else update.get_update_payload(trainer.context)
+
+
+def _as_client_callback(candidate: Any) -> ClientCallback:
+    made = candidate() if isinstance(candidate, type) else candidate
+    if not isinstance(made, ClientCallback):
+        raise ConfigError(f"callbacks: expected a ClientCallback (class or instance), got {candidate!r}")
+    return made

@@ -1,0 +1,37 @@
+"""How updates become one, and how weights move by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dovetail.federated.messages import Update, WeightedSum, Weights
+
+__all__ = ["Average", "moved", "weighted_mean"]
+
+# Makes one difference of many.
+Average = Callable[[Sequence[Update]], Weights]
+
+
+def weighted_mean(updates: Sequence[Update]) -> Weights:
+    """Return the mean of the updates' differences, each counted by its samples, in the order given."""
+    return WeightedSum.of(updates).mean()
+
+
+def moved(weights: Weights, delta: Weights, rate: float = 1.0) -> dict[str, Tensor]:
+    """Return weights that have moved by a difference; what it does not name stays, whole numbers stay whole.
+
+    Example:
+        >>> moved({"w": torch.ones(2), "steps": torch.tensor(3)}, {"w": torch.ones(2), "steps": torch.tensor(1.6)})
+        {'w': tensor([2., 2.]), 'steps': tensor(5)}
+    """
+    result = dict(weights)
+    for name, change in delta.items():
+        before = weights[name]
+        after = before + change.to(before.device) * rate
+        if not (before.is_floating_point() or before.is_complex()):
+            after = torch.round(after)
+        result[name] = after.to(before.dtype)
+    return result

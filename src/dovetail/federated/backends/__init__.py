@@ -1,0 +1,28 @@
+"""Where clients run, by name."""
+
+from __future__ import annotations
+
+from dovetail.federated.backends.actors import Ray
+from dovetail.federated.backends.auto import Auto
+from dovetail.federated.backends.base import Backend, Done, Foresight, Outcome, Work, Worker
+from dovetail.federated.backends.pool import WorkerError
+from dovetail.federated.backends.processes import Process
+from dovetail.federated.backends.registry import backends
+from dovetail.federated.backends.sequential import Sequential
+from dovetail.federated.backends.vectorized import Vectorized
+
+__all__ = [
+    "Auto",
+    "Backend",
+    "Done",
+    "Foresight",
+    "Outcome",
+    "Process",
+    "Ray",
+    "Sequential",
+    "Vectorized",
+    "Work",
+    "Worker",
+    "WorkerError",
+    "backends",
+]

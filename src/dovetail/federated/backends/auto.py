@@ -1,0 +1,99 @@
+"""The backend that suits the work."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from dovetail.federated.backends.base import Backend, Foresight, Outcome, Work, Worker
+from dovetail.federated.backends.processes import Process, num_cores
+from dovetail.federated.backends.sequential import Sequential
+
+__all__ = ["Auto"]
+
+_log = logging.getLogger("dovetail.federated")
+
+# Seconds of a step beside its arithmetic, and of one operation, on a core of our days. It need not be exact: where it
+# matters the answer is a matter of a hundred.
+_STEP, _OPERATION = 200e-6, 1e-10
+# Forward, and backward twice as much, for a multiplication and an addition each.
+_OPERATIONS_PER_WEIGHT = 6
+_BATCH_SIZE = 32
+# Seconds of work in a round from which on it pays to start processes.
+_WORTHWHILE = 0.1
+
+
+class Auto(Backend):
+    """Picks a backend when the first round begins, by model and fleet, and says why in one line.
+
+    `vectorized` where there is an accelerator, `process` where several cores can share a round that is worth it, else
+    `sequential`. What is picked depends on the work and the machine, never on how long anything took: a run that is
+    repeated has the same backend and the same bits.
+
+    Attributes:
+        choice: What was picked, and why; empty before the first round. The log `dovetail.federated` has it, too.
+
+    Example:
+        >>> Auto().choice
+        ''
+    """
+
+    def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
+        super().__init__(num_workers, timeout)
+        self.choice = ""
+        self._picked: Backend | None = None
+
+    def start(self, worker: Worker) -> None:
+        """Remember who does the work."""
+        self._worker = worker
+        self._picked = None
+
+    def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
+        """Do the work with what was picked, or is now."""
+        if self._picked is None and work:
+            picked, why = self._pick(work)
+            name = type(picked).__name__.lower()
+            self.choice = f"backend: {name}, because {why}"
+            _log.info(self.choice)
+            picked.start(self._worker)
+            self._picked = picked
+        if self._picked is not None:
+            yield from self._picked.run(work)
+
+    def close(self) -> None:
+        """Close what was picked."""
+        if self._picked is not None:
+            self._picked.close()
+
+    def _pick(self, work: Sequence[Work]) -> tuple[Backend, str]:
+        from dovetail.federated.backends.registry import backends
+
+        if torch.cuda.is_available() and "vectorized" in backends.names():
+            made = backends.get("vectorized")(num_workers=self.num_workers, timeout=self.timeout)
+            return made, f"this machine has a {torch.cuda.get_device_name()}"
+        alone = Sequential(self.num_workers, self.timeout)
+        together = Process(self.num_workers, self.timeout)
+        if self.timeout is not None:
+            return together, "only another process can be stopped after a timeout"
+        num_workers = self.num_workers or num_cores()
+        if num_workers == 1:
+            return alone, "there is one core" if self.num_workers is None else "one client is at work at a time"
+        if len(work) == 1:
+            return alone, "a round has one client"
+        if not isinstance(self._worker, Foresight):
+            return alone, "nothing is known of how much clients have to do"
+        seconds = sum(self._seconds(self._worker, each) for each in work)
+        about = f"a round of {len(work)} clients is about {seconds:.2g} s of work"
+        return (together, about) if seconds >= _WORTHWHILE else (alone, about)
+
+    @staticmethod
+    def _seconds(worker: Foresight, work: Work) -> float:
+        task, _ = work
+        samples = worker.effort(task)
+        num_weights = sum(value.numel() for value in task.weights.values())
+        batch_size: int = task.config.get("batch_size", _BATCH_SIZE)
+        steps = math.ceil(samples / batch_size)
+        return steps * _STEP + samples * num_weights * _OPERATIONS_PER_WEIGHT * _OPERATION

@@ -1,0 +1,84 @@
+"""Where clients run: the one interface of all backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from dovetail.errors import ConfigError
+from dovetail.federated.messages import Fault, Task, Update
+from dovetail.federated.states import ClientState
+
+__all__ = ["Backend", "Done", "Foresight", "Outcome", "Work", "Worker"]
+
+# A task, and the state of its client.
+Work = tuple[Task, ClientState]
+
+
+class Worker(Protocol):
+    """Whoever can do the work of any client: `dovetail.clients.simple.Client`."""
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        """Return the client's answer, and its new state; what is given is left as it is."""
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """A worker that knows how much there is to do before it is done."""
+
+    def effort(self, task: Task) -> float:
+        """Return how many samples a task goes through: those of the client, times its epochs."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A task that was done.
+
+    Attributes:
+        update: The client's answer.
+        state: The client's new state.
+    """
+
+    update: Update
+    state: ClientState
+
+
+Outcome = Done | Fault
+
+
+class Backend(ABC):
+    """Runs the work of clients.
+
+    The work is a function of task, state and the client's data alone, so all backends give the same answers.
+
+    Args:
+        num_workers: How many clients are at work at the same time, where that is a choice; None for what fits.
+        timeout: Seconds after which a client that has not answered is left out, where it can be; None for no limit.
+
+    Raises:
+        ConfigError: A number is not positive.
+    """
+
+    def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
+        if num_workers is not None and num_workers < 1:
+            raise ConfigError(f"num_workers: expected at least 1, or None for what fits, got {num_workers!r}")
+        if timeout is not None and not timeout > 0:
+            raise ConfigError(f"timeout: expected a positive number of seconds, or None, got {timeout!r}")
+        self.num_workers = num_workers
+        self.timeout = timeout
+
+    @abstractmethod
+    def start(self, worker: Worker) -> None:
+        """Get ready; once, before the first round. After `close` it may begin again."""
+
+    @abstractmethod
+    def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
+        """Do the work of one round, and give the outcomes in any order.
+
+        An error of a client becomes a `Fault` that names it; the others go on.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+        """Let go of everything; also after an error, and as often as one likes."""

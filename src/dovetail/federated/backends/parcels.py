@@ -1,0 +1,165 @@
+"""Pickled content whose tensors and arrays are not copied into the pickle, and memory in which they travel."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "Parcel", "Place", "copied", "opened", "packed"]
+
+# Where something lies in a block: its first byte, and how many there are.
+Place = tuple[int, int]
+
+# As torch's own memory: some kernels round differently where data begin elsewhere.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Content to be sent.
+
+    Attributes:
+        content: All of it but the bulk, pickled.
+        bulk: The memory of tensors and arrays, each once, in the order in which `opened` needs them.
+
+    Example:
+        >>> parcel = packed({"w": torch.ones(3), "same": 1})
+        >>> [part.nbytes for part in parcel.bulk]
+        [12]
+        >>> opened(parcel.content, map(copied, parcel.bulk))
+        {'w': tensor([1., 1., 1.]), 'same': 1}
+    """
+
+    content: bytes
+    bulk: list[memoryview]
+
+
+def packed(content: Any) -> Parcel:
+    """Pickle anything, functions and classes of a script included; the bulk stays where it is."""
+    bulk: list[memoryview] = []
+    file = io.BytesIO()
+    # A callback that returns nothing, as `append` does, keeps the bulk out of the pickle.
+    pickler = _Pickler(file, protocol=5, buffer_callback=lambda part: bulk.append(part.raw()))
+    pickler.dump(content)
+    return Parcel(file.getvalue(), bulk)
+
+
+def opened(content: bytes, bulk: Iterable[Any]) -> Any:
+    """Return what was packed. Its tensors are in the memory that is given; they may be changed if that may be.
+
+    Only for what a process of our own has packed.
+    """
+    return pickle.loads(content, buffers=bulk)  # noqa: S301 - from our own process, never from a file
+
+
+def copied(part: Any) -> memoryview:
+    """Return a copy of some memory, placed as torch places its own."""
+    target = _space(memoryview(part).nbytes)
+    target[:] = part
+    return target
+
+
+class Block:
+    """Memory that several processes have. It has no name, so nothing is left of it however they end.
+
+    Args:
+        descriptor: Of a block that another process has made; None for a new one.
+
+    Example:
+        >>> block = Block()
+        >>> places = block.write([memoryview(b"fish"), memoryview(b"chips")])
+        >>> [bytes(block.read(place)) for place in places]
+        [b'fish', b'chips']
+        >>> block.close()
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = _nameless() if descriptor is None else descriptor
+
+    def write(self, parts: Sequence[memoryview]) -> list[Place]:
+        """Put memory here, over what was here before, and return where each part lies now."""
+        places, start = [], 0
+        for part in parts:
+            done = 0
+            while done < part.nbytes:
+                done += os.pwrite(self.descriptor, part[done:], start + done)
+            places.append((start, part.nbytes))
+            start += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return places
+
+    def read(self, place: Place) -> memoryview:
+        """Return a copy."""
+        start, length = place
+        target = _space(length)
+        done = 0
+        while done < length:
+            done += os.preadv(self.descriptor, [target[done:]], start + done)
+        return target
+
+    def mapped(self) -> memoryview:
+        """Return all of the block without copying it; what is changed is changed for this process alone."""
+        size = os.fstat(self.descriptor).st_size
+        return memoryview(mmap.mmap(self.descriptor, size, flags=mmap.MAP_PRIVATE) if size else b"")
+
+    def close(self) -> None:
+        """Let go of it. It is freed when all processes have."""
+        os.close(self.descriptor)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    def reducer_override(self, piece: Any) -> Any:
+        if type(piece) is Tensor and _is_plain(piece):
+            place = piece.dtype, piece.storage_offset(), tuple(piece.shape), piece.stride()
+            return _tensor, (piece.untyped_storage(), *place)
+        if type(piece) is torch.UntypedStorage and piece.device.type == "cpu":
+            return _storage, (pickle.PickleBuffer(_memory(torch.empty(0, dtype=torch.uint8).set_(piece))),)
+        return super().reducer_override(piece)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its storage and a place therein, and nothing else."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+    )
+
+
+def _tensor(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+def _storage(memory: Any) -> torch.UntypedStorage:
+    if memoryview(memory).nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _space(length: int) -> memoryview:
+    return _memory(torch.empty(length, dtype=torch.uint8))
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
+
+
+def _nameless() -> int:
+    if sys.platform == "linux":
+        return os.memfd_create("dovetail")
+    else:  # noqa: RET505 - so that the checker of types sees that this is for other systems
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())

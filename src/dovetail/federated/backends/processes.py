@@ -1,0 +1,276 @@
+"""Clients in processes of this machine that are started once.
+
+The client goes to every worker once, pickled, through a pipe; its tensors and arrays lie in memory that all workers
+have, and that none can change for another. In a round, what several tasks have in common (the weights, and what an
+algorithm sends to everybody) is written to shared memory once and read by every worker once. What belongs to a single
+client, its state and its answer, goes through a block of memory that the server and one worker share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.federated.backends.base import Work, Worker
+from dovetail.federated.backends.nursery import Nursery, nursery
+from dovetail.federated.backends.parcels import Block, Parcel, Place, opened, packed
+from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
+from dovetail.federated.backends.sequential import attempted, fault
+from dovetail.trainers.relay import described, rebuilt, share_of_threads
+
+__all__ = ["Process", "arithmetic", "live", "num_cores", "set_arithmetic"]
+
+# Seconds that a worker has to leave by itself when there is nothing to do any more.
+_GRACE = 2.0
+
+
+@dataclass(eq=False, kw_only=True)
+class _ProcessSeat(Seat):
+    """A worker: who ends it, what it is spoken to through, and the blocks for what it gets and what it answers."""
+
+    nursery: Nursery
+    pid: int
+    connection: Connection
+    inbox: Block
+    outbox: Block
+    exit_code: int | None = None
+
+
+class Process(Pool[_ProcessSeat]):
+    """Runs clients in processes that are started once, each with its share of the cores.
+
+    Answers equal those of `Sequential` bit for bit if that has as many threads. A client that ends its process, or
+    takes longer than `timeout`, is left out of its round, and another process takes the place.
+
+    Args:
+        num_workers: How many processes; None for one per core.
+        timeout: Seconds that a client has; None for no limit.
+
+    Example:
+        >>> Process(num_workers=2).num_workers
+        2
+    """
+
+    def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
+        super().__init__(num_workers, timeout)
+        self._blocks: tuple[Block, ...] = ()
+        self._parcels: list[Parcel] = []
+        self._round = 0
+
+    def close(self) -> None:
+        """End all workers, and let go of the memory."""
+        # All of them are told first, so that they leave at the same time.
+        for seat in self._seats:
+            seat.connection.close()
+        super().close()
+        for block in self._blocks:
+            block.close()
+        self._blocks, self._parcels = (), []
+
+    # ------------------------------------------------------------------ what a pool asks for
+
+    def _open(self, worker: Worker) -> None:
+        try:
+            cargo = packed(worker)
+        except Exception as error:
+            raise ConfigError(f"the client or its data cannot be sent to other processes: {error}") from error
+        self._blocks = self._cargo, self._shared = Block(), Block()
+        self._message = pickle.dumps((cargo.content, self._cargo.write(cargo.bulk)))
+
+    def _size(self) -> int:
+        return self.num_workers or num_cores()
+
+    def _begin(self) -> _ProcessSeat:
+        ours, theirs = socket.socketpair()
+        inbox, outbox = Block(), Block()
+        with ours, theirs:
+            descriptors = [theirs.fileno(), *(it.descriptor for it in (self._cargo, self._shared, inbox, outbox))]
+            home = nursery()
+            try:
+                pid = home.begin(descriptors)
+            except OSError as error:
+                raise WorkerError("workers cannot be started: the process that they are forked from died") from error
+            connection = Connection(ours.detach())
+        seat = _ProcessSeat(nursery=home, pid=pid, connection=connection, inbox=inbox, outbox=outbox)
+        # One that dies while it is told will be heard of.
+        with suppress(OSError):
+            connection.send_bytes(json.dumps(_circumstances(self._size())).encode())
+            connection.send_bytes(self._message)
+        return seat
+
+    def _pack(self, work: Sequence[Work]) -> None:
+        self._round += 1
+        try:
+            self._parcels = [packed(each) for each in work]
+        except Exception as error:
+            raise ConfigError(f"a task or a client's state cannot be sent to other processes: {error}") from error
+        parts = [(_key(part), part) for parcel in self._parcels for part in parcel.bulk]
+        times = Counter(key for key, _ in parts)
+        common = {key: part for key, part in parts if times[key] > 1}
+        # Nobody reads here now: workers have nothing to do between rounds.
+        self._common = dict(zip(common, self._shared.write(list(common.values())), strict=True))
+
+    def _give(self, seat: _ProcessSeat, position: int) -> bool:
+        parcel = self._parcels[position]
+        shared = [self._common.get(_key(part)) for part in parcel.bulk]
+        own = iter(seat.inbox.write([part for part, place in zip(parcel.bulk, shared, strict=True) if place is None]))
+        places = [(place is not None, place or next(own)) for place in shared]
+        try:
+            seat.connection.send_bytes(pickle.dumps((self._round, parcel.content, places)))
+        except OSError:
+            return False
+        return True
+
+    def _listen(self, seats: Sequence[_ProcessSeat], timeout: float | None) -> Iterator[tuple[_ProcessSeat, News]]:
+        by_connection: dict[Any, _ProcessSeat] = {seat.connection: seat for seat in seats}
+        for connection in wait(by_connection, timeout):
+            seat = by_connection[connection]
+            try:
+                content, places = pickle.loads(seat.connection.recv_bytes())  # noqa: S301 - our own worker's
+            except (EOFError, OSError):
+                self._leave(seat, _GRACE)
+                yield seat, Lost(_ending(seat.exit_code))
+                continue
+            news = opened(content, map(seat.outbox.read, places))
+            if isinstance(news, Mapping):
+                error = rebuilt(news)
+                raise ConfigError(f"the client cannot be received by another process: {error}") from error
+            yield seat, news
+
+    def _end(self, seat: _ProcessSeat) -> None:
+        self._leave(seat, _GRACE if seat.is_ready and seat.task is None else 0.0)
+        seat.inbox.close()
+        seat.outbox.close()
+
+    @staticmethod
+    def _leave(seat: _ProcessSeat, grace: float) -> None:
+        if seat.exit_code is None:
+            seat.connection.close()
+            # A nursery that is dead was killed, and all its workers with it.
+            seat.exit_code = -signal.SIGKILL
+            with suppress(OSError):
+                seat.exit_code = seat.nursery.end(seat.pid, grace)
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def arithmetic() -> dict[str, Any]:
+    """Return how torch computes here, as plain values, for `set_arithmetic` in another process.
+
+    Example:
+        >>> arithmetic()["dtype"]
+        'float32'
+    """
+    return {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def set_arithmetic(found: Mapping[str, Any], num_threads: int) -> None:
+    """Compute as another process does, with so many threads."""
+    torch.set_num_threads(num_threads)
+    torch.set_default_dtype(getattr(torch, found["dtype"]))
+    # It imports a compiler, which is not done for nothing.
+    if any(found[name] != value for name, value in arithmetic().items() if name in ("deterministic", "warn_only")):
+        torch.use_deterministic_algorithms(found["deterministic"], warn_only=found["warn_only"])
+    torch.set_float32_matmul_precision(found["precision"])
+
+
+def _circumstances(num_workers: int) -> dict[str, Any]:
+    return {
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "arithmetic": arithmetic(),
+        "num_threads": share_of_threads(num_workers),
+    }
+
+
+def _key(part: memoryview) -> tuple[int, int]:
+    return np.asarray(part).__array_interface__["data"][0], part.nbytes
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = " (the system does so when memory is short)" if name == "SIGKILL" else ""
+        return f"its process was ended by {name}{hint}"
+    return f"its process ended with exit code {exit_code}"
+
+
+# ------------------------------------------------------------------ in a worker
+
+
+def live(descriptors: Sequence[int]) -> None:
+    """Be a worker, from the first message to the last.
+
+    Args:
+        descriptors: Of the connection to the server, and of the blocks of the client, of rounds, of what this worker
+            gets, and of what it answers.
+    """
+    connection = Connection(descriptors[0])
+    cargo, shared, inbox, outbox = map(Block, descriptors[1:])
+
+    def answer(parcel: Parcel) -> None:
+        connection.send_bytes(pickle.dumps((parcel.content, outbox.write(parcel.bulk))))
+
+    with suppress(EOFError, ConnectionError):
+        _settle(json.loads(connection.recv_bytes()))
+        try:
+            content, places = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
+            memory = cargo.mapped()
+            worker: Worker = opened(content, [memory[start : start + length] for start, length in places])
+        except Exception as error:
+            answer(packed(described(error)))
+            return
+        answer(packed("ready"))
+        now, known = 0, dict[Place, memoryview]()
+        while True:
+            number, content, marked = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
+            if number != now:
+                now, known = number, {}
+            work: Work = opened(content, [_read(place, it, known, shared, inbox) for it, place in marked])
+            outcome = attempted(worker, work)
+            try:
+                parcel = packed(outcome)
+            except Exception as error:
+                parcel = packed(fault(work[0], error))
+            answer(parcel)
+
+
+def _read(place: Place, is_shared: bool, known: dict[Place, memoryview], shared: Block, inbox: Block) -> memoryview:
+    if not is_shared:
+        return inbox.read(place)
+    if place not in known:
+        known[place] = shared.read(place)
+    return known[place]
+
+
+def _settle(circumstances: Mapping[str, Any]) -> None:
+    """Be where the server is, and compute as it does."""
+    sys.path[:] = circumstances["path"]
+    os.chdir(circumstances["folder"])
+    os.environ.clear()
+    # For what a client starts itself.
+    os.environ.update(circumstances["environment"], OMP_NUM_THREADS=str(circumstances["num_threads"]))
+    set_arithmetic(circumstances["arithmetic"], circumstances["num_threads"])

@@ -1,0 +1,44 @@
+"""One client after the other, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dovetail.federated.backends.base import Backend, Done, Outcome, Work, Worker
+from dovetail.federated.messages import Fault, Task
+
+__all__ = ["Sequential", "attempted", "fault"]
+
+
+class Sequential(Backend):
+    """Runs clients one after the other. There is nothing to start, and nothing to send.
+
+    Nothing can stop a client here, so `timeout` means nothing.
+
+    Example:
+        >>> Sequential().num_workers is None
+        True
+    """
+
+    def start(self, worker: Worker) -> None:
+        """Remember who does the work."""
+        self._worker = worker
+
+    def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
+        """Do the work in the order in which it was given."""
+        for each in work:
+            yield attempted(self._worker, each)
+
+
+def attempted(worker: Worker, work: Work) -> Outcome:
+    """Do the work of one client; an error of its own is a fault, and not the end of the round."""
+    task, state = work
+    try:
+        return Done(*worker.work(task, state))
+    except Exception as error:
+        return fault(task, error)
+
+
+def fault(task: Task, error: Exception) -> Fault:
+    """Return what an error of a client is to the others: who, and the last line of its traceback."""
+    return Fault(task.client_id, task.round, "crashed", f"{type(error).__name__}: {error}")

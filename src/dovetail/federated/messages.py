@@ -1,0 +1,165 @@
+"""What servers and clients send each other: frozen values with a size, and sums of them that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from operator import add
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Fault", "Task", "Update", "WeightedSum", "Weights", "num_bytes"]
+
+# The state of a model, or a difference of two, by the names of its state dict.
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a server asks of one client in one round.
+
+    Tasks of the same round hold the very same `weights`, so whoever carries them need carry those only once.
+
+    Attributes:
+        round: The round, counted from 1.
+        client_id: Who is asked, counted from 1.
+        weights: The global model, less what stays with clients.
+        seed: All randomness of the work comes from it: order of the data, dropout, noise.
+        kind: Train and send an update; or judge the model on the client's test data.
+        payload: What the server's half of the algorithm sends besides the weights.
+        config: What the client's trainer is told in this round: `epochs`, `batch_size`, and what strategies read.
+    """
+
+    round: int
+    client_id: int
+    weights: Weights
+    seed: int = 0
+    kind: Literal["train", "evaluate"] = "train"
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what is sent, as tensors and bytes."""
+        return num_bytes(self.weights) + num_bytes(self.payload)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a client sends back.
+
+    Attributes:
+        client_id: Whose it is.
+        round: The round of the task it answers.
+        num_samples: Training samples of the client: how much the update counts.
+        num_updates: Optimizer steps that were made: SCAFFOLD's K, FedNova's τ.
+        delta: Trained weights less received ones, by name.
+        payload: What the client's half of the algorithm sends besides.
+        metrics: What the client measured: `loss`, and `accuracy` where it tested.
+        seconds: How long the work took here. Nothing is computed from it.
+        staleness: Rounds between sending the task and taking the update; the server says so.
+        sent: The weights that the client began with; the server says so, no client sends them back.
+    """
+
+    client_id: int
+    round: int
+    num_samples: int
+    num_updates: int = 0
+    delta: Weights = field(default_factory=dict)
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    staleness: int = 0
+    sent: Weights = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what is sent, as tensors and bytes."""
+        return num_bytes(self.delta) + num_bytes(self.payload)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the update as a dictionary of tensors and plain values; nothing is copied."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+
+    def weighted(self, weight: float | None = None) -> WeightedSum:
+        """Return the update as a sum of one, counted by its samples unless a weight is given."""
+        weight = float(self.num_samples) if weight is None else weight
+        return WeightedSum(weight, {name: _real(value) * weight for name, value in self.delta.items()})
+
+    def with_delta(self, delta: Weights) -> Update:
+        """Return the same update with another difference."""
+        return replace(self, delta=delta)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a client is left out of a round.
+
+    Attributes:
+        client_id: Whom it concerns.
+        round: The round of the task.
+        kind: What happened: an error of the client, no answer in time, an update that cannot be used, or one too many.
+        reason: One sentence.
+    """
+
+    client_id: int
+    round: int
+    kind: Literal["crashed", "timed out", "not finite", "wrong shape", "duplicate", "late"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Weighted sums of updates. They add up in any grouping: over clients, edge servers, processes.
+
+    Attributes:
+        weight: The sum of the weights.
+        sums: The weighted sums of the differences, by name; whole numbers are summed as float64.
+
+    Example:
+        >>> ups = [Update(k, 1, n, delta={"w": torch.tensor([v])}) for k, n, v in [(1, 1, 4.0), (2, 3, 8.0)]]
+        >>> WeightedSum.of(ups).mean()
+        {'w': tensor([7.])}
+    """
+
+    weight: float
+    sums: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, updates: Iterable[Update]) -> WeightedSum:
+        """Return the sum over updates, each counted by its samples, added in their order."""
+        return reduce(add, (update.weighted() for update in updates), cls(0.0, {}))
+
+    def __add__(self, other: WeightedSum) -> WeightedSum:
+        sums = dict(self.sums)
+        for name, value in other.sums.items():
+            sums[name] = sums[name] + value if name in sums else value
+        return WeightedSum(self.weight + other.weight, sums)
+
+    def mean(self) -> dict[str, Tensor]:
+        """Return the weighted mean; nothing where all weights are 0, since nobody has seen a sample."""
+        if self.weight == 0:
+            return {name: torch.zeros_like(value) for name, value in self.sums.items()}
+        return {name: value / self.weight for name, value in self.sums.items()}
+
+
+def num_bytes(content: Any) -> int:
+    """Return the bytes of all tensors, arrays and byte strings in nested containers, and 8 for every number."""
+    if isinstance(content, Tensor):
+        return content.numel() * content.element_size()
+    if isinstance(content, Mapping):
+        return sum(num_bytes(value) for value in content.values())
+    if isinstance(content, (list, tuple)):
+        return sum(num_bytes(value) for value in content)
+    if isinstance(content, (bytes, str)):
+        return len(content)
+    own = getattr(content, "num_bytes", None)
+    return int(own) if own is not None else 8
+
+
+def _real(value: Tensor) -> Tensor:
+    return value if value.is_floating_point() or value.is_complex() else value.double()

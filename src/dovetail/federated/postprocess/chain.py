@@ -1,0 +1,149 @@
+"""Several postprocessors in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.federated.messages import Fault, Task, Update, Weights
+from dovetail.federated.postprocess.base import Codec, Gathering, Postprocessor, Upload
+from dovetail.federated.postprocess.registry import make
+from dovetail.federated.seeds import mix
+
+__all__ = ["Chain"]
+
+# What bytes that no honest client has sent can make of a decoder.
+_UNREADABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+# Where a chain keeps what its postprocessors keep of a client.
+_KEY = "postprocessors"
+
+
+class Chain:
+    """Postprocessors in order: up through the list on the client, down through it on the server.
+
+    The same chain, or one made of the same list, is at both ends. For the way of the weights from the server to the
+    clients there is a chain of its own, with `pack` at the server and `unpack` at the clients.
+
+    Args:
+        steps: Postprocessors, names of them, or mappings of one name to its arguments.
+
+    Example:
+        >>> chain = Chain([{"norm_clip": {"max_norm": 1.0}}, "quantization"])
+        >>> task = Task(round=1, client_id=7, weights={"w": torch.zeros(2)})
+        >>> sent = chain.encode(Update(7, 1, 20, delta={"w": torch.tensor([3.0, 4.0])}), task, state={})
+        >>> sent.delta["w/levels"]
+        tensor([  0, 255], dtype=torch.uint8)
+        >>> updates, faults = chain.decode([sent], Gathering(1, [7], task.weights))
+        >>> updates[0].delta, faults
+        ({'w': tensor([0.6000, 0.8000])}, [])
+        >>> sent.metrics["update_norm"], sent.metrics["raw_bytes"], sent.metrics["sent_bytes"]
+        (5.0, 8.0, 10.0)
+    """
+
+    def __init__(self, steps: Iterable[Any] = ()) -> None:
+        self.steps = tuple(make(step) for step in steps)
+        encoding: Postprocessor | None = None
+        for step in self.steps:
+            if encoding is not None and not isinstance(step, Codec):
+                raise ConfigError(
+                    f"{type(step).__name__} after {type(encoding).__name__} would not see the model's tensors: "
+                    "put it before"
+                )
+            encoding = step if step.encodes else encoding
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def needs_cohort(self) -> bool:
+        """Whether the config of a task must have the ids of all clients of the round, as `cohort`."""
+        return any(step.needs_cohort for step in self.steps)
+
+    def encode(self, update: Update, task: Task, state: dict[str, Any]) -> Update:
+        """Take an update through all steps, on the client.
+
+        Args:
+            update: What training gave.
+            task: What the client was asked.
+            state: The client's state: what steps keep is put into it.
+
+        Returns:
+            The update to send. Its metrics tell its size before and after: `raw_bytes` and `sent_bytes`.
+        """
+        if not self.steps:
+            return update
+        before = update.num_bytes
+        kept = state.get(_KEY, {})
+        keeping = {}
+        for position, step in enumerate(self.steps):
+            own = dict(kept.get(str(position), {}))
+            update = step.encode(update, Upload(task, mix(task.seed, _KEY, position), own))
+            if own:
+                keeping[str(position)] = own
+        if keeping:
+            state[_KEY] = keeping
+        sizes = {"raw_bytes": float(before), "sent_bytes": float(update.num_bytes)}
+        return replace(update, metrics={**update.metrics, **sizes})
+
+    def decode(self, updates: Sequence[Update], gathering: Gathering) -> tuple[list[Update], list[Fault]]:
+        """Take the updates of a round back through all steps, on the server.
+
+        Returns:
+            The updates to aggregate, and a fault for every one that cannot be read.
+        """
+        faults = []
+        for step in reversed(self.steps):
+            decoded = []
+            for update in updates:
+                try:
+                    decoded.append(step.decode(update, gathering))
+                except _UNREADABLE as error:
+                    reason = f"client {update.client_id}: {type(step).__name__} cannot read its update: {error}"
+                    faults.append(Fault(update.client_id, update.round, "wrong shape", reason))
+            updates = step.combine(decoded, gathering)
+        return list(updates), faults
+
+    def aggregated(self, mean: Weights, updates: Sequence[Update], gathering: Gathering) -> Weights:
+        """Take the mean of a round's decoded updates through all steps, on the server."""
+        for position, step in reversed(list(enumerate(self.steps))):
+            own = replace(gathering, seed=mix(gathering.seed, _KEY, position))
+            mean = step.aggregated(mean, updates, own)
+        return mean
+
+    def pack(self, weights: Weights, seed: int) -> Weights:
+        """Take the weights that go to clients through all steps, once for all clients of a round.
+
+        Raises:
+            ConfigError: A step is no codec: it says something of updates only.
+        """
+        for position, codec in enumerate(self._codecs()):
+            weights = codec.pack(weights, torch.Generator().manual_seed(mix(seed, _KEY, position)))
+        return weights
+
+    def unpack(self, weights: Weights) -> Weights:
+        """Take weights that have come back through all steps."""
+        for codec in reversed(self._codecs()):
+            weights = codec.unpack(weights)
+        return weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint of the server must keep."""
+        states = {str(position): step.state_dict() for position, step in enumerate(self.steps)}
+        return {position: state for position, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        for position, own in state.items():
+            self.steps[int(position)].load_state_dict(own)
+
+    def _codecs(self) -> list[Codec]:
+        codecs = [step for step in self.steps if isinstance(step, Codec)]
+        if len(codecs) < len(self.steps):
+            other = next(type(step).__name__ for step in self.steps if not isinstance(step, Codec))
+            raise ConfigError(f"{other} is for updates: what goes down to clients takes codecs only")
+        return codecs

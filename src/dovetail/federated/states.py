@@ -1,0 +1,195 @@
+"""What clients keep from round to round, by their ids: in memory, or in a file beside the server's checkpoints."""
+
+from __future__ import annotations
+
+import io
+import sqlite3
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.checkpoint.encoding import decode_text, encode
+from dovetail.checkpoint.files import Digest
+from dovetail.checkpoint.tensors import read_tensors, stream
+from dovetail.errors import CheckpointError
+
+__all__ = ["ClientState", "ClientStates", "StoredClientStates"]
+
+# Tensors and plain values, nested as the algorithm likes.
+ClientState = dict[str, Any]
+
+
+class ClientStates:
+    """The states of the clients that have one, in memory. Those that were never asked cost nothing.
+
+    Example:
+        >>> states = ClientStates()
+        >>> states.put(7, {"rounds": 1})
+        >>> states.get(7), states.get(8), len(states)
+        ({'rounds': 1}, {}, 1)
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, ClientState] = {}
+        # What was there before the round, of those who were put since.
+        self._before: dict[int, ClientState] = {}
+
+    def get(self, client_id: int) -> ClientState:
+        """Return the state of a client; an empty one for a client that has none."""
+        return self._states.get(client_id, {})
+
+    def put(self, client_id: int, state: ClientState) -> None:
+        """Keep the state of a client; an empty one is not kept."""
+        self._before.setdefault(client_id, self.get(client_id))
+        self._keep(client_id, state)
+
+    def commit(self) -> None:
+        """End a round: what was put since the last one belongs to the checkpoint that follows."""
+        self._before.clear()
+
+    def rollback(self) -> None:
+        """Forget what was put since the last round has ended."""
+        for client_id, state in self._before.items():
+            self._keep(client_id, state)
+        self._before.clear()
+
+    def __len__(self) -> int:
+        """How many clients have a state."""
+        return len(self._states)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._states.clear()
+        self._before.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep."""
+        return {"states": {str(client_id): state for client_id, state in self._states.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if "states" not in state:
+            raise CheckpointError("the checkpoint keeps the states of clients in a file: give the same states_path")
+        self._states = {int(client_id): dict(kept) for client_id, kept in state["states"].items()}
+        self._before.clear()
+
+    def _keep(self, client_id: int, state: ClientState) -> None:
+        if state:
+            self._states[client_id] = state
+        else:
+            self._states.pop(client_id, None)
+
+
+class StoredClientStates(ClientStates):
+    """The states of clients in a file: memory does not grow with the number of clients that have one.
+
+    Every state is kept with the round in which it was put, and the one before it for as long as a checkpoint needs it.
+    A checkpoint holds a round only. Whatever was put after that round is forgotten when it is loaded: a server that
+    died between the two goes on with states and weights of the same round. Nothing in the file is ever unpickled.
+
+    Args:
+        path: The file, an SQLite database; made if it is not there.
+        num_checkpoints: To how many rounds before the last one it must be possible to go back.
+
+    Example:
+        >>> import tempfile
+        >>> states = StoredClientStates(Path(tempfile.mkdtemp(), "clients.db"))
+        >>> states.put(7, {"rounds": 1})
+        >>> states.commit()
+        >>> saved = states.state_dict()
+        >>> states.put(7, {"rounds": 2})
+        >>> states.load_state_dict(saved)
+        >>> states.get(7), states.get(8)
+        ({'rounds': 1}, {})
+    """
+
+    def __init__(self, path: Path, num_checkpoints: int = 2) -> None:
+        self.path = path
+        self._num_checkpoints = num_checkpoints
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._database = sqlite3.connect(path, check_same_thread=False)
+        self._closing = weakref.finalize(self, self._database.close)
+        try:
+            self._database.execute("PRAGMA synchronous = FULL")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS states (client INTEGER, round INTEGER, text BLOB, tensors BLOB, "
+                "PRIMARY KEY (client, round)) WITHOUT ROWID"
+            )
+        except sqlite3.DatabaseError as error:
+            raise CheckpointError(f"{path}: not a file of client states: {error}") from error
+        self._round = 0
+        self._count = 0
+
+    def get(self, client_id: int) -> ClientState:
+        """Return the state of a client; an empty one for a client that has none."""
+        found = self._database.execute(
+            "SELECT text, tensors FROM states WHERE client = ? ORDER BY round DESC LIMIT 1", (client_id,)
+        ).fetchone()
+        if found is None or found[0] is None:
+            return {}
+        text, tensors = found
+        where = f"{self.path}, client {client_id}"
+        read = read_tensors(io.BytesIO(tensors), len(tensors), where, Digest())
+        state: ClientState = decode_text(text, where, read, "cpu")
+        return state
+
+    def put(self, client_id: int, state: ClientState) -> None:
+        """Keep the state of a client."""
+        coming = self._round + 1
+        encoded = encode(state) if state else None
+        run = self._database.execute
+        known = run("SELECT 1 FROM states WHERE client = ? LIMIT 1", (client_id,)).fetchone() is not None
+        if encoded is None and not known:
+            return
+        self._count += not known
+        row = (None, None) if encoded is None else (encoded.text, b"".join(stream(encoded.blocks)))
+        run("INSERT OR REPLACE INTO states VALUES (?, ?, ?, ?)", (client_id, coming, *row))
+        run(
+            "DELETE FROM states WHERE client = :client AND round < "
+            "(SELECT max(round) FROM states WHERE client = :client AND round <= :oldest)",
+            {"client": client_id, "oldest": coming - self._num_checkpoints},
+        )
+
+    def commit(self) -> None:
+        """End a round: what was put since the last one belongs to the checkpoint that follows."""
+        self._database.commit()
+        self._round += 1
+
+    def rollback(self) -> None:
+        """Forget what was put since the last round has ended."""
+        self._go_back(self._round)
+
+    def __len__(self) -> int:
+        """How many clients have a state, or had one."""
+        return self._count
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._go_back(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep: the round, and how many clients there are."""
+        return {"round": self._round, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: The file is not the one that belongs to the checkpoint.
+        """
+        if "round" not in state:
+            raise CheckpointError("the checkpoint holds the states of clients itself, and needs no states_path")
+        self._go_back(int(state["round"]))
+        if self._count != state["count"]:
+            raise CheckpointError(
+                f"{self.path}: expected the states of {state['count']} clients after round {state['round']}, "
+                f"found {self._count}: the file does not belong to the checkpoint"
+            )
+
+    def _go_back(self, round: int) -> None:
+        self._database.rollback()
+        self._database.execute("DELETE FROM states WHERE round > ?", (round,))
+        self._database.commit()
+        self._round = round
+        self._count = int(self._database.execute("SELECT count(DISTINCT client) FROM states").fetchone()[0])

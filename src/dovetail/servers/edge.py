@@ -1,0 +1,168 @@
+"""Edge servers: they aggregate what their own clients send, and report to the server above as one client."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dovetail.algorithms import Algorithm
+from dovetail.clients.simple import Client
+from dovetail.errors import ConfigError
+from dovetail.federated.config import FederatedConfig
+from dovetail.federated.messages import Task, Update
+from dovetail.federated.seeds import mix
+from dovetail.federated.selection import ClientSelection
+from dovetail.federated.states import ClientState
+
+if TYPE_CHECKING:
+    from dovetail.servers.fedavg import Server
+
+__all__ = ["Edge", "Silos"]
+
+# What an edge server goes on with when it is asked again.
+_KEPT = ("algorithm", "selection", "postprocessors", "clients")
+
+
+@dataclass(frozen=True)
+class Silos:
+    """How the clients of a federation are divided among edge servers: evenly, and in the order of their ids.
+
+    Attributes:
+        config: Of the whole federation; `per_round` is divided as evenly.
+        algorithm: What each edge server makes of its clients' updates, and what those do.
+        selection: Whom an edge server asks.
+    """
+
+    config: FederatedConfig
+    algorithm: Algorithm
+    selection: ClientSelection
+
+    def __post_init__(self) -> None:
+        total = self.config.algorithm.total_silos
+        if self.config.clients.per_round < total:
+            raise ConfigError(
+                f"per_round: expected at least one for each of {total} silos, got {self.config.clients.per_round}"
+            )
+        if not self.config.server.synchronous:
+            raise ConfigError("cross_silo: a server of edge servers waits for all of them: give synchronous=True")
+
+    @property
+    def ids(self) -> range:
+        """The ids of the edge servers, from 1."""
+        return range(1, self.config.algorithm.total_silos + 1)
+
+    def edge(self, client: Client, model: nn.Module, datasource: Any) -> Edge:
+        """Return who does the work of any edge server."""
+        if datasource.num_clients < len(self.ids):
+            raise ConfigError(
+                f"total_silos: expected at most one per client, {datasource.num_clients}, got {len(self.ids)}"
+            )
+        return Edge(self, client, model, datasource)
+
+
+class Edge:
+    """Does the work of any edge server: some rounds of its own, over the clients of its silo.
+
+    Between two tasks, an edge server keeps what its clients keep, and the state of its algorithm. That is its state at
+    the server above.
+
+    Args:
+        silos: Who belongs to which.
+        client: Does the work of all clients.
+        model: Gives the model its form.
+        datasource: The data of all clients.
+
+    Example:
+        >>> from dovetail.servers import fedavg
+        >>> server = fedavg.Server(
+        ...     total_clients=6, per_round=6, rounds=2, cross_silo=True, total_silos=3, local_rounds=2
+        ... )
+        >>> [sorted(record.reported) for record in server.run()]
+        [[1, 2, 3], [1, 2, 3]]
+    """
+
+    def __init__(self, silos: Silos, client: Client, model: nn.Module, datasource: Any) -> None:
+        self._silos, self._client, self._model, self._datasource = silos, client, model, datasource
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        """Return what came of a silo's rounds, and what its edge server keeps.
+
+        Args:
+            task: What the server above asks, of the silo `task.client_id`.
+            state: What the edge server has kept.
+        """
+        server = self._server(task)
+        present = server.state_dict()
+        begun = (task.round - 1) * self._silos.config.algorithm.local_rounds
+        server.load_state_dict(
+            {**present, **state, "round": begun, "weights": {**present["weights"], **task.weights}, "records": []}
+        )
+        if task.kind == "evaluate":
+            found = server.evaluate_clients()
+            names = sorted({name for each in found.metrics.values() for name in each})
+            metrics = {name: found.mean(name) for name in names}
+            return Update(task.client_id, task.round, sum(found.num_samples.values()), metrics=metrics), state
+        records = server.run()
+        after = server.state_dict()
+        last = records[-1]
+        metrics = {"faults": float(sum(len(record.faults) for record in records))}
+        names_above = {"train_loss": "loss", "accuracy": "test_accuracy"}
+        metrics |= {above: last.metrics[name] for name, above in names_above.items() if name in last.metrics}
+        if self._silos.config.server.simulate_wall_time:
+            metrics["simulated_seconds"] = server.clock.now
+        update = Update(
+            task.client_id,
+            task.round,
+            num_samples=sum(self._datasource.num_samples(client_id) for client_id in last.reported),
+            delta={name: after["weights"][name] - value for name, value in task.weights.items()},
+            metrics=metrics,
+        )
+        return update, {name: after[name] for name in _KEPT}
+
+    def _server(self, task: Task) -> Server:
+        from dovetail.servers.fedavg import Server
+
+        config, silo = self._silos.config, task.client_id
+        selection = copy.deepcopy(self._silos.selection)
+        if silo > 1:
+            # Or else all would ask the same places of their lists.
+            selection.seed = mix(selection.seed, "silo", silo)
+        rounds = task.round * config.algorithm.local_rounds
+        server = Server(
+            self._model,
+            self._datasource,
+            copy.deepcopy(self._silos.algorithm),
+            callbacks=(),
+            selection=selection,
+            config=replace(
+                config,
+                clients=replace(
+                    config.clients,
+                    per_round=len(_part(range(config.clients.per_round), silo, len(self._silos.ids))),
+                    outbound_processors=copy.deepcopy(config.clients.outbound_processors),
+                ),
+                server=replace(
+                    config.server,
+                    do_test=False,
+                    backend="sequential",
+                    min_clients=1,
+                    checkpoint_path=None,
+                    states_path=None,
+                ),
+                trainer=replace(config.trainer, rounds=rounds, target_accuracy=None, target_perplexity=None),
+                algorithm=replace(config.algorithm, cross_silo=False),
+            ),
+        )
+        server.members = _part(range(1, self._datasource.num_clients + 1), silo, len(self._silos.ids))
+        server.prepare(self._client)
+        return server
+
+
+def _part(items: range, number: int, total: int) -> range:
+    """Return one of `total` parts that differ by one item at most, the first ones being the larger."""
+    size, more = divmod(len(items), total)
+    first = (number - 1) * size + min(number - 1, more)
+    return items[first : first + size + (number <= more)]

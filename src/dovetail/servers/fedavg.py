@@ -1,0 +1,617 @@
+"""A server: asks clients round after round, and makes one model of what they send."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from dovetail import checkpoint as store
+from dovetail.algorithms import Algorithm, FedAvg
+from dovetail.clients.simple import Client, as_trainer, load_weights
+from dovetail.data.federated import Datasource, datasource
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.federated.averaging import Average
+from dovetail.federated.backends import Backend, Done, Worker, backends
+from dovetail.federated.callbacks import ServerCallback
+from dovetail.federated.clock import Arrival, Clock, Speeds
+from dovetail.federated.config import FederatedConfig
+from dovetail.federated.messages import Fault, Task, Update, Weights
+from dovetail.federated.postprocess import Chain, Gathering
+from dovetail.federated.postprocess.base import EVERYONE
+from dovetail.federated.records import ClientsEvaluation, RoundRecord, accuracy_of_clients, client_metrics
+from dovetail.federated.robust import make_aggregator
+from dovetail.federated.seeds import mix
+from dovetail.federated.selection import ClientSelection, RandomSelection, selections
+from dovetail.federated.states import ClientStates, StoredClientStates
+from dovetail.federated.validation import admit, check_update
+from dovetail.servers.edge import Silos
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.pieces import as_module
+from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
+
+__all__ = ["Server"]
+
+# The file of client states, and checkpoints that are kept: the newest, and one in case that is damaged.
+_STATES = "clients.db"
+_NUM_CHECKPOINTS = 2
+# Over how many clients' samples an average client is found.
+_AVERAGED = 100
+_Kind = Literal["train", "evaluate"]
+
+
+class Server:
+    """Runs a federation: select, send, train, gather, aggregate, evaluate; round after round.
+
+    Rounds that wait for all their clients, for some, or for one are the same rounds: an update that was not waited
+    for arrives in a later one. A client that fails, or whose update cannot be used, is left out and named in the record
+    of the round.
+
+    Args:
+        model: A module, or a class or function that makes one; None for the trainer's, or one that fits the data.
+        datasource: The data of all clients and of the server's test; None for what the configuration names.
+        algorithm: What the server makes of updates, and what clients do; None for FedAvg.
+        trainer: Tests the global model; a copy of a trainer, or what a class or function makes.
+        callbacks: Who hears what happens here.
+        config: All settings at once.
+        selection: Who is asked in a round, in place of the name in the settings.
+        backend: Where clients run, in place of the name in the settings.
+        aggregator: How updates become one, in place of the name in the settings.
+        postprocessors: What becomes of an update on its way, in place of `outbound_processors` in the settings.
+        settings: Settings by name, over those of `config`: `rounds`, `total_clients`, `per_round`, `seed`,
+            `target_accuracy`, `checkpoint_path` and whatever else `FederatedConfig` has.
+
+    Example:
+        >>> from dovetail.clients import simple
+        >>> server = Server(rounds=2, total_clients=4, per_round=2)
+        >>> [record.reported for record in server.run(simple.Client())]
+        [(1, 3), (2, 4)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        datasource: Any = None,
+        algorithm: Algorithm | Callable[[], Algorithm] | None = None,
+        trainer: Trainer | Callable[..., Trainer] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        *,
+        config: FederatedConfig | None = None,
+        selection: ClientSelection | None = None,
+        backend: Backend | str | None = None,
+        aggregator: Average | str | None = None,
+        postprocessors: Iterable[Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if isinstance(backend, str):
+            settings["backend"], backend = backend, None
+        if isinstance(aggregator, str):
+            settings["aggregator"], aggregator = aggregator, None
+        if postprocessors is not None:
+            settings["outbound_processors"] = tuple(postprocessors)
+        self.config = config = (config or FederatedConfig()).with_settings(**settings)
+        self.callbacks = [_as_server_callback(it) for it in callbacks or ()]
+        self.algorithm: Algorithm = _made(algorithm) or FedAvg()
+        self.selection = selection or selections.get(config.server.selection)(config.server.random_seed)
+        self.backend = backend or backends.get(config.server.backend)(
+            num_workers=config.server.num_workers or config.trainer.max_concurrency,
+            # Simulated seconds are no seconds that a process could wait.
+            timeout=None if _is_simulated(config) else config.server.timeout,
+        )
+        self.aggregator: Average = aggregator or make_aggregator(config.server.aggregator)
+        self.inbound = Chain(config.clients.inbound_processors)
+        self.outbound = Chain(config.clients.outbound_processors)
+        self.speeds = Speeds(config.clients, config.server)
+        self.clock = Clock()
+        self.datasource = datasource
+        # Who can be asked; all clients of the data, unless somebody says otherwise.
+        self.members: Sequence[int] | None = None
+        self.current_round = 0
+        self.records: list[RoundRecord] = []
+        self.weights: Weights = {}
+        self.states = ClientStates()
+        self._given_model, self._given_trainer = model, trainer
+        self._trainer: Trainer | None = None
+        self._worker: Worker | None = None
+        self._is_at_work = False
+        _check(config, self.outbound)
+        self._silos: Silos | None = None
+        if config.algorithm.cross_silo:
+            # Everything that is said of clients is said of those of the edge servers.
+            self._silos = Silos(config, self.algorithm, self.selection)
+            self.algorithm, self.selection = FedAvg(), RandomSelection(config.server.random_seed)
+            self.inbound, self.outbound = Chain(), Chain()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that tests the global model; its model has the newest weights."""
+        assert self._trainer is not None, "the server has not run yet"
+        return self._trainer
+
+    @property
+    def model(self) -> nn.Module:
+        """The global model, with the newest weights."""
+        model = self.trainer.context.model
+        assert model is not None
+        return model
+
+    def run(self, client: Client | None = None) -> list[RoundRecord]:
+        """Run all rounds that are left, and return the records of all.
+
+        With `checkpoint_path`, a checkpoint is written after every round, and a run goes on behind the newest: a server
+        that was killed and is run again ends with the very same weights.
+
+        Args:
+            client: Does the work of all clients; None for the one of the last run, or a plain one.
+        """
+        with self._undisturbed():
+            if client is not None or self._worker is None:
+                self.prepare(client or Client())
+            try:
+                with self._working():
+                    self._tell("on_training_will_start")
+                    while not self._is_over():
+                        self._round()
+            finally:
+                load_weights(self.model, self.weights)
+                self._tell("on_server_will_close")
+        return self.records
+
+    def prepare(self, client: Client) -> None:
+        """Make what the first round needs, and go on from a checkpoint if there is one; `run` does so by itself."""
+        client = copy.copy(client)
+        if self._trainer is None:
+            self._make_model(client)
+            self._find_place()
+        self._worker = self._worker_of(client)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the global model on the server's test data; none without such data."""
+        data = self.datasource.central_test_data()
+        if data is None:
+            return {}
+        load_weights(self.model, self.weights)
+        return dict(self.trainer.evaluate(data))
+
+    def evaluate_clients(self, ids: Iterable[int] | None = None) -> ClientsEvaluation:
+        """Let clients judge the global model, with what is their own in it, on their own test data.
+
+        Args:
+            ids: Who; None for all. Clients without test data are passed over.
+        """
+        assert self._worker is not None, "the server has not run yet"
+        wanted = list(self._everyone if ids is None else ids)
+        weights, config = self._sent(), self._client_config()
+        size = max(self.config.clients.per_round, 1)
+        answers: dict[int, Update] = {}
+        faults: list[Fault] = []
+        with self._undisturbed(), self._working():
+            # A round's clients at a time, so that memory does not grow with the population.
+            for first in range(0, len(wanted), size):
+                tasks = [self._task(it, weights, config, "evaluate") for it in wanted[first : first + size]]
+                for outcome in self.backend.run([(task, self.states.get(task.client_id)) for task in tasks]):
+                    if isinstance(outcome, Fault):
+                        faults.append(outcome)
+                    elif outcome.update.metrics:
+                        answers[outcome.update.client_id] = outcome.update
+        found = [answers[client_id] for client_id in wanted if client_id in answers]
+        return ClientsEvaluation(
+            {update.client_id: dict(update.metrics) for update in found},
+            {update.client_id: update.num_samples for update in found},
+            tuple(faults),
+        )
+
+    # ------------------------------------------------------------------ one round, in the order of things
+
+    def _round(self) -> None:
+        place = self._place()
+        # Weights are never changed in place. Whatever else there is may be.
+        place |= {name: copy.deepcopy(place[name]) for name in ("algorithm", "selection", "postprocessors")}
+        done = len(self.records)
+        self.current_round += 1
+        try:
+            self._run_round()
+        except BaseException:
+            if len(self.records) == done:
+                # What is not in the records has not been: the next run begins with this round again.
+                self._return_to(place)
+                self.states.rollback()
+            raise
+
+    def _run_round(self) -> None:
+        started = time.perf_counter()
+        tasks, faults = self._ask()
+        arrivals = self.clock.gather(self.current_round, self.config.server)
+        faults += [arrival.outcome for arrival in arrivals if isinstance(arrival.outcome, Fault)]
+        reports = [arrival.outcome for arrival in arrivals if isinstance(arrival.outcome, Done)]
+        gathering = self._gathering([task.client_id for task in tasks])
+        updates, unusable = self._usable([report.update for report in reports], gathering)
+        faults += unusable
+        left_out = {fault.client_id for fault in unusable}
+        used = [report for report in reports if updates and report.update.client_id not in left_out]
+        if len(used) < max(self.config.server.min_clients, 1):
+            used = []
+        self._tell("on_weights_received", [update.delta for update in updates])
+        if used:
+            self._aggregate(updates, gathering)
+            for report in used:
+                self.states.put(report.update.client_id, report.state)
+            seconds = {arrival.client_id: arrival.seconds for arrival in arrivals}
+            # What masks have added up is nobody's own.
+            known = [update for update in updates if update.client_id != EVERYONE]
+            self.selection.observe(self.current_round, known, seconds)
+        self._tell("on_weights_aggregated", updates)
+        metrics = self._metrics(updates)
+        before = self.records[-1].elapsed_time if self.records else 0.0
+        self.records.append(
+            RoundRecord(
+                self.current_round,
+                self.clock.now if _is_simulated(self.config) else before + time.perf_counter() - started,
+                tuple(task.client_id for task in tasks),
+                tuple(report.update.client_id for report in used),
+                tuple(faults),
+                metrics,
+                bytes_down=sum(task.num_bytes for task in tasks),
+                bytes_up=sum(report.update.num_bytes for report in reports),
+                staleness=max((update.staleness for update in updates), default=0),
+            )
+        )
+        self._tell("on_clients_processed")
+        self.states.commit()
+        self._save()
+
+    def _ask(self) -> tuple[list[Task], list[Fault]]:
+        """Send tasks to as many clients as are missing, and put their answers on the way."""
+        number, busy = self.current_round, self.clock.busy()
+        wanted = min(self._per_round, len(self._everyone)) - len(busy)
+        selected = self.selection.select(number, self._everyone, wanted, busy) if wanted > 0 else []
+        self._tell("on_clients_selected", selected)
+        weights, config = self._sent(), self._client_config()
+        if self.outbound.needs_cohort:
+            config["cohort"] = list(selected)
+        # All share weights and settings, so that whoever carries them need carry those only once.
+        tasks = [self._task(client_id, weights, config) for client_id in selected]
+        began_with = self.inbound.unpack(weights) if len(self.inbound) else weights
+        answers, faults = self._answers(tasks)
+        for place, task in enumerate(tasks):
+            if task.client_id not in answers:
+                continue
+            done = answers[task.client_id]
+            outcome: Done | Fault = Done(replace(done.update, sent=began_with), done.state)
+            seconds = self._duration(task, done.update)
+            limit = self.config.server.timeout
+            if _is_simulated(self.config) and limit is not None and seconds > limit:
+                reason = (
+                    f"client {task.client_id} takes {seconds:g} simulated seconds, and the server waits for {limit:g}"
+                )
+                outcome, seconds = Fault(task.client_id, number, "timed out", reason), limit
+            self.clock.expect(Arrival(self.clock.now + seconds, number * 2**32 + place, seconds, outcome))
+        return tasks, faults
+
+    def _answers(self, tasks: Sequence[Task]) -> tuple[dict[int, Done], list[Fault]]:
+        """Let the backend work, and sort out whose answers count."""
+        done: list[Done] = []
+        faults: list[Fault] = []
+        for outcome in self.backend.run([(task, self.states.get(task.client_id)) for task in tasks]):
+            if isinstance(outcome, Fault):
+                faults.append(outcome)
+            else:
+                done.append(outcome)
+        accepted, refused = admit(
+            (outcome.update for outcome in done), [task.client_id for task in tasks], self.current_round
+        )
+        chosen = {id(update) for update in accepted}
+        answers = {it.update.client_id: it for it in done if id(it.update) in chosen}
+        faults += refused
+        heard = answers.keys() | {fault.client_id for fault in faults}
+        silent = [task.client_id for task in tasks if task.client_id not in heard]
+        faults += [Fault(it, self.current_round, "timed out", f"client {it} has not answered") for it in silent]
+        # A backend answers in any order, and records tell the same of every one.
+        order = {task.client_id: place for place, task in enumerate(tasks)}
+        return answers, sorted(faults, key=lambda fault: order.get(fault.client_id, len(order)))
+
+    def _usable(self, updates: Sequence[Update], gathering: Gathering) -> tuple[list[Update], list[Fault]]:
+        """Decode updates, and sort out those that can be added to the weights."""
+        timed = [replace(update, staleness=self.current_round - update.round) for update in updates]
+        decoded, faults = self.outbound.decode(timed, gathering)
+        usable = []
+        for update in decoded:
+            fault = check_update(update, update.sent)
+            if fault is None:
+                usable.append(update)
+            else:
+                faults.append(fault)
+        return usable, faults
+
+    def _aggregate(self, updates: Sequence[Update], gathering: Gathering) -> None:
+        # Updates of clients without samples say nothing.
+        counted = [update for update in updates if update.num_samples]
+
+        def average(some: Sequence[Update]) -> Weights:
+            return self.outbound.aggregated(self.aggregator(some), some, gathering)
+
+        if counted:
+            self.weights = self.algorithm.aggregate(self.weights, counted, average)
+
+    def _metrics(self, updates: Sequence[Update]) -> dict[str, float]:
+        tested = self.evaluate() if self.config.server.do_test else {}
+        return {**client_metrics(updates), **(tested or accuracy_of_clients(updates))}
+
+    # ------------------------------------------------------------------ what is sent
+
+    def _common(self) -> Weights:
+        """The weights that do not stay with clients."""
+        return {name: value for name, value in self.weights.items() if not self.algorithm.stays(name)}
+
+    def _sent(self) -> Weights:
+        """The weights that go to clients, as the inbound processors write them."""
+        common = self._common()
+        if not len(self.inbound):
+            return common
+        return self.inbound.pack(common, mix(self.config.server.random_seed, "inbound", self.current_round))
+
+    def _task(self, client_id: int, weights: Weights, config: Mapping[str, Any], kind: _Kind = "train") -> Task:
+        return Task(
+            self.current_round,
+            client_id,
+            weights,
+            seed=mix(self.config.server.random_seed, self.current_round, client_id),
+            kind=kind,
+            payload=self.algorithm.payload(client_id),
+            config=config,
+        )
+
+    def _client_config(self) -> dict[str, Any]:
+        """What the configuration says about training, by the names that strategies look for."""
+        trainer = self.config.trainer
+        names = ("epochs", "batch_size", "optimizer", "lr_scheduler", "loss_criterion")
+        told = {name: value for name in names if (value := getattr(trainer, name)) is not None}
+        parameters = {name: dict(value) for name, value in vars(self.config.parameters).items() if value}
+        if parameters:
+            told["parameters"] = parameters
+        if trainer.global_lr_scheduler:
+            told |= {"global_lr_scheduler": True, "rounds": trainer.rounds}
+        return told
+
+    def _gathering(self, cohort: Sequence[int]) -> Gathering:
+        return Gathering(
+            self.current_round,
+            cohort,
+            self._common(),
+            num_clients=len(self._everyone),
+            seed=mix(self.config.server.random_seed, "aggregation", self.current_round),
+        )
+
+    def _duration(self, task: Task, update: Update) -> float:
+        """Simulated seconds from sending a task to the arrival of its answer."""
+        if not _is_simulated(self.config):
+            return 0.0
+        # An edge server knows how long its own rounds took.
+        work = update.metrics.get("simulated_seconds")
+        if work is None:
+            epochs = task.config.get("epochs") or self.trainer.context.config.get("epochs", 1)
+            work = self.speeds.work(task.client_id, epochs, update.num_samples / self._average_samples)
+        return work + self.speeds.transfer(task.num_bytes, update.num_bytes)
+
+    # ------------------------------------------------------------------ around the rounds
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Keep the backend at work; inside of another call of this, do nothing."""
+        if self._is_at_work:
+            yield
+            return
+        assert self._worker is not None
+        self.backend.start(self._worker)
+        self._is_at_work = True
+        try:
+            yield
+        finally:
+            self._is_at_work = False
+            self.backend.close()
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Leave the caller's generators as they were."""
+        randomness = rng_state()
+        try:
+            yield
+        finally:
+            set_rng_state(randomness)
+
+    def _make_model(self, client: Client) -> None:
+        if self.datasource is None:
+            self.datasource = client.datasource if client.datasource is not None else _named_data(self.config)
+        seed_everything(mix(self.config.server.random_seed, "model"))
+        trainer: Any = as_trainer(self._given_trainer or client._given_trainer)
+        self._initial_model = copy.deepcopy(self._first_model(client, trainer))
+        trainer.model = copy.deepcopy(self._initial_model)
+        self._trainer = trainer
+        self.weights = {name: value.detach().clone() for name, value in self._initial_model.state_dict().items()}
+
+    def _find_place(self) -> None:
+        """Begin behind the newest checkpoint, or anew."""
+        server = self.config.server
+        folder = server.states_path or server.checkpoint_path
+        if folder is not None:
+            self.states = StoredClientStates(Path(folder, _STATES), _NUM_CHECKPOINTS)
+        found = None if server.checkpoint_path is None else store.load_latest(server.checkpoint_path)
+        if found is None:
+            self.states.clear()
+        else:
+            self.load_state_dict(found[1])
+
+    def _worker_of(self, client: Client) -> Worker:
+        """Who does the work of those whom this server asks."""
+        if self._silos is not None:
+            return self._silos.edge(client, self._initial_model, self.datasource)
+        clients = self.config.clients
+        client.begin(
+            self._initial_model,
+            self.datasource,
+            self.algorithm,
+            clients.test_interval if clients.do_test else 0,
+            inbound=self.inbound,
+            outbound=self.outbound,
+        )
+        return client
+
+    def _first_model(self, client: Client, made: Trainer) -> nn.Module:
+        """The model that was given; else the one of a trainer, which may just have been made; else one for the data."""
+        trainers = [it for it in (self._given_trainer, client._given_trainer, made) if isinstance(it, Trainer)]
+        for candidate in (self._given_model, client.model, *(trainer.context.model for trainer in trainers)):
+            if (model := as_module(candidate)) is not None:
+                return model
+        proposed: nn.Module = self.datasource.default_model()
+        return proposed
+
+    @property
+    def _everyone(self) -> Sequence[int]:
+        if self._silos is not None:
+            return self._silos.ids
+        return range(1, self.datasource.num_clients + 1) if self.members is None else self.members
+
+    @property
+    def _per_round(self) -> int:
+        return self.config.clients.per_round if self._silos is None else len(self._silos.ids)
+
+    @cached_property
+    def _average_samples(self) -> float:
+        some = self._everyone[:_AVERAGED]
+        return max(statistics.fmean(self.datasource.num_samples(client_id) for client_id in some), 1.0)
+
+    def _is_over(self) -> bool:
+        trainer = self.config.trainer
+        metrics = self.records[-1].metrics if self.records else {}
+        if trainer.target_accuracy is not None and metrics.get("accuracy", -math.inf) >= trainer.target_accuracy:
+            return True
+        if trainer.target_perplexity is not None and _perplexity(metrics) <= trainer.target_perplexity:
+            return True
+        return self.current_round >= trainer.rounds
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next round depends on."""
+        return {
+            **self._place(),
+            "seed": self.config.server.random_seed,
+            "clients": self.states.state_dict(),
+            "records": [record.to_plain() for record in self.records],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the round that `state_dict` was taken after.
+
+        Raises:
+            CheckpointError: The state is of another federation.
+        """
+        self._check_fits(state)
+        self._return_to(state)
+        self.states.load_state_dict(state["clients"])
+        self.records = [RoundRecord.from_plain(plain) for plain in state["records"]]
+
+    def _place(self) -> dict[str, Any]:
+        """All but what grows with rounds and clients."""
+        return {
+            "round": self.current_round,
+            "weights": dict(self.weights),
+            "algorithm": {"name": type(self.algorithm).__name__, "state": self.algorithm.state_dict()},
+            "selection": {"name": type(self.selection).__name__, "state": self.selection.state_dict()},
+            "postprocessors": self.outbound.state_dict(),
+            "clock": self.clock.state_dict(),
+        }
+
+    def _return_to(self, place: Mapping[str, Any]) -> None:
+        self.current_round = int(place["round"])
+        self.weights = dict(place["weights"])
+        self.algorithm.load_state_dict(place["algorithm"]["state"])
+        self.selection.load_state_dict(place["selection"]["state"])
+        self.outbound.load_state_dict(place["postprocessors"])
+        self.clock.load_state_dict(place["clock"])
+
+    def _check_fits(self, state: Mapping[str, Any]) -> None:
+        shapes = [{name: value.shape for name, value in each.items()} for each in (state["weights"], self.weights)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError("the checkpoint is of another model: give another checkpoint_path, or the same model")
+        mine = {"algorithm": type(self.algorithm).__name__, "selection": type(self.selection).__name__}
+        given = {**{what: state[what]["name"] for what in mine}, "seed": state["seed"]}
+        for what, value in {**mine, "seed": self.config.server.random_seed}.items():
+            if given[what] != value:
+                raise CheckpointError(
+                    f"the checkpoint was written with {what} {given[what]}, not {value}: give another checkpoint_path, "
+                    f"or the same {what}"
+                )
+
+    def _save(self) -> None:
+        folder = self.config.server.checkpoint_path
+        if folder is None:
+            return
+        record = self.records[-1]
+        store.save(
+            Path(folder, f"round_{self.current_round}"),
+            self.state_dict(),
+            summary={"step": self.current_round, "metrics": dict(record.metrics)},
+        )
+        store.prune(folder, last=_NUM_CHECKPOINTS, pattern="round_*")
+
+    def _tell(self, event: str, *about: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *about)
+
+
+def _is_simulated(config: FederatedConfig) -> bool:
+    return config.server.simulate_wall_time or not config.server.synchronous
+
+
+def _check(config: FederatedConfig, outbound: Chain) -> None:
+    """Refuse what cannot be meant together."""
+    server = config.server
+    if server.request_update:
+        raise ConfigError(
+            "request_update: a simulated client has no half-trained model to send; staleness_bound alone waits for it"
+        )
+    if not server.synchronous and outbound.needs_cohort:
+        raise ConfigError("synchronous: masks cancel among the clients of one round, so every round must wait for all")
+    if server.min_clients > config.clients.per_round:
+        raise ConfigError(
+            f"min_clients: expected at most per_round, {config.clients.per_round}, got {server.min_clients}: no round "
+            "would ever count"
+        )
+
+
+def _perplexity(metrics: Mapping[str, float]) -> float:
+    return metrics.get("perplexity", math.exp(min(metrics.get("loss", math.inf), 700.0)))
+
+
+def _named_data(config: FederatedConfig) -> Datasource:
+    """The data that the configuration names."""
+    data = config.data
+    named = {"sampler": data.sampler, "testset_sampler": data.testset_sampler, "testset_size": data.testset_size}
+    wishes = {name: value for name, value in named.items() if value is not None}
+    return datasource(
+        data.datasource, config.clients.total_clients, seed=data.random_seed, **wishes, **dict(data.options)
+    )
+
+
+def _made(algorithm: Any) -> Algorithm | None:
+    made = algorithm() if isinstance(algorithm, type) else algorithm
+    if made is not None and not isinstance(made, Algorithm):
+        raise ConfigError(f"algorithm: expected an Algorithm (class or instance), got {algorithm!r}")
+    return made
+
+
+def _as_server_callback(candidate: Any) -> ServerCallback:
+    made = candidate() if isinstance(candidate, type) else candidate
+    if not isinstance(made, ServerCallback):
+        raise ConfigError(f"callbacks: expected a ServerCallback (class or instance), got {candidate!r}")
+    return made

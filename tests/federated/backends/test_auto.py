@@ -1,0 +1,89 @@
+"""What `auto` picks, and that it says why."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from dovetail.federated.backends import Auto, Backend, Work, backends
+from dovetail.federated.backends.processes import num_cores
+from dovetail.federated.messages import Task, Update
+from dovetail.federated.states import ClientState
+
+several_cores = pytest.mark.skipif(num_cores() < 2, reason="this machine has one core")
+
+
+class Plain:
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        return Update(task.client_id, task.round, 1), state
+
+
+class Foreseeing(Plain):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def effort(self, task: Task) -> float:
+        return self.samples
+
+
+def round_of(num_clients: int, num_weights: int = 1000) -> list[Work]:
+    weights = {"w": torch.zeros(num_weights)}
+    return [(Task(1, client, weights), {}) for client in range(1, num_clients + 1)]
+
+
+def picked(auto: Auto, worker: Plain, work: list[Work]) -> tuple[str, str]:
+    """The backend that `auto` would start, and why."""
+    auto.start(worker)
+    backend, why = auto._pick(work)
+    return type(backend).__name__, why
+
+
+@several_cores
+def test_much_work_goes_to_processes() -> None:
+    assert picked(Auto(), Foreseeing(6000), round_of(10, 100_000)) == (
+        "Process",
+        "a round of 10 clients is about 4 s of work",
+    )
+
+
+@several_cores
+def test_little_work_stays_here() -> None:
+    assert picked(Auto(), Foreseeing(32), round_of(10, 100)) == (
+        "Sequential",
+        "a round of 10 clients is about 0.002 s of work",
+    )
+
+
+def test_one_worker_stays_here() -> None:
+    assert picked(Auto(num_workers=1), Foreseeing(6000), round_of(10, 100_000)) == (
+        "Sequential",
+        "one client is at work at a time",
+    )
+
+
+@several_cores
+def test_one_client_stays_here() -> None:
+    assert picked(Auto(), Foreseeing(6000), round_of(1, 100_000)) == ("Sequential", "a round has one client")
+
+
+def test_a_timeout_needs_a_process_that_can_be_stopped() -> None:
+    assert picked(Auto(timeout=10.0), Plain(), round_of(1))[0] == "Process"
+
+
+def test_it_says_once_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
+    auto = Auto(num_workers=1)
+    auto.start(Plain())
+    with caplog.at_level(logging.INFO, "dovetail.federated"):
+        assert len(list(auto.run(round_of(3)))) == 3
+        assert len(list(auto.run(round_of(2)))) == 2
+    assert auto.choice == "backend: sequential, because one client is at work at a time"
+    assert caplog.messages == [auto.choice]
+
+
+@pytest.mark.parametrize("name", ["auto", "process", "ray", "sequential"])
+def test_backends_have_names(name: str) -> None:
+    backend = backends.get(name)(num_workers=2, timeout=None)
+    assert isinstance(backend, Backend)
+    assert type(backend).__name__.lower() == name

@@ -1,0 +1,316 @@
+"""Clients in real processes, which are killed, hang, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+from forked import run, start
+
+from dovetail.errors import ConfigError
+from dovetail.federated.backends import Backend, Done, Outcome, Process, Sequential, Work, Worker, WorkerError
+from dovetail.federated.backends import nursery as nurseries
+from dovetail.federated.messages import Fault, Task, Update
+from dovetail.federated.states import ClientState
+
+# Workers cannot import what pytest has loaded from a path.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SCRIPT = Path(__file__).with_name("unguarded.py")
+
+
+class Doing:
+    """A client that does what it is told, by its id, and answers with the number of its process."""
+
+    def __init__(self, deeds: dict[int, Callable[[], Any]] | None = None) -> None:
+        self.deeds = deeds or {}
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        told = self.deeds.get(task.client_id, lambda: None)()
+        return Update(task.client_id, task.round, 1, payload={"pid": os.getpid(), "told": told}), state
+
+
+def tasks(count: int, number: int = 1) -> list[Work]:
+    weights = {"w": torch.zeros(1000)}
+    return [(Task(number, client, weights), {}) for client in range(1, count + 1)]
+
+
+@contextmanager
+def running(worker: Worker, num_workers: int = 2, timeout: float | None = None) -> Iterator[Backend]:
+    backend = Process(num_workers, timeout)
+    backend.start(worker)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def done(outcomes: list[Outcome]) -> dict[int, Any]:
+    return {it.update.client_id: it.update.payload for it in outcomes if isinstance(it, Done)}
+
+
+def faults(outcomes: list[Outcome]) -> list[Fault]:
+    return [it for it in outcomes if isinstance(it, Fault)]
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.01)
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def hang() -> None:
+    while True:
+        signal.pause()
+
+
+def test_workers_are_started_once() -> None:
+    with running(Doing()) as backend:
+        pids = [{it["pid"] for it in done(list(backend.run(tasks(8, number)))).values()} for number in (1, 2, 3)]
+    assert len(set.union(*pids)) <= 2
+    assert os.getpid() not in set.union(*pids)
+
+
+def test_clients_are_at_work_at_the_same_time(tmp_path: Path) -> None:
+    """Each of two clients waits for the other."""
+
+    def meet(mine: str, other: str) -> None:
+        (tmp_path / mine).touch()
+        wait_until((tmp_path / other).exists)
+
+    with running(Doing({1: lambda: meet("a", "b"), 2: lambda: meet("b", "a")})) as backend:
+        assert done(list(backend.run(tasks(2)))).keys() == {1, 2}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_client_whose_process_is_killed_is_left_out_and_the_round_goes_on(num_workers: int) -> None:
+    with running(Doing({3: lambda: die(signal.SIGKILL)}), num_workers) as backend:
+        first, second = list(backend.run(tasks(6))), list(backend.run(tasks(2, number=2)))
+    reason = "its process was ended by SIGKILL (the system does so when memory is short)"
+    assert faults(first) == [Fault(3, 1, "crashed", reason)]
+    assert done(first).keys() == {1, 2, 4, 5, 6}
+    assert done(second).keys() == {1, 2}
+
+
+def test_a_client_that_leaves_is_told_with_its_exit_code() -> None:
+    with running(Doing({1: lambda: sys.exit(7)})) as backend:
+        (fault,) = faults(list(backend.run(tasks(2))))
+    assert fault == Fault(1, 1, "crashed", "its process ended with exit code 7")
+
+
+def test_a_worker_that_dies_between_rounds_costs_no_client() -> None:
+    with running(Doing(), num_workers=1) as backend:
+        (before,) = done(list(backend.run(tasks(1)))).values()
+        os.kill(before["pid"], signal.SIGKILL)
+        wait_until(lambda: is_gone(before["pid"]))
+        outcomes = list(backend.run(tasks(2)))
+    assert faults(outcomes) == []
+    assert before["pid"] not in {it["pid"] for it in done(outcomes).values()}
+
+
+def test_a_nursery_that_is_killed_is_replaced() -> None:
+    with running(Doing()) as backend:
+        pids = {it["pid"] for it in done(list(backend.run(tasks(8)))).values()}
+        home = nurseries.nursery()
+        os.kill(home._process.pid, signal.SIGKILL)
+        wait_until(lambda: all(map(is_gone, pids)))
+        outcomes = list(backend.run(tasks(4)))
+    assert faults(outcomes) == []
+    assert nurseries.nursery() is not home
+
+
+def test_a_client_that_takes_too_long_is_left_out_and_its_process_ended(tmp_path: Path) -> None:
+    def hang_for_long() -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        hang()
+
+    with running(Doing({2: hang_for_long}), timeout=2.0) as backend:
+        outcomes = list(backend.run(tasks(4)))
+        assert is_gone(int((tmp_path / "pid").read_text()))
+    assert faults(outcomes) == [Fault(2, 1, "timed out", "no answer after 2 s")]
+    assert done(outcomes).keys() == {1, 3, 4}
+
+
+def test_the_longest_work_is_first() -> None:
+    class Foreseeing(Doing):
+        def effort(self, task: Task) -> float:
+            return {1: 10, 2: 40, 3: 20, 4: 30}[task.client_id]
+
+    with running(Foreseeing(), num_workers=1) as backend:
+        assert list(done(list(backend.run(tasks(4))))) == [2, 4, 3, 1]
+
+
+def test_the_data_are_in_memory_once() -> None:
+    """Workers map what the client holds, and what one changes is changed for itself alone."""
+
+    class Holding:
+        def __init__(self) -> None:
+            self.tensor, self.array = torch.zeros(1 << 20), torch.ones(1 << 20).numpy()
+
+        def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+            is_mapped = "memfd:dovetail" in Path("/proc/self/maps").read_text()
+            before = float(self.tensor[0] + self.array[0])
+            self.tensor += 1
+            self.array += 1
+            return Update(task.client_id, 1, 1, payload={"before": before, "is_mapped": is_mapped}), state
+
+    worker = Holding()
+    with running(worker, num_workers=1) as backend:
+        (first, second) = done(list(backend.run(tasks(2)))).values()
+    assert (first["before"], second["before"]) == (1.0, 3.0)
+    assert float(worker.tensor.max()) == 0.0
+    assert first["is_mapped"]
+
+
+def test_a_worker_computes_as_the_server_does() -> None:
+    def found() -> tuple[Any, ...]:
+        return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with running(Doing({1: found})) as backend:
+            told = done(list(backend.run(tasks(1))))[1]["told"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert told == (torch.float64, True, 1)
+
+
+def test_what_all_clients_get_is_read_once_by_a_worker() -> None:
+    """All that several tasks have in common lies in one place: the weights, and what an algorithm sends."""
+    common = {"w": torch.arange(5.0), "c": torch.arange(3)}
+
+    class Looking:
+        def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+            places = task.weights["w"].data_ptr(), task.payload["c"].data_ptr(), state["own"].data_ptr()
+            return Update(task.client_id, 1, int(state["own"]), payload={"places": places}), state
+
+    weights, payload = {"w": common["w"]}, {"c": common["c"]}
+    work = [(Task(1, n, weights, payload=payload), {"own": torch.tensor(n)}) for n in (1, 2, 3)]
+    with running(Looking(), num_workers=1) as backend:
+        outcomes = list(backend.run(work))
+    places = [it["places"] for it in done(outcomes).values()]
+    assert len({each[:2] for each in places}) == 1
+    assert [it.update.num_samples for it in outcomes if isinstance(it, Done)] == [1, 2, 3]
+
+
+def test_an_answer_that_cannot_be_sent_is_the_fault_of_its_client() -> None:
+    with running(Doing({1: threading.Lock})) as backend:
+        (fault,) = faults(list(backend.run(tasks(2))))
+    assert (fault.client_id, fault.reason) == (1, "TypeError: cannot pickle '_thread.lock' object")
+
+
+def test_a_client_that_cannot_be_sent_is_refused_in_one_sentence() -> None:
+    worker = Doing()
+    worker.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"the client or its data cannot be sent to other processes: cannot pickle"):
+        Process(1).start(worker)
+
+
+class Fragile(Doing):
+    def __setstate__(self, state: Any) -> None:
+        raise RuntimeError("no such disk here")
+
+
+def test_a_client_that_cannot_be_received_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"the client cannot be received by another process: .*no such disk here"):
+        Process(1).start(Fragile())
+
+
+class Deadly(Doing):
+    def __setstate__(self, state: Any) -> None:
+        die(signal.SIGKILL)
+
+
+def test_workers_that_never_get_ready_are_given_up() -> None:
+    with pytest.raises(WorkerError, match="workers cannot be started: its process was ended by SIGKILL"):
+        Process(1).start(Deadly())
+
+
+def test_nothing_is_left_open() -> None:
+    nurseries.nursery()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with running(Doing({1: lambda: die(signal.SIGKILL)})) as backend:
+        pids = {it["pid"] for it in done(list(backend.run(tasks(5)))).values()}
+        assert len(os.listdir("/proc/self/fd")) > before
+    assert all(map(is_gone, pids))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"num_workers": 0}, "num_workers: expected at least 1"),
+        ({"timeout": 0.0}, "timeout: expected a positive number"),
+    ],
+)
+def test_impossible_numbers_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Process(**arguments)
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_guard(tmp_path: Path) -> None:
+    ended = run(SCRIPT, str(tmp_path), folder=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert (tmp_path / "answers").read_text() == "[(1, 6.0), (2, 12.0)]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_server(number: signal.Signals, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        server = start(SCRIPT, str(tmp_path), "wait", folder=tmp_path, stdout=log, stderr=log)
+        try:
+            files = [tmp_path / "worker-1", tmp_path / "worker-2"]
+            wait_until(lambda: all(file.exists() for file in files))
+            others = {int(word) for file in files for word in file.read_text().split()}
+            server.send_signal(number)
+            server.wait(60)
+        finally:
+            server.kill()
+    assert len(others) == 3  # two workers and their nursery
+    wait_until(lambda: all(map(is_gone, others)))
+
+
+@pytest.mark.slow
+def test_answers_of_a_federation_are_equal_bit_for_bit() -> None:
+    from dovetail.clients import simple
+    from dovetail.servers import fedavg
+    from dovetail.trainers.composable import ComposableTrainer
+
+    def weights(backend: Backend) -> bytes:
+        trainer = ComposableTrainer(num_epochs=2, batch_size=16, learning_rate=0.1)
+        server = fedavg.Server(rounds=3, total_clients=8, per_round=4, backend=backend)
+        server.run(simple.Client(trainer=trainer))
+        return pickle.dumps({name: value.numpy().tobytes() for name, value in server.weights.items()})
+
+    assert weights(Process(2)) == weights(Sequential())

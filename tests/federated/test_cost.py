@@ -1,0 +1,192 @@
+"""What a client costs beyond its steps, in numbers that are the same on every machine."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dovetail.algorithms import FedAvg
+from dovetail.clients.simple import Client
+from dovetail.data.federated import Datasource
+from dovetail.federated.messages import Task, Update
+from dovetail.trainers import CompiledTrainer
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.strategies import LossCriterionStrategy, SGDOptimizerStrategy, ShuffleDataLoaderStrategy
+from dovetail.trainers.whole_step import CannotCompileError, check_compiler
+
+try:
+    check_compiler()
+    COMPILER = True
+except CannotCompileError:
+    COMPILER = False
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled clients are not tested")
+
+
+class Sizes(Datasource):
+    """Clients with as many samples as their list says."""
+
+    def __init__(self, *sizes: int, features: int = 4) -> None:
+        self.num_clients = len(sizes)
+        generator = torch.Generator().manual_seed(0)
+        self._data = [
+            (torch.randn(size, features, generator=generator), torch.randint(3, (size,), generator=generator))
+            for size in sizes
+        ]
+
+    def train_data(self, client_id: int) -> tuple[Tensor, Tensor]:
+        return self._data[client_id - 1]
+
+
+def make_client(data: Datasource, model: nn.Module, trainer: Trainer) -> Client:
+    client = Client(trainer=trainer)
+    client.begin(model, data, FedAvg())
+    return client
+
+
+def make_trainer(num_epochs: int = 3, **settings: Any) -> ComposableTrainer:
+    return ComposableTrainer(
+        num_epochs=num_epochs,
+        batch_size=8,
+        optimizer_strategy=SGDOptimizerStrategy(lr=0.1, momentum=0.9),
+        data_loader_strategy=ShuffleDataLoaderStrategy(),
+        device="cpu",
+        verbose=False,
+        **settings,
+    )
+
+
+def make_model(features: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3))
+
+
+def ask(client: Client, model: nn.Module, client_id: int, round_number: int = 1) -> Update:
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return client.work(Task(round_number, client_id, weights, seed=100 * round_number + client_id), {})[0]
+
+
+def calls(run: Callable[[], Any]) -> int:
+    number = 0
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal number
+        number += event == "call"
+
+    # A finaliser that runs in between would be counted, too.
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return number
+
+
+def test_a_client_of_one_step_makes_at_most_620_python_calls_beyond_the_step() -> None:
+    model = make_model()
+    client = make_client(Sizes(8, 8), model, make_trainer(num_epochs=1))
+    criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = client.datasource.train_data(1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(model(inputs), targets).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        ask(client, model, 1)
+        step()
+    number = calls(lambda: ask(client, model, 2)) - calls(step)
+    assert number <= 620, f"{number} calls around the step"
+
+
+def test_the_calls_around_a_client_do_not_grow_with_the_clients_before_it() -> None:
+    model = make_model()
+    client = make_client(Sizes(8, 8, 8), model, make_trainer(num_epochs=1))
+    ask(client, model, 1)
+    before = calls(lambda: ask(client, model, 2))
+    for number in range(2, 20):
+        ask(client, model, 1, number)
+    assert calls(lambda: ask(client, model, 2)) == before
+
+
+# ------------------------------------------------------------------ one graph for all clients
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_all_clients_share_one_graph_and_agree_with_eager_ones(steps_per_call: int) -> None:
+    model, data = make_model(), Sizes(40, 19, 7, 33, 8, 27)
+    eager = make_client(data, model, make_trainer())
+    compiled = make_client(data, model, CompiledTrainer(make_trainer(), steps_per_call=steps_per_call))
+    for client_id in range(1, data.num_clients + 1):
+        expected, found = ask(eager, model, client_id), ask(compiled, model, client_id)
+        torch.testing.assert_close(found.delta, expected.delta, rtol=0, atol=1e-5)
+        assert found.num_updates == expected.num_updates
+    trainer: Any = compiled.trainer
+    assert trainer.graphs == 1
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_a_compiled_client_computes_does_not_depend_on_the_clients_before_it() -> None:
+    model, data = make_model(), Sizes(40, 19, 33, 27)
+    client = make_client(data, model, CompiledTrainer(make_trainer(num_epochs=10)))
+    forward = {client_id: ask(client, model, client_id).delta for client_id in (1, 2, 3, 4)}
+    other = make_client(data, model, CompiledTrainer(make_trainer(num_epochs=10)))
+    for client_id in (4, 2, 1, 3, 2):
+        torch.testing.assert_close(ask(other, model, client_id).delta, forward[client_id], rtol=0, atol=0)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_graph_reads_the_tensors_that_a_strategy_holds_for_this_client() -> None:
+    class NearTheStart(LossCriterionStrategy):
+        """Cross entropy, and the distance from the weights that the run began with."""
+
+        def on_train_start(self, context: Any) -> None:
+            self.start = [it.detach().clone() for it in context.model.parameters()]
+
+        def compute_loss(self, outputs: Any, labels: Any, context: Any) -> Tensor:
+            parts = [(it - s).square().sum() for it, s in zip(context.model.parameters(), self.start, strict=True)]
+            return nn.functional.cross_entropy(outputs, labels) + 5e-3 * torch.stack(parts).sum()
+
+    first, second = make_model(), make_model()
+    with torch.no_grad():
+        # So near that no comparison of losses would tell the one start from the other.
+        for value in second.parameters():
+            value.add_(1e-2)
+    data = Sizes(40, 24)
+    eager = make_client(data, first, make_trainer(loss_strategy=NearTheStart()))
+    compiled = make_client(data, first, CompiledTrainer(make_trainer(loss_strategy=NearTheStart())))
+    for model, client_id in ((first, 1), (second, 2), (first, 2)):
+        expected, found = ask(eager, model, client_id), ask(compiled, model, client_id)
+        torch.testing.assert_close(found.delta, expected.delta, rtol=0, atol=1e-6)
+    trainer: Any = compiled.trainer
+    assert trainer.graphs == 1
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_tensor_that_nobody_is_known_to_hold_makes_later_clients_eager() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0])
+
+    def weighted(outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, labels, weight)
+
+    model, data = make_model(), Sizes(24, 24)
+    client = make_client(data, model, CompiledTrainer(make_trainer(loss_strategy=weighted)))
+    ask(client, model, 1)
+    with pytest.warns(UserWarning, match="neither model, batch nor strategies hold in its form"):
+        ask(client, model, 2)

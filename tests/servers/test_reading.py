@@ -1,0 +1,132 @@
+"""Configuration files of federations."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dovetail.checks import ConfigErrors
+from dovetail.errors import ConfigError
+from dovetail.federated.config import FederatedConfig
+from dovetail.servers.reading import read_federated
+
+PLATO = """\
+clients:
+    type: simple
+    total_clients: 100
+    per_round: 10
+    do_test: true
+    outbound_processors: [{norm_clip: {max_norm: 1.0}}, model_compress]
+server:
+    synchronous: false
+    minimum_clients_aggregated: 3
+data:
+    datasource: digits
+    sampler: noniid
+    concentration: 0.5
+trainer:
+    type: basic
+    rounds: 5
+    epochs: 2
+    batch_size: 32
+    optimizer: SGD
+algorithm:
+    type: fedavg
+parameters:
+    optimizer:
+        lr: 1e-2
+        momentum: 0.9
+results:
+    types: round, accuracy, elapsed_time
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "plato.yml"
+    path.write_text(text)
+    return path
+
+
+def test_sections_of_plato_become_one_value(tmp_path: Path) -> None:
+    config = read_federated(written(tmp_path, PLATO))
+    assert (config.clients.total_clients, config.clients.per_round, config.clients.do_test) == (100, 10, True)
+    assert config.clients.outbound_processors == ({"norm_clip": {"max_norm": 1.0}}, "model_compress")
+    assert (config.server.synchronous, config.server.minimum_clients_aggregated) == (False, 3)
+    assert (config.data.sampler, dict(config.data.options)) == ("noniid", {"concentration": 0.5})
+    assert config.parameters.optimizer == {"lr": 0.01, "momentum": 0.9}
+    assert config.results.types == ("round", "accuracy", "elapsed_time")
+
+
+def test_nothing_is_all_defaults() -> None:
+    assert read_federated({}) == FederatedConfig()
+
+
+def test_all_mistakes_come_at_once_each_with_its_place(tmp_path: Path) -> None:
+    text = PLATO.replace("per_round", "per_rond").replace("rounds: 5", "rounds: many").replace("fedavg", "fedavgg")
+    with pytest.raises(ConfigErrors) as caught:
+        read_federated(written(tmp_path, text.replace("trainer:", "trainers:", 1)))
+    found = [problem.removeprefix(f"{tmp_path}/") for problem in caught.value.problems]
+    assert [problem.split(" (known")[0] for problem in found] == [
+        "plato.yml:4:5: clients.per_rond: unknown key: did you mean 'per_round'?",
+        "plato.yml:14:1: trainers: unknown key: did you mean 'trainer'?",
+        "plato.yml:21:5: algorithm.type: unknown algorithm 'fedavgg': did you mean 'fedavg'?",
+    ]
+
+
+def test_more_clients_per_round_than_there_are_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigErrors, match=r"plato.yml:4:5: clients.per_round: expected at most total_clients, which is"
+    ):
+        read_federated(written(tmp_path, PLATO), ["clients.total_clients=5"])
+
+
+def test_the_command_line_sets_keys_over_the_file(tmp_path: Path) -> None:
+    config = read_federated(written(tmp_path, PLATO), ["trainer.rounds=7", "data.options={min_samples: 2}"])
+    assert config.trainer.rounds == 7
+    assert dict(config.data.options) == {"min_samples": 2, "concentration": 0.5}
+
+
+def test_a_wrong_setting_is_named_by_its_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors, match=r"^trainer.rounds=x: trainer.rounds: expected a whole number of at least 1"):
+        read_federated(written(tmp_path, PLATO), ["trainer.rounds=x"])
+
+
+def test_what_plato_has_for_sockets_is_one_warning(tmp_path: Path) -> None:
+    text = PLATO.replace("server:", "server:\n    address: 127.0.0.1\n    port: 8000") + "general:\n    base_path: .\n"
+    with pytest.warns(UserWarning, match=r"are ignored: server.address, server.port, general$"):
+        read_federated(written(tmp_path, text))
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.yml: cannot be read: No such file"):
+        read_federated(tmp_path / "none.yml")
+
+
+def test_files_with_a_mistake_are_refused_by_sentences_and_never_otherwise(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    lines = PLATO.splitlines()
+    accepted = 0
+    for _ in range(300):
+        mutated = list(lines)
+        place = rng.randrange(len(mutated))
+        word = rng.choice(["{", "- x", "key: [", "total_clients: -3", "epochs: {a: 1}", "types: 3", ": :", "type: 1.5"])
+        mutated[place] = rng.choice([word, mutated[place].replace(":", "", 1), mutated[place] + word])
+        with contextlib.suppress(ConfigError):
+            read_federated(written(tmp_path, "\n".join(mutated)))
+            accepted += 1
+    assert accepted < 100
+
+
+@pytest.mark.parametrize("key", [(s, k) for s, v in yaml.safe_load(PLATO).items() for k in v])
+def test_every_misspelt_key_is_reported_with_its_line(key: tuple[str, str], tmp_path: Path) -> None:
+    section, name = key
+    before, heading, after = PLATO.partition(f"{section}:\n")
+    text = before + heading + after.replace(f"    {name}:", f"    {name}x:", 1)
+    with pytest.raises(ConfigErrors) as caught:
+        read_federated(written(tmp_path, text))
+    line = next(number for number, it in enumerate(text.splitlines(), 1) if it.startswith(f"    {name}x:"))
+    assert any(f"plato.yml:{line}:5: " in problem and f"{name}x" in problem for problem in caught.value.problems)

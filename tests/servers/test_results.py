@@ -1,0 +1,58 @@
+"""Tables, pictures and lines of rounds."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dovetail.errors import UnknownNameError
+from dovetail.federated.messages import Fault
+from dovetail.federated.records import RoundRecord
+from dovetail.servers import fedavg
+from dovetail.servers.display import RoundDisplay
+from dovetail.servers.results import WriteResults, rows_of
+
+RECORDS = [
+    RoundRecord(1, 0.5, (2, 3), (3,), (Fault(2, 1, "crashed", "ValueError: x"),), {"train_loss": 2.0}),
+    RoundRecord(2, 1.0, (1, 3), (1, 3), (), {"train_loss": 1.0, "accuracy": 0.5}),
+]
+
+
+def test_a_table_has_what_any_round_has() -> None:
+    rows = rows_of(RECORDS)
+    assert [row["accuracy"] for row in rows] == ["", 0.5]
+    assert [row["reported"] for row in rows] == ["3", "1 3"]
+    assert rows[0]["faults"] == "2 crashed"
+
+
+def test_columns_that_no_round_has_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown column of results.types 'acuracy': did you mean 'accuracy'\?"):
+        rows_of(RECORDS, ["round", "acuracy"])
+
+
+def test_the_files_tell_what_the_records_do(tmp_path: Path) -> None:
+    server = fedavg.Server(rounds=2, total_clients=3, per_round=2, callbacks=[WriteResults(tmp_path / "out")])
+    records = server.run()
+    with open(tmp_path / "out" / "rounds.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["accuracy"]) for row in rows] == [record.metrics["accuracy"] for record in records]
+    assert (tmp_path / "out" / "rounds.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rounds.csv", "rounds.png"]
+
+
+def test_every_round_has_a_line_that_names_who_was_left_out() -> None:
+    class Watched:
+        records = RECORDS[:1]
+        current_round = 1
+        config = fedavg.FederatedConfig()
+
+    text = io.StringIO()
+    display = RoundDisplay(Console(file=text, width=200))
+    display.on_training_will_start(Watched())
+    display.on_clients_processed(Watched())
+    display.on_server_will_close(Watched())
+    assert text.getvalue() == "round 1/10  1 of 2 clients  train loss 2.0000  0.5s  client 2 crashed: ValueError: x\n"

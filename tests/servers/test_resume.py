@@ -1,0 +1,111 @@
+"""Servers that go on from their checkpoints; kills are in tests/reliability."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation import KINDS, Blobs, make_server, make_trainer, outcome
+from torch import nn
+
+from dovetail import checkpoint as store
+from dovetail.algorithms import FedBuff
+from dovetail.clients.simple import Client
+from dovetail.errors import CheckpointError
+from dovetail.federated import ServerCallback
+from dovetail.servers.fedavg import Server
+
+
+class PowerCutError(Exception):
+    pass
+
+
+class Cut(ServerCallback):
+    """Ends the run in a round, between its aggregation and its checkpoint."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_clients_processed(self, server: Any) -> None:
+        if server.current_round == self.round:
+            raise PowerCutError
+
+
+def _run(kind: str, folder: Path | None = None, **options: Any) -> Server:
+    server = make_server(kind, folder, **options)
+    server.run(Client(trainer=make_trainer()))
+    return server
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_cut_in_any_round_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    expected = outcome(_run(kind))
+    for round in range(1, 6):
+        with pytest.raises(PowerCutError):
+            _run(kind, tmp_path, callbacks=[Cut(round)])
+    assert outcome(_run(kind, tmp_path)) == expected
+
+
+def test_a_run_that_is_over_stays_as_it_is(tmp_path: Path) -> None:
+    expected = outcome(_run("everything", tmp_path))
+    assert outcome(_run("everything", tmp_path)) == expected
+
+
+def test_two_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    expected = outcome(_run("everything", tmp_path))
+    checkpoints = tmp_path / "checkpoints"
+    assert [info.path.name for info in store.list_checkpoints(checkpoints)] == ["round_4", "round_5"]
+    (checkpoints / "round_5" / "tensors.safetensors").write_bytes(b"")
+    with pytest.warns(store.CheckpointWarning, match="passing over a damaged checkpoint"):
+        assert outcome(_run("everything", tmp_path)) == expected
+
+
+def test_states_that_an_earlier_run_left_are_not_taken_for_ones_own(tmp_path: Path) -> None:
+    expected = outcome(_run("everything", tmp_path))
+    for path in (tmp_path / "checkpoints").glob("round_*"):
+        shutil.rmtree(path)
+    assert outcome(_run("everything", tmp_path)) == expected
+
+
+def test_checkpoints_without_the_states_of_clients_are_refused(tmp_path: Path) -> None:
+    _run("everything", tmp_path)
+    (tmp_path / "checkpoints" / "clients.db").unlink()
+    with pytest.raises(CheckpointError, match="the file does not belong to the checkpoint"):
+        _run("everything", tmp_path)
+
+
+def test_states_can_lie_elsewhere(tmp_path: Path) -> None:
+    options = {"states_path": str(tmp_path / "states")}
+    with pytest.raises(PowerCutError):
+        _run("everything", tmp_path, callbacks=[Cut(3)], **options)
+    assert (tmp_path / "states" / "clients.db").exists()
+    assert outcome(_run("everything", tmp_path, **options)) == outcome(_run("everything"))
+
+
+def test_states_can_be_kept_in_a_file_without_checkpoints(tmp_path: Path) -> None:
+    expected = outcome(_run("everything"))
+    for _ in range(2):
+        assert outcome(_run("everything", states_path=str(tmp_path))) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seed": 4}, "written with seed 3, not 4"),
+        ({"algorithm": FedBuff}, "written with algorithm FedAvg, not FedBuff"),
+        ({"selection_name": "round_robin"}, "written with selection RandomSelection, not RoundRobinSelection"),
+    ],
+)
+def test_a_checkpoint_of_another_federation_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    _run("plain", tmp_path, rounds=1)
+    with pytest.raises(CheckpointError, match=words):
+        _run("plain", tmp_path, **options)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    _run("plain", tmp_path, rounds=1)
+    server = Server(nn.Linear(4, 3), Blobs(), rounds=2, seed=3, checkpoint_path=str(tmp_path / "checkpoints"))
+    with pytest.raises(CheckpointError, match="of another model"):
+        server.run(Client(trainer=make_trainer()))
