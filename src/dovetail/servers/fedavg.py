@@ -144,6 +144,12 @@ class Server:
         assert model is not None
         return model
 
+    @property
+    def worker(self) -> Worker:
+        """Who does the work of those whom this server asks; there from `prepare` on."""
+        assert self._worker is not None, "the server is not prepared"
+        return self._worker
+
     def run(self, client: Client | None = None) -> list[RoundRecord]:
         """Run all rounds that are left, and return the records of all.
 

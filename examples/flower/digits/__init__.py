@@ -1,0 +1,1 @@
+"""Handwritten digits, learned by the clients of a Flower federation."""

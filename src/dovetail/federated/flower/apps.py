@@ -1,0 +1,220 @@
+"""A server and a client as the two halves of a Flower app."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid, ServerApp
+
+from dovetail.errors import ConfigError
+from dovetail.federated.backends.base import Worker
+from dovetail.federated.flower.backend import FlowerBackend, Place, receipt
+from dovetail.federated.flower.records import from_records, to_records
+from dovetail.federated.messages import Task
+from dovetail.federated.states import ClientState
+from dovetail.trainers.pieces import as_module
+
+if TYPE_CHECKING:
+    from dovetail.clients.simple import Client
+    from dovetail.servers.fedavg import Server
+
+__all__ = ["client_app", "server_app", "worker_app"]
+
+T = TypeVar("T")
+
+
+def server_app(
+    server: Server | Callable[[Context], Server],
+    client: Client | Callable[[Context], Client] | None = None,
+    *,
+    num_nodes: int | None = None,
+    patience: float = 300.0,
+    states: Literal["nodes", "server"] = "nodes",
+) -> ServerApp:
+    """Return a ServerApp that runs a server, whose clients are at the nodes of the federation.
+
+    Args:
+        server: The server, or a function of Flower's context that makes it.
+        client: The client, where the server takes model or data from it; it does no work here.
+        num_nodes: How many nodes there must be before the first round; None for the clients of a round.
+        patience: Seconds in which they must have come.
+        states: Where clients' states are kept, at the `nodes` or by the `server`; see `FlowerBackend`.
+
+    Example:
+        >>> from dovetail.clients import simple
+        >>> from dovetail.servers import fedavg
+        >>> app = server_app(fedavg.Server(rounds=3, total_clients=2, per_round=2), simple.Client())
+        >>> type(app).__name__
+        'ServerApp'
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        running = _made(server, context)
+        config = running.config
+        nodes = num_nodes or min(config.clients.per_round, config.clients.total_clients)
+        timeout = running.backend.timeout
+        running.backend = FlowerBackend(grid, nodes, timeout, patience=patience, states=states)
+        running.run(None if client is None else _made(client, context))
+
+    return app
+
+
+def client_app(
+    client: Client | Callable[[Context], Client], server: Server | Callable[[Context], Server] | None = None
+) -> ClientApp:
+    """Return a ClientApp that does the work of the clients that live at a node.
+
+    A node with `partition-id` i is client i + 1. With `num-partitions` n it also is the clients i + 1 + n, i + 1 + 2n
+    and so on, of which there are none if there are n clients.
+
+    Args:
+        client: The client, or a function of Flower's context that makes it.
+        server: The server of the same federation. It does not run here: it says what model, algorithm and
+            postprocessors there are, so that server and clients begin alike. None for a client that brings its own
+            model, datasource and algorithm.
+
+    Example:
+        >>> from dovetail.clients import simple
+        >>> from dovetail.servers import fedavg
+        >>> app = client_app(simple.Client(), fedavg.Server(rounds=3, total_clients=2, per_round=2))
+        >>> type(app).__name__
+        'ClientApp'
+    """
+
+    def begun(context: Context) -> Worker:
+        mine = copy.copy(_made(client, context))
+        if server is None:
+            return _begun_alone(mine)
+        described = copy.copy(_made(server, context))
+        # Whatever the server keeps is not here.
+        described.config = described.config.with_settings(checkpoint_path=None, states_path=None)
+        described.prepare(mine)
+        return described.worker
+
+    return worker_app(begun)
+
+
+def worker_app(make: Callable[[Context], Worker]) -> ClientApp:
+    """Return a ClientApp around any worker.
+
+    Args:
+        make: Makes the worker, when the first task comes.
+
+    Example:
+        >>> from dovetail.clients import simple
+        >>> type(worker_app(lambda context: simple.Client())).__name__
+        'ClientApp'
+    """
+    app = ClientApp()
+    node = _Node(make)
+    app.train()(node.work)
+    app.evaluate()(node.work)
+    app.query()(node.introduce)
+    return app
+
+
+class _Node:
+    """Answers the three kinds of messages."""
+
+    def __init__(self, make: Callable[[Context], Worker]) -> None:
+        self._make = make
+        self._workers: dict[int, Worker] = {}
+
+    def introduce(self, message: Message, context: Context) -> Message:
+        """Say which clients live here."""
+        return _attempted(message, lambda: Message(to_records(_introduction(context)), reply_to=message))
+
+    def work(self, message: Message, context: Context) -> Message:
+        """Do a task."""
+        return _attempted(message, lambda: self._done(message, context))
+
+    def _done(self, message: Message, context: Context) -> Message:
+        content = from_records(message.content)
+        given, stays = content.pop("state"), content.pop("states") == "nodes"
+        task = Task(**content)
+        if not _place(context).has(task.client_id):
+            raise ConfigError(f"client {task.client_id} does not live at the node of {_place(context)}")
+        if context.run_id not in self._workers:
+            self._workers = {context.run_id: self._make(context)}
+        kept = _Kept(context, task.client_id)
+        state = kept.get(given) if stays else given
+        update, new = self._workers[context.run_id].work(task, state)
+        if stays and task.kind == "train":
+            new = kept.put(given, task.round, new)
+        answer = {"update": update.to_plain(), "state": {} if task.kind == "evaluate" else new}
+        return Message(to_records(answer), reply_to=message)
+
+
+class _Kept:
+    """A client's states, which stay at the node: the one that the server counts on, and the one after it.
+
+    The server keeps the round of the state. If it does not use an update, it goes on with the round before.
+    """
+
+    def __init__(self, context: Context, client_id: int) -> None:
+        self._records = context.state
+        self._prefix = f"client {client_id} round "
+
+    def get(self, given: ClientState) -> ClientState:
+        if not given:
+            return {}
+        under = self._under(given["round"])
+        if not any(name.startswith(under) for name in self._records):
+            raise ConfigError(
+                f"{self._prefix}{given['round']}: its state is not at this node; states='server' takes states along"
+            )
+        return from_records(self._records, under=under)
+
+    def put(self, given: ClientState, round: int, state: ClientState) -> ClientState:
+        needed = self._under(given["round"]) if given else None
+        for name in list(self._records):
+            if name.startswith(self._prefix) and not (needed and name.startswith(needed)):
+                del self._records[name]
+        if not state:
+            return {}
+        self._records.update(to_records(state, under=self._under(round)))
+        return receipt(round)
+
+    def _under(self, round: int) -> str:
+        return f"{self._prefix}{round}: "
+
+
+def _introduction(context: Context) -> dict[str, int]:
+    place = _place(context)
+    return {"partition-id": place.partition, "num-partitions": place.partitions}
+
+
+def _place(context: Context) -> Place:
+    return Place.of(context.node_config)
+
+
+def _attempted(message: Message, answer: Callable[[], Message]) -> Message:
+    """Return the answer; an error of the client is an answer, too."""
+    try:
+        return answer()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _begun_alone(client: Client) -> Worker:
+    model, datasource, algorithm = as_module(client.model), client.datasource, client.algorithm
+    if model is None or datasource is None or algorithm is None:
+        given = {"model": model, "datasource": datasource, "algorithm": algorithm}
+        missing = [name for name, value in given.items() if value is None]
+        raise ConfigError(
+            f"client_app: a client without a server brings its own {' and '.join(missing)}, or give the server"
+        )
+    client.begin(model, datasource, algorithm)
+    return client
+
+
+def _made(given: T | Callable[[Context], T], context: Context) -> T:
+    return given(context) if callable(given) else given

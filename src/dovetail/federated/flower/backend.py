@@ -1,0 +1,268 @@
+"""Clients on the nodes of a Flower federation."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from flwr.app import Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from dovetail.errors import ConfigError, DataError, DovetailError
+from dovetail.federated.backends.base import Backend, Done, Outcome, Work, Worker
+from dovetail.federated.flower.records import from_records, to_records
+from dovetail.federated.messages import Fault, Task, Update
+from dovetail.federated.states import ClientState
+
+__all__ = ["FlowerBackend", "Place", "receipt"]
+
+# Seconds between two looks for replies: at first, and after a long time without any.
+_SOON, _LATER = 0.1, 2.0
+# What Flower says of a message that nobody has answered in time.
+_EXPIRED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+_AWAY = (*_EXPIRED, ErrorCode.NODE_UNAVAILABLE)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which clients live at a node.
+
+    Attributes:
+        partition: The node's `partition-id`, counted from 0.
+        partitions: Its `num-partitions`: the node does the work of every so-manieth client; 0 for one alone.
+
+    Example:
+        >>> [client_id for client_id in range(1, 8) if Place(1, 3).has(client_id)]
+        [2, 5]
+    """
+
+    partition: int
+    partitions: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Place:
+        """Return the place that a node's configuration says.
+
+        Raises:
+            ConfigError: It does not say one.
+        """
+        partition, partitions = config.get("partition-id"), config.get("num-partitions", 0)
+        if type(partition) is not int or type(partitions) is not int or partition < 0 or partitions < 0:
+            raise ConfigError(
+                f"node-config: expected whole numbers such as 'partition-id=0 num-partitions=2', got {dict(config)}"
+            )
+        return cls(partition, partitions)
+
+    def has(self, client_id: int) -> bool:
+        """Whether a client lives here."""
+        index = client_id - 1
+        return (index % self.partitions if self.partitions else index) == self.partition
+
+
+class FlowerBackend(Backend):
+    """Sends tasks to the nodes at which clients live.
+
+    A node says which clients it has when it is asked first. A node that is lost is a fault of its client: as soon as
+    Flower misses its heartbeat, in one minute, or at `timeout`.
+
+    Args:
+        grid: What Flower gives to a ServerApp.
+        num_nodes: How many nodes there must be before the first round.
+        timeout: Seconds that a client has; None for as long as its node is there.
+        patience: Seconds in which the nodes must have come.
+        states: Where clients' states are kept: at the `nodes`, which a server that goes on in another run of Flower
+            cannot reach; or by the `server`, so that they travel with every task.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        num_nodes: int = 1,
+        timeout: float | None = None,
+        *,
+        patience: float = 300.0,
+        states: Literal["nodes", "server"] = "nodes",
+    ) -> None:
+        super().__init__(num_nodes, timeout)
+        if states not in ("nodes", "server"):
+            raise ConfigError(f"states: expected 'nodes' or 'server', got {states!r}")
+        self.grid, self.num_nodes, self.patience, self.states = grid, num_nodes, patience, states
+        self._places: dict[int, Place] = {}
+        self._questions: dict[str, int] = {}
+        self._asked: set[int] = set()
+        self._refusals: dict[int, str] = {}
+
+    def start(self, worker: Worker) -> None:
+        """Wait until enough nodes are there and have said who they are. The worker is theirs, not this one."""
+        deadline = time.monotonic() + self.patience
+        wait = _Wait()
+        while len(self._online()) < self.num_nodes:
+            self._meet()
+            if time.monotonic() > deadline:
+                raise DovetailError(self._missing())
+            wait()
+
+    def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
+        """Send all tasks, and give outcomes as replies come."""
+        self._meet()
+        online = self._online()
+        queue: Counter[int] = Counter()
+        deadlines: dict[str, float] = {}
+        waiting: dict[str, Work] = {}
+        sent: list[tuple[Work, Message]] = []
+        for task, state in work:
+            # A node that was started again is another one: the last that came.
+            node = next((each for each in reversed(online) if online[each].has(task.client_id)), None)
+            if node is None:
+                yield _crashed(task, f"it has no node ({self._present()})")
+                continue
+            queue[node] += 1
+            try:
+                sent.append(((task, state), self._message(node, task, state, queue[node])))
+            except DovetailError as error:
+                yield _crashed(task, str(error))
+        now = time.monotonic()
+        for (each, message), key in zip(sent, self._push([message for _, message in sent]), strict=True):
+            if key is None:
+                yield _crashed(each[0], "its node left before the task was sent")
+                continue
+            waiting[key] = each
+            # A node does one task after the other.
+            deadlines[key] = now + (message.metadata.ttl if self.timeout is not None else float("inf"))
+        wait = _Wait()
+        while waiting:
+            for reply in self._pull(waiting):
+                done = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if done is not None:
+                    wait = _Wait()
+                    yield self._outcome(*done, reply)
+            now = time.monotonic()
+            for key in [key for key in waiting if deadlines[key] <= now]:
+                task, _ = waiting.pop(key)
+                yield _timed_out(task, self.timeout)
+            if waiting:
+                wait()
+
+    def _message(self, node: int, task: Task, state: ClientState, position: int) -> Message:
+        content = {each.name: getattr(task, each.name) for each in fields(Task)}
+        content |= {"state": state, "states": self.states}
+        ttl = None if self.timeout is None else self.timeout * position
+        return Message(to_records(content), node, task.kind, ttl=ttl, group_id=str(task.round))
+
+    def _outcome(self, task: Task, state: ClientState, reply: Message) -> Outcome:
+        if reply.has_error():
+            return _fault(task, reply.error, self.timeout)
+        try:
+            content = from_records(reply.content)
+            update = _update(content["update"], task)
+            kept = state if task.kind == "evaluate" else content["state"]
+        except (DovetailError, KeyError, TypeError) as error:
+            return _crashed(task, f"its answer cannot be read: {error}")
+        return Done(update, kept)
+
+    # ------------------------------------------------------------------ who is there
+
+    def _meet(self) -> None:
+        """Ask nodes that have come who they are, and hear who has answered."""
+        new = [node for node in self.grid.get_node_ids() if node not in self._asked]
+        if new:
+            questions = [Message(RecordDict(), node, "query", ttl=self.patience) for node in new]
+            self._questions |= {
+                key: node for key, node in zip(self._push(questions), new, strict=True) if key is not None
+            }
+            self._asked |= set(new)
+        for reply in self._pull(self._questions) if self._questions else ():
+            node = self._questions.pop(reply.metadata.reply_to_message_id)
+            if reply.has_error() and reply.error.code in _AWAY:
+                # If it comes back, it is asked again.
+                self._asked.discard(node)
+                continue
+            try:
+                if reply.has_error():
+                    raise DataError(reply.error.reason or "it could not say which clients it has")
+                self._places[node] = Place.of(from_records(reply.content))
+            except DovetailError as error:
+                self._refusals[node] = str(error)
+
+    def _online(self) -> dict[int, Place]:
+        present = set(self.grid.get_node_ids())
+        return {node: place for node, place in self._places.items() if node in present}
+
+    def _missing(self) -> str:
+        found = len(self._online())
+        sentence = f"expected {self.num_nodes} nodes in {self.patience:g} seconds, found {found}"
+        if self._questions:
+            sentence += f" and {len(self._questions)} that did not say which clients they have"
+        for reason in dict.fromkeys(self._refusals.values()):
+            sentence += f"; a node said: {reason}"
+        return sentence
+
+    def _present(self) -> str:
+        numbers = sorted(place.partition for place in self._online().values())
+        return f"there are nodes with partition-id {', '.join(map(str, numbers))}" if numbers else "there are no nodes"
+
+    def _push(self, messages: Sequence[Message]) -> list[str | None]:
+        if not messages:
+            return []
+        keys = list(self.grid.push_messages(messages))
+        # Flower gives no ids at all if it was too much at once.
+        if len(keys) != len(messages):
+            keys = [key for each in messages for key in self.grid.push_messages([each]) or [""]]
+        return [key or None for key in keys]
+
+    def _pull(self, keys: Iterable[str]) -> Iterable[Message]:
+        return list(self.grid.pull_messages(list(keys)))
+
+
+def receipt(round: int) -> ClientState:
+    """Return what a server keeps of a state that stays at a node."""
+    return {"round": round}
+
+
+class _Wait:
+    """Waits a little longer each time."""
+
+    def __init__(self) -> None:
+        self._seconds = _SOON
+
+    def __call__(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(self._seconds * 1.5, _LATER)
+
+
+def _update(plain: Mapping[str, Any], task: Task) -> Update:
+    """Return an update of which everything is of the type that it says, whoever has sent it."""
+    update = Update(**plain)
+    if (update.client_id, update.round) != (task.client_id, task.round):
+        raise DataError(f"it is of client {update.client_id!r} in round {update.round!r}")
+    _check(update.delta, Tensor)
+    _check({**update.metrics, "seconds": update.seconds, "num_updates": update.num_updates}, (int, float))
+    return update
+
+
+def _check(found: Mapping[str, Any], kinds: type | tuple[type, ...]) -> None:
+    for name, value in found.items():
+        if not isinstance(value, kinds):
+            raise DataError(f"{name!r} is of type {type(value).__name__}")
+
+
+def _fault(task: Task, error: Error, timeout: float | None) -> Fault:
+    if error.code in _EXPIRED:
+        return _timed_out(task, timeout)
+    if error.code == ErrorCode.NODE_UNAVAILABLE:
+        return _crashed(task, "its node was lost")
+    return Fault(task.client_id, task.round, "crashed", error.reason or f"its node answered with error {error.code}")
+
+
+def _crashed(task: Task, what: str) -> Fault:
+    return Fault(task.client_id, task.round, "crashed", f"client {task.client_id}: {what}")
+
+
+def _timed_out(task: Task, timeout: float | None) -> Fault:
+    limit = "in time" if timeout is None else f"within {timeout:g} seconds"
+    return Fault(task.client_id, task.round, "timed out", f"client {task.client_id} did not answer {limit}")

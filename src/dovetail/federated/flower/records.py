@@ -1,0 +1,80 @@
+"""Nested tensors and plain values as Flower's records, and back. Nothing is pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from dovetail.checkpoint.encoding import decode_text, encode
+from dovetail.checkpoint.tensors import DTYPES
+from dovetail.errors import DataError
+
+__all__ = ["from_records", "to_records"]
+
+# The names of the two records: what is said, and the tensors that it speaks of.
+_TEXT, _TENSORS = "dovetail", "dovetail.tensors"
+# How the bytes of an array are to be read: as they lie in memory. Numpy's form has no bfloat16.
+_RAW = "torch.raw"
+
+
+def to_records(content: Mapping[str, Any], *, under: str = "") -> RecordDict:
+    """Return content as records.
+
+    Equal tensors are equal records, so Flower carries the weights of a round once, however many nodes get them.
+
+    Args:
+        content: Tensors and plain values, nested.
+        under: What the names of the records begin with.
+
+    Raises:
+        CheckpointError: Something is neither a tensor nor plain; the message says where and what.
+
+    Example:
+        >>> records = to_records({"weights": {"w": torch.ones(2)}, "seed": 2**70, "cohort": (1, 2)})
+        >>> from_records(records)
+        {'weights': {'w': tensor([1., 1.])}, 'seed': 1180591620717411303424, 'cohort': (1, 2)}
+    """
+    encoded = encode(content)
+    arrays = {block.name: _array(block.tensor) for block in encoded.blocks}
+    return RecordDict({under + _TEXT: ConfigRecord({"text": encoded.text}), under + _TENSORS: ArrayRecord(arrays)})
+
+
+def from_records(records: RecordDict, *, under: str = "") -> dict[str, Any]:
+    """Return what `to_records` was given.
+
+    Raises:
+        DataError: There is no such content, or a tensor cannot be what it says.
+        CheckpointError: The text is none that `to_records` writes.
+    """
+    try:
+        text, arrays = records.config_records[under + _TEXT]["text"], records.array_records[under + _TENSORS]
+    except KeyError as error:
+        raise DataError(f"a message without the record {error.args[0]!r}: it was not written by Dovetail") from None
+    if not isinstance(text, bytes):
+        raise DataError(f"a message whose text is of type {type(text).__name__}: it was not written by Dovetail")
+    tensors = {name: _tensor(name, array) for name, array in arrays.items()}
+    content: dict[str, Any] = decode_text(text, "message", tensors, "cpu")
+    return content
+
+
+def _array(tensor: Tensor) -> Array:
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return Array(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _RAW, data)
+
+
+def _tensor(name: str, array: Array) -> Tensor:
+    if array.stype != _RAW or array.dtype not in DTYPES or any(length < 0 for length in array.shape):
+        raise DataError(f"{name}: an array of {array.dtype!r} and shape {array.shape}, written as {array.stype!r}")
+    if len(array.data) != prod(array.shape) * DTYPES[array.dtype][1]:
+        raise DataError(f"{name}: {len(array.data)} bytes do not make a {array.dtype} of shape {array.shape}")
+    # In memory of torch's own: some kernels round differently where data begin elsewhere.
+    memory = torch.empty(len(array.data), dtype=torch.uint8)
+    memory.numpy()[:] = np.frombuffer(array.data, dtype=np.uint8)
+    return memory.view(getattr(torch, array.dtype)).reshape(array.shape)
