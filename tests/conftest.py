@@ -16,6 +16,9 @@ _TOGETHER = {
     "tests/trainers/test_whole_step.py": "graphs",
     "tests/trainers/capabilities/test_compiled.py": "graphs",
     "tests/search/test_store.py": "store",
+    # Two clusters of Ray at once on one small machine: nodes that start too slowly give up.
+    "tests/integration/test_ray.py": "ray",
+    "tests/integration/test_federated_ray.py": "ray",
 }
 _APART = "tests/integration/test_examples.py"
 
@@ -23,7 +26,7 @@ _APART = "tests/integration/test_examples.py"
 def _scope(nodeid: str) -> str:
     """Return the name of what a test shares with others, or its own."""
     file = nodeid.split("::", 1)[0]
-    if file.startswith("tests/integration/") and file != _APART:
+    if file not in _TOGETHER and file.startswith("tests/integration/") and file != _APART:
         return file
     return _TOGETHER.get(file, nodeid)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import sys
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
@@ -36,11 +37,14 @@ def python_calls(function: Callable[[], object]) -> int:
         nonlocal calls
         calls += event == "call"
 
+    # What is collected meanwhile may have finalizers in Python.
+    gc.disable()
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail.data.models import cnn, lenet5, logistic, mlp
+from dovetail.data.models import cnn, lenet5, logistic, mlp, models
 from dovetail.errors import ConfigError
-from dovetail.federated.models import models
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def cluster() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.torture
 class TestRay(BackendContract):
     def make(self) -> Backend:
         return Ray(num_workers=2)

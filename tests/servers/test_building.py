@@ -63,7 +63,7 @@ def test_a_global_schedule_goes_on_from_round_to_round() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"algorithm": {"mu": 1}}, "algorithm 'fedavg' takes no arguments, got 'mu'"),
+        ({"algorithm": {"mu": 1}}, "algorithm.mu: unknown key (known: cross_silo, "),
         ({"parameters": {"model": {"hidden": [3]}}}, "parameters.model: give trainer.model_type, too"),
         (
             {"trainer": {"model_type": "mlp"}, "parameters": {"model": {"hiden": [3]}}},

@@ -54,6 +54,9 @@ def run_on_flower(
     server = config.server
     nodes = num_nodes or server.num_workers or config.trainer.max_concurrency
     nodes = min(nodes or os.cpu_count() or 1, config.clients.per_round, config.clients.total_clients)
+    # Flower's processes work elsewhere.
+    paths = {"checkpoint_path": server.checkpoint_path, "states_path": server.states_path}
+    config = config.with_settings(**{name: str(Path(path).absolute()) for name, path in paths.items() if path})
     watched = _Watched(config)
     hearing = [callback() if isinstance(callback, type) else callback for callback in callbacks]
     with tempfile.TemporaryDirectory(prefix="dovetail-flower-") as scratch, LocalFlower(Path(scratch), nodes) as flower:
