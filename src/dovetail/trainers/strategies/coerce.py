@@ -137,8 +137,8 @@ def as_update_strategy(given: Any) -> base.ModelUpdateStrategy:
             of these.
 
     Example:
-        >>> as_update_strategy(["StateTrackingUpdateStrategy", print])
-        CompositeUpdateStrategy(strategies=[StateTrackingUpdateStrategy(), CallableUpdateStrategy(function=print)])
+        >>> as_update_strategy(["StateTrackingUpdateStrategy", repr])
+        CompositeUpdateStrategy(strategies=[StateTrackingUpdateStrategy(), CallableUpdateStrategy(function=repr)])
     """
     if isinstance(given, (list, tuple)):
         return model_update.CompositeUpdateStrategy([as_update_strategy(it) for it in given])
