@@ -48,7 +48,7 @@ unit: $(VENV)/.dev
 check: lint types imports unit ## the fast part: ruff, mypy, import contracts, unit tests
 
 test: lint types imports       ## everything: check, slow and integration tests, doctests, examples
-	$(BIN)/python -m pytest -n 4 tests
+	$(BIN)/python -m pytest -n 3 tests
 
 torture: $(VENV)/.dev          ## kills, damages, full disks, large graphs and every combination, at length: about 30 minutes
 	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 $$(grep -rlE 'TORTURE|mark\.torture|^(import|from) forked' --include='test_*.py' tests)

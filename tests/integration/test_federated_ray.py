@@ -111,6 +111,7 @@ def test_a_client_whose_actor_is_killed_is_left_out_and_the_round_goes_on() -> N
     assert done(second).keys() == {1, 2}
 
 
+@pytest.mark.torture
 def test_an_actor_that_dies_between_rounds_costs_no_client() -> None:
     with running(Doing(), num_workers=1) as backend:
         (before,) = done(list(backend.run(tasks(1)))).values()
@@ -120,6 +121,7 @@ def test_an_actor_that_dies_between_rounds_costs_no_client() -> None:
     assert before["pid"] not in {it["pid"] for it in done(outcomes).values()}
 
 
+@pytest.mark.torture
 def test_a_client_that_takes_too_long_is_left_out() -> None:
     with running(Doing({2: hang}), timeout=3.0) as backend:
         outcomes = list(backend.run(tasks(4)))
@@ -127,6 +129,7 @@ def test_a_client_that_takes_too_long_is_left_out() -> None:
     assert done(outcomes).keys() == {1, 3, 4}
 
 
+@pytest.mark.torture
 def test_there_are_never_more_actors_than_slots() -> None:
     with running(Doing(), num_workers=9) as backend:
         assert len({it["pid"] for it in done(list(backend.run(tasks(12)))).values()}) <= 2
@@ -137,6 +140,7 @@ class Fragile(Doing):
         raise RuntimeError("no such disk here")
 
 
+@pytest.mark.torture
 def test_a_client_that_cannot_be_received_is_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"the client cannot be received by an actor: .*no such disk here"):
         Ray(1).start(Fragile())

@@ -122,6 +122,7 @@ def live_processes(group):
                 yield process.pid
 
 
+@pytest.mark.torture
 def test_the_command_gives_the_same_rounds_as_without_flower(tmp_path):
     config = tmp_path / "config.yml"
     config.write_text(

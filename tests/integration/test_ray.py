@@ -348,6 +348,7 @@ def test_trials_outlive_a_runner_that_is_killed_and_the_next_one_adopts_them(
     assert [log.count("begins after") for log in logs] == [1] * 4
 
 
+@pytest.mark.torture
 def test_a_runner_outside_of_the_cluster_heeds_sigterm(nodes: TwoNodes, backend: RayBackend, tmp_path: Path) -> None:
     store, record, runner = held_experiment(nodes.from_outside, tmp_path / "paused")
     runner.send_signal(signal.SIGTERM)
