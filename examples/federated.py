@@ -1,4 +1,4 @@
-"""A federation: twenty clients with digits of their own, few labels each, and a server that makes one model of theirs."""
+"""A federation: twenty clients with digits of their own, few labels each, and a server that makes one model of it."""
 
 from __future__ import annotations
 
