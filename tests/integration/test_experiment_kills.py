@@ -1,7 +1,7 @@
 """Experiments whose runners and trials are killed, again and again, and end as if nothing had been.
 
 Real processes and real `SIGKILL`s at random moments. `DOVETAIL_TORTURE=1` runs the same code at full size: 100 kills
-instead of 12, and a kill at every single operation of a runner.
+instead of 20, and a kill at every single operation of a runner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dovetail.search.schema import read_experiment
 from dovetail.search.store import Store
 
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
-_KILLS = 100 if _TORTURE else 12
+_KILLS = 100 if _TORTURE else 20
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
