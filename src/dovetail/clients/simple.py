@@ -22,6 +22,7 @@ from dovetail.federated.seeds import mix
 from dovetail.federated.states import ClientState
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.fleet import FleetTrainer, Member, why_alone
 from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import seed_everything
@@ -187,6 +188,7 @@ class Client:
         work = [(replace(task, weights=self.inbound.unpack(task.weights)), state) for task, state in work]
         begun = [self._get_ready(task, state) for task, state in work]
         trainer = copy.deepcopy(self.trainer)
+        assert isinstance(trainer, CoreTrainer), "`why_alone` has said so"
         callbacks = trainer.context.callbacks
         # One client's loss that is not finite is no reason to end the others.
         callbacks.remove(*[it for it in callbacks if isinstance(it, NonFiniteLoss)])
@@ -203,7 +205,8 @@ class Client:
         for position, ((task, state), before) in enumerate(zip(work, begun, strict=True)):
             self._get_ready(task, state)
             after = fleet.state_of(position)
-            load_weights(self.trainer.context.model, after)  # type: ignore[arg-type]  # a trainer at work has one
+            assert self.trainer.context.model is not None
+            load_weights(self.trainer.context.model, after)
             num_samples = self.datasource.num_samples(task.client_id)
             num_updates, loss = fleet.num_updates[position], fleet.losses[position]
             update, kept = self._answer(task, state, before, after, num_samples, num_updates, loss)

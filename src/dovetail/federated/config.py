@@ -256,8 +256,9 @@ _SECTIONS = tuple(each.name for each in fields(FederatedConfig))
 def _place_of(name: str) -> tuple[str, str]:
     if name == "seed":
         return "server", "random_seed"
-    kinds = {each.name: each.default_factory for each in fields(FederatedConfig)}
-    settings = [(section, each.name) for section, kind in kinds.items() for each in fields(kind)]  # type: ignore[arg-type]  # every section has one
+    settings = [
+        (section, each.name) for section, default in vars(FederatedConfig()).items() for each in fields(default)
+    ]
     found = [it for it in settings if it[1] == name]
     if len(found) > 1:
         raise ConfigError(f"{name}: {' and '.join(section for section, _ in found)} both have it; give the section")

@@ -79,17 +79,17 @@ class FleetTrainer(TrainerDecorator):
         ([6, 4], torch.Size([2, 4]))
     """
 
-    def __init__(self, trainer: Trainer, members: Sequence[Member]) -> None:
-        core: Any = trainer
-        self._one = core.model
-        self._loaders = [_loader(core, member) for member in members]
-        self._epochs = core.num_epochs
+    def __init__(self, trainer: CoreTrainer, members: Sequence[Member]) -> None:
+        self._core = trainer
+        self._one = trainer.model
+        self._loaders = [_loader(trainer, member) for member in members]
+        self._epochs = trainer.num_epochs
         self.num_updates = [len(loader) * self._epochs for loader in self._loaders]
         self._idle = torch.empty(0, dtype=torch.long)
         self._sums: Tensor | None = None
         self._counted: Tensor | None = None
         super().__init__(trainer)
-        core.model = stacked(self._one, [member.state for member in members]).to(trainer.context.device)
+        trainer.model = stacked(self._one, [member.state for member in members]).to(trainer.context.device)
 
     @property
     def losses(self) -> list[float]:
@@ -136,7 +136,7 @@ class FleetTrainer(TrainerDecorator):
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the sum of the members' losses: the gradient of each is that of its own loss."""
-        context, criterion = self.context, self.trainer.criterion  # type: ignore[attr-defined]  # of the core trainer
+        context, criterion = self.context, self._core.criterion
         assert context.model is not None
         outputs = context.model(batch.inputs)
         each = vmap(vmap(lambda out, target: criterion(out.unsqueeze(0), target.unsqueeze(0))))
@@ -151,7 +151,7 @@ class FleetTrainer(TrainerDecorator):
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Clip the gradients of every member for itself."""
-        limit = self.trainer.options.gradient_clip  # type: ignore[attr-defined]  # of the core trainer
+        limit = self._core.options.gradient_clip
         if not limit:
             return
         gradients = [it.grad for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
@@ -331,9 +331,9 @@ def _optimizer_alone(trainer: CoreTrainer) -> str | None:
     return None
 
 
-def _loader(core: Any, member: Member) -> DataLoader[Any]:
-    core.context.state["order_seed"] = member.seed
-    loader = core.get_train_loader(core.batch_size, member.data, None)
+def _loader(trainer: CoreTrainer, member: Member) -> DataLoader[Any]:
+    trainer.context.state["order_seed"] = member.seed
+    loader = trainer.get_train_loader(trainer.batch_size, member.data, None)
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"{type(loader).__name__} is a loader of its own kind")
     return loader
