@@ -17,6 +17,7 @@ from typer.main import get_group
 
 import dovetail
 from dovetail import callbacks
+from dovetail.algorithms import algorithms
 from dovetail.cli import checkpoint as checkpoint_commands
 from dovetail.federated.config import FederatedConfig
 from dovetail.trainers import TrainerOptions, base, schedules, strategies
@@ -109,7 +110,16 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_the_index_links_every_page_of_the_guide() -> None:
     linked = set(re.findall(r"\]\(([a-z_]+\.md)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
-    assert linked == {page.name for page in GUIDE} - {"index.md"}
+    assert linked == {page.name for page in GUIDE if page.parent.name == "docs"} - {"index.md"}
+
+
+def test_every_algorithm_has_a_row_and_a_page() -> None:
+    rows = [row for row in table_rows("algorithms.md") if row[1].startswith("[`")]
+    assert {row[0].strip("`"): re.findall(r"`(\w+)`", row[1])[0] for row in rows} == {
+        name: algorithms.get(name).__name__ for name in algorithms.names()
+    }
+    linked = {re.findall(r"\(algorithms/(\w+\.md)\)", row[1])[0] for row in rows}
+    assert linked == {page.name for page in GUIDE if page.parent.name == "algorithms"} - {"results.md"}
 
 
 @pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.name)
@@ -258,7 +268,12 @@ def own_arguments(kind: type[Any]) -> str:
 
 
 # What each page says once for many strategies: bases, and the keywords of every learning rate.
-ABSTRACT = (strategies.Strategy, strategies.ModelUpdateStrategy, strategies.NestingStepStrategy)
+ABSTRACT = (
+    strategies.Anchored,
+    strategies.ModelUpdateStrategy,
+    strategies.NestingStepStrategy,
+    strategies.Strategy,
+)
 TIMING = ("interval", "frequency")
 
 

@@ -1,4 +1,4 @@
-"""Contract suites: what every strategy, callback, searcher and backend of a federation must do, as tests for your own.
+"""Contract suites: what every strategy, callback, searcher, algorithm and backend must do, as tests for your own.
 
 Subclass the contract of a kind in a test file, and say how yours is made:
 
@@ -9,8 +9,9 @@ Subclass the contract of a kind in a test file, and say how yours is made:
             return FocalLossStrategy(gamma=2.0)
 
 pytest collects the subclass and runs every test of the contract. The problem is a tiny classifier; a strategy that
-needs another one overrides `make_model`, `make_data` or `make_options`. The contracts of searchers and of backends are
-modules of their own, `dovetail.search.contract` and `dovetail.federated.backends.contract`. Nothing here imports
+needs another one overrides `make_model`, `make_data` or `make_options`. The contracts of searchers, of
+backends and of algorithms are modules of their own: `dovetail.search.contract`, `dovetail.federated.backends.contract`
+and `dovetail.servers.contract`. Nothing here imports
 pytest.
 """
 
@@ -33,6 +34,7 @@ from dovetail.callbacks import Callback, TrainerCallback
 from dovetail.data import num_batches, split_batch
 from dovetail.federated.backends.contract import BackendContract
 from dovetail.search.contract import SearcherContract
+from dovetail.servers.contract import AlgorithmContract
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.pieces import forward
@@ -52,6 +54,7 @@ from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
 from dovetail.units import Batches, Epochs
 
 __all__ = [
+    "AlgorithmContract",
     "BackendContract",
     "CallbackContract",
     "DataLoaderStrategyContract",
@@ -118,7 +121,8 @@ class _Contract:
     def test_trains_two_epochs(self) -> None:
         """Two epochs inside a trainer end, with numbers that are finite."""
         trainer = self._trained(self.make())
-        assert trainer.context.progress.epoch == _EPOCHS, f"training ended after {trainer.context.progress}"
+        planned = max(_EPOCHS, sum(phase.epochs for phase in trainer.context.phases))
+        assert trainer.context.progress.epoch == planned, f"training ended after {trainer.context.progress}"
         assert all(map(math.isfinite, trainer.history.losses)), f"a loss is not finite: {trainer.history.losses}"
         assert all(value.isfinite().all() for value in trainer.model.state_dict().values()), "a weight is not finite"
 
@@ -661,6 +665,9 @@ class _Gradients(Callback):
         self._batches.append(batch)
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
+        if optimizer not in context.optimizers:
+            # One that a strategy has for parameters of its own.
+            return
         self.seen += 1
         batches, self._batches = self._batches, []
         trainer, model = context.trainer, copy.deepcopy(context.model)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
@@ -23,6 +23,13 @@ class Algorithm:
     Override what differs. An algorithm's client half works on `context.client_state`, which belongs to the client,
     and on `context.received`, which the server sent; its server half keeps what it needs on itself.
 
+    Attributes:
+        decides: What at most one of several algorithms can decide, such as which layers stay with clients; one that
+            decides the same is refused beside it.
+        needs_each_update: Whether the server's half makes more of updates than what `average` returns: a sum of masked
+            updates is of no use to it, and noise in the mean does not protect what else it has seen.
+        num_clients: How many clients there are; known from `begin` on.
+
     Example:
         >>> import torch
         >>> updates = [Update(k, 1, n, delta={"w": torch.tensor(v)}) for k, n, v in [(1, 1, 4.0), (2, 3, 8.0)]]
@@ -30,6 +37,19 @@ class Algorithm:
         >>> Algorithm().aggregate({"w": torch.tensor(1.0)}, updates, weighted_mean)
         {'w': tensor(8.)}
     """
+
+    decides: ClassVar[tuple[str, ...]] = ()
+    needs_each_update: ClassVar[bool] = False
+    num_clients: int = 0
+
+    def begin(self, model: nn.Module, num_clients: int) -> None:
+        """Look at what will be trained, before the first round; called by the server, and by every client.
+
+        Args:
+            model: As it is before the first round. Nothing may be changed.
+            num_clients: How many clients there are, whether they are asked or not.
+        """
+        self.num_clients = num_clients
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
         """Return the strategies that take the place of a client trainer's own, by role; they may wrap those."""

@@ -38,14 +38,15 @@ def federate(
     from dovetail.servers.building import federation
     from dovetail.servers.display import RoundDisplay
     from dovetail.servers.reading import read_federated
-    from dovetail.servers.results import WriteResults
+    from dovetail.servers.results import Personalized, WriteResults
 
     told = read_federated(config if config is not None else _DIGITS, settings or [])
     if checkpoints is not None:
         told = told.with_settings(checkpoint_path=str(checkpoints))
     folder = str(results) if results is not None else told.results.result_path
     watching = [] if as_json else [RoundDisplay()]
-    writing = [] if folder is None else [WriteResults(folder, told.results.types)]
+    personal = Personalized()
+    writing = [personal, *([] if folder is None else [WriteResults(folder, told.results.types)])]
     if on_flower:
         require("flwr", "flower")
         from dovetail.servers.flower import run_on_flower
@@ -55,9 +56,11 @@ def federate(
         server, client = federation(told, [*watching, *writing])
         records = server.run(client)
     if as_json:
-        print_json([record.to_plain() for record in records])
+        rounds = [record.to_plain() for record in records]
+        print_json(rounds if personal.found is None else {"rounds": rounds, "personalized": personal.found})
     elif folder is not None:
-        print(f"written: {folder}/rounds.csv and {folder}/rounds.png")
+        clients = "" if personal.found is None else f", {folder}/clients.csv"
+        print(f"written: {folder}/rounds.csv{clients} and {folder}/rounds.png")
 
 
 # What a federation is without a file: a model that has learned something after ten rounds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from dovetail.federated.seeds import mix
 from dovetail.federated.states import ClientState
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.fleet import FleetTrainer, Member, why_alone
 from dovetail.trainers.pieces import as_module
@@ -76,6 +78,8 @@ class Client:
         self._trainer: Trainer | None = None
         self._initial: dict[str, Tensor] = {}
         self._fresh: Mapping[str, Any] = {}
+        # Whether strategies keep something of a client from round to round.
+        self._keeps = False
         self.tests_every = 0
         self.inbound, self.outbound = Chain(), Chain()
 
@@ -112,7 +116,8 @@ class Client:
         own = copy.deepcopy(as_module(self.model) or model)
         self._trainer = trainer = as_trainer(self._given_trainer, own)
         core: Any = trainer
-        core.equip(**self.algorithm.equip(core.strategies))
+        self.algorithm.begin(model, self.datasource.num_clients)
+        core.equip(**self.algorithm.equip(core.as_strategies()))
         # A trainer with a seed begins every run with it: all clients would draw the same numbers.
         core.options = replace(core.options, seed=None)
         context = trainer.context
@@ -123,10 +128,12 @@ class Client:
             "strategies": copy.deepcopy(core.strategies.state_dict()),
             "callbacks": copy.deepcopy(context.callbacks.state_dict()),
         }
+        self._keeps = core.strategies.hears("on_client_start")
         # Whatever stays with a client begins as it does in the server's model.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
         }
+        context.stays = frozenset(self._initial)
 
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
         """Return the answer to a task, and the client's new state; the given state is left as it is.
@@ -147,16 +154,18 @@ class Client:
         if task.kind == "evaluate":
             return self._judged(task), state
         num_samples = self.datasource.num_samples(task.client_id)
+        if task.kind == "personalize":
+            return self._personalized(task, state, num_samples)
         if num_samples == 0:
             # Whoever has nothing to learn from has nothing to say, but has not failed either.
             nothing = {name: torch.zeros_like(value) for name, value in task.weights.items()}
             return self.outbound.encode(Update(task.client_id, task.round, 0, delta=nothing), task, dict(state)), state
         context = self.trainer.context
-        history = self.trainer.fit(self.datasource.train_data(task.client_id))
+        self.trainer.fit(self.datasource.train_data(task.client_id))
         assert context.model is not None
         after = {name: value.detach() for name, value in context.model.state_dict().items()}
-        loss = history.get_latest_metric("train_loss")
-        update, kept = self._answer(task, state, before, after, num_samples, context.progress.updates, loss)
+        num_updates, loss = _told_of_training(context)
+        update, kept = self._answer(task, state, before, after, num_samples, num_updates, loss)
         return replace(update, seconds=time.perf_counter() - started), kept
 
     def effort(self, task: Task) -> float:
@@ -180,38 +189,46 @@ class Client:
         core: Any = self.trainer
         core.reset()
         core.configure(configs[0])
-        return why_alone(self.trainer)
+        reason = why_alone(self.trainer)
+        if reason is None and self._keeps and any(True for _ in core.model.buffers()):
+            reason = "a fleet shares the buffers of its model, and its clients keep models of their own"
+        return reason
 
     def work_together(self, work: Sequence[tuple[Task, ClientState]]) -> list[Done]:
         """Return what `work` would for each of some clients, which train as one fleet."""
         started = time.perf_counter()
         work = [(replace(task, weights=self.inbound.unpack(task.weights)), state) for task, state in work]
-        begun = [self._get_ready(task, state) for task, state in work]
+        members = [self._member(task, state) for task, state in work]
         trainer = copy.deepcopy(self.trainer)
         assert isinstance(trainer, CoreTrainer), "`why_alone` has said so"
         callbacks = trainer.context.callbacks
         # One client's loss that is not finite is no reason to end the others.
         callbacks.remove(*[it for it in callbacks if isinstance(it, NonFiniteLoss)])
-        fleet = FleetTrainer(
-            trainer,
-            [
-                Member(before, self.datasource.train_data(task.client_id), mix(task.seed, "order"))
-                for before, (task, _) in zip(begun, work, strict=True)
-            ],
-        )
+        fleet = FleetTrainer(trainer, members)
         fleet.train_together()
         seconds = (time.perf_counter() - started) / len(work)
         done = []
-        for position, ((task, state), before) in enumerate(zip(work, begun, strict=True)):
+        for position, ((task, state), member) in enumerate(zip(work, members, strict=True)):
             self._get_ready(task, state)
             after = fleet.state_of(position)
-            assert self.trainer.context.model is not None
-            load_weights(self.trainer.context.model, after)
+            context = self.trainer.context
+            assert context.model is not None
+            load_weights(context.model, after)
+            context.client_state = fleet.kept_by(position)
             num_samples = self.datasource.num_samples(task.client_id)
             num_updates, loss = fleet.num_updates[position], fleet.losses[position]
-            update, kept = self._answer(task, state, before, after, num_samples, num_updates, loss)
+            sent = fleet.sent_by(position)
+            update, kept = self._answer(task, state, member.state, after, num_samples, num_updates, loss, sent)
             done.append(Done(replace(update, seconds=seconds), kept))
         return done
+
+    def _member(self, task: Task, state: ClientState) -> Member:
+        """Return a client as one of a fleet, with all that it lacks so far."""
+        before = self._get_ready(task, state)
+        core: Any = self.trainer
+        core.strategies.begin_client(core.context)
+        data = self.datasource.train_data(task.client_id)
+        return Member(before, data, mix(task.seed, "order"), core.context.client_state, task.payload)
 
     def _answer(
         self,
@@ -222,26 +239,32 @@ class Client:
         num_samples: int,
         num_updates: int,
         loss: float,
+        sent: Mapping[str, Any] | None = None,
     ) -> tuple[Update, ClientState]:
         """Return what a client sends and what it keeps, once its model is trained."""
-        context = self.trainer.context
+        sent = _payload(self.trainer) if sent is None else sent
         update = Update(
             task.client_id,
             task.round,
             num_samples=num_samples,
             num_updates=num_updates,
             delta=_difference({name: after[name] for name in task.weights}, before),
-            payload=_copied(_payload(self.trainer)),
+            payload=_copied(sent),
             metrics={"loss": loss, **self._tested(task)},
         )
-        kept: ClientState = _copied(context.client_state)
+        kept = self._kept(state, after)
+        for heard in self.callbacks:
+            heard.on_outbound_ready(self, update, self.outbound)
+        return self.outbound.encode(update, task, kept), kept
+
+    def _kept(self, state: ClientState, after: Weights) -> ClientState:
+        """Return what a client keeps, once its model is trained."""
+        kept: ClientState = _copied(self.trainer.context.client_state)
         if self._initial:
             kept[_OWN] = _copied({name: after[name] for name in self._initial})
         if _POSTPROCESSORS in state:
             kept[_POSTPROCESSORS] = state[_POSTPROCESSORS]
-        for heard in self.callbacks:
-            heard.on_outbound_ready(self, update, self.outbound)
-        return self.outbound.encode(update, task, kept), kept
+        return kept
 
     def _get_ready(self, task: Task, state: ClientState) -> dict[str, Tensor]:
         """Make of the trainer that of one client, whatever the last one was, and return the weights it begins with."""
@@ -269,16 +292,42 @@ class Client:
         return before
 
     def _judged(self, task: Task) -> Update:
-        data = self.datasource.test_data(task.client_id)
-        metrics = {} if data is None else dict(self.trainer.evaluate(data))
-        return Update(task.client_id, task.round, self.datasource.num_samples(task.client_id), metrics=metrics)
+        core: Any = self.trainer
+        core.strategies.begin_client(core.context)
+        num_samples = self.datasource.num_samples(task.client_id)
+        return Update(task.client_id, task.round, num_samples, metrics=self._evaluated(task.client_id))
+
+    def _personalized(self, task: Task, state: ClientState, num_samples: int) -> tuple[Update, ClientState]:
+        """Train for the client alone, and judge what it would use; what it keeps of that is its own."""
+        context = self.trainer.context
+        if num_samples:
+            self.trainer.fit(self.datasource.train_data(task.client_id))
+        assert context.model is not None
+        kept = self._kept(state, context.model.state_dict()) if num_samples else state
+        metrics = self._evaluated(task.client_id)
+        return Update(task.client_id, task.round, num_samples, metrics=metrics), kept
 
     def _tested(self, task: Task) -> dict[str, float]:
         if not self.tests_every or task.round % self.tests_every:
             return {}
-        data = self.datasource.test_data(task.client_id)
-        found = {} if data is None else self.trainer.evaluate(data)
-        return {f"test_{name}": value for name, value in found.items()}
+        return {f"test_{name}": value for name, value in self._evaluated(task.client_id).items()}
+
+    def _evaluated(self, client_id: int) -> dict[str, float]:
+        """Return the metrics of the weights that the client would use itself, on its own test data."""
+        data = self.datasource.test_data(client_id)
+        if data is None:
+            return {}
+        core: Any = self.trainer
+        context, update = core.context, core.strategies.model_update
+        own = None if update is None else update.personal_weights(context)
+        if own is None:
+            return dict(core.evaluate(data))
+        sent = _copied(context.model.state_dict(), context.device)
+        load_weights(context.model, own)
+        try:
+            return dict(core.evaluate(data))
+        finally:
+            load_weights(context.model, sent)
 
 
 def as_trainer(trainer: Any, model: nn.Module | None = None) -> Trainer:
@@ -347,6 +396,27 @@ def _copied(content: Any, device: str | torch.device = "cpu") -> Any:
     if isinstance(content, (list, tuple)):
         return type(content)(_copied(value, device) for value in content)
     return copy.deepcopy(content)
+
+
+def _told_of_training(context: TrainingContext) -> tuple[int, float]:
+    """Return the updates that the model to be sent has got, and the mean loss of its last epoch."""
+    if len(context.phases) == 1:
+        return context.progress.updates, context.history.get_latest_metric("train_loss")
+    rows: list[Any] = [{"epoch": 0, "updates": 0, "loss": math.nan}]
+    rows += [row for row in context.history.rows if row["stage"] == "train"]
+    num_updates, loss, begin = 0, math.nan, 0
+    for phase in context.phases:
+        end = begin + phase.epochs
+        if not phase.is_personal:
+            # A strategy may have left out the rest of a phase.
+            first, last = (max((row for row in rows if row["epoch"] <= at), key=_epoch_of) for at in (begin, end))
+            num_updates, loss = num_updates + last["updates"] - first["updates"], last["loss"]
+        begin = end
+    return num_updates, loss
+
+
+def _epoch_of(row: Mapping[str, Any]) -> int:
+    return int(row["epoch"])
 
 
 def _payload(trainer: Any) -> dict[str, Any]:

@@ -32,6 +32,9 @@ class ServerCallback:
     def on_clients_processed(self, server: Any) -> None:
         """After a round: `server.records[-1]` tells what it brought."""
 
+    def on_clients_personalized(self, server: Any) -> None:
+        """When clients have trained for themselves: `server.personalized` tells how good each of them is."""
+
     def on_server_will_close(self, server: Any) -> None:
         """After the last round of a run; also after an error."""
 

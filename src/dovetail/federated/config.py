@@ -166,14 +166,17 @@ class AlgorithmConfig:
     """The federated algorithm.
 
     Attributes:
-        type: By name.
+        type: By name; or several, each a name or one name with what it takes, which then work together.
+        personalization: Whether clients train for themselves after the last round, and for how many `epochs`; empty for
+            no.
         cross_silo: Whether edge servers stand between clients and server.
         total_silos: How many edge servers.
         local_rounds: Rounds that an edge server makes before it reports.
         options: What the algorithm takes.
     """
 
-    type: str = "fedavg"
+    type: str | tuple[Any, ...] = "fedavg"
+    personalization: Mapping[str, Any] = field(default_factory=dict)
     cross_silo: bool = False
     total_silos: int = 2
     local_rounds: int = 1

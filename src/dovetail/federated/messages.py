@@ -28,7 +28,8 @@ class Task:
         client_id: Who is asked, counted from 1.
         weights: The global model, less what stays with clients.
         seed: All randomness of the work comes from it: order of the data, dropout, noise.
-        kind: Train and send an update; or judge the model on the client's test data.
+        kind: Train and send an update; or judge the model on the client's test data; or train for the client alone,
+            after all rounds, and judge what came of it.
         payload: What the server's half of the algorithm sends besides the weights.
         config: What the client's trainer is told in this round: `epochs`, `batch_size`, and what strategies read.
     """
@@ -37,7 +38,7 @@ class Task:
     client_id: int
     weights: Weights
     seed: int = 0
-    kind: Literal["train", "evaluate"] = "train"
+    kind: Literal["train", "evaluate", "personalize"] = "train"
     payload: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 

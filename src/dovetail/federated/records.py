@@ -103,6 +103,23 @@ class ClientsEvaluation:
         """Return how a metric differs from client to client; of a loss, the largest are the worst."""
         return Spread.of([each[name] for each in self.metrics.values()], larger_is_better="loss" not in name)
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the evaluation as lists, dictionaries with words as keys, and numbers."""
+        return {
+            "metrics": {str(client_id): dict(each) for client_id, each in self.metrics.items()},
+            "num_samples": {str(client_id): number for client_id, number in self.num_samples.items()},
+            "faults": [asdict(fault) for fault in self.faults],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ClientsEvaluation:
+        """Take back what `to_plain` gave."""
+        return cls(
+            {int(client_id): each for client_id, each in plain["metrics"].items()},
+            {int(client_id): number for client_id, number in plain["num_samples"].items()},
+            tuple(Fault(**fault) for fault in plain["faults"]),
+        )
+
     def mean(self, name: str) -> float:
         """Return the mean of a metric, each client counted by its samples."""
         return _mean([(self.num_samples[client_id], each[name]) for client_id, each in self.metrics.items()])

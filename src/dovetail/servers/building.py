@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from dovetail.algorithms import Algorithm, algorithms
+from dovetail.algorithms import Algorithm, CompositeAlgorithm, algorithms
 from dovetail.clients.simple import Client
 from dovetail.data.models import models
 from dovetail.errors import ConfigError
@@ -69,4 +70,19 @@ def _model(config: FederatedConfig) -> Callable[[], nn.Module] | None:
 
 
 def _algorithm(config: FederatedConfig) -> Algorithm:
-    return build(algorithms, {config.algorithm.type: dict(config.algorithm.options)})
+    wanted, options = config.algorithm.type, dict(config.algorithm.options)
+    if isinstance(wanted, str):
+        return build(algorithms, {wanted: options})
+    plain = {name: set(inspect.signature(algorithms.get(name)).parameters) for name in wanted if isinstance(name, str)}
+    given: dict[str, dict[str, Any]] = {name: {} for name in plain}
+    for option, value in options.items():
+        takers = [name for name, taken in plain.items() if option in taken]
+        if len(takers) != 1:
+            who = " and ".join(takers) if takers else "none of those that are named alone"
+            raise ConfigError(
+                f"algorithm.{option}: {who} takes it; write {{name: {{{option}: …}}}} in the list of types"
+            )
+        given[takers[0]][option] = value
+    return CompositeAlgorithm(
+        [build(algorithms, {each: given[each]} if isinstance(each, str) else each) for each in wanted]
+    )

@@ -63,6 +63,18 @@ class RoundDisplay(ServerCallback):
         if self._bar is not None:
             self._bar.update(self._task, completed=server.current_round)
 
+    def on_clients_personalized(self, server: Any) -> None:
+        """Leave a line for what clients have become."""
+        assert self._console is not None
+        found = server.personalized
+        words = [f"{len(found.metrics)} clients for themselves"]
+        for name in ("accuracy", "loss"):
+            if any(name in each for each in found.metrics.values()):
+                spread = found.spread(name)
+                words += [f"{name} {spread.mean:.4f}", f"worst tenth {spread.worst:.4f}"]
+        words += [f"client {fault.client_id} {fault.kind}: {fault.reason}" for fault in found.faults]
+        self._console.print("  ".join(words), soft_wrap=True, markup=False)
+
     def on_server_will_close(self, server: Any) -> None:
         """Take the bar away."""
         if self._bar is not None:

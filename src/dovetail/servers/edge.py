@@ -100,11 +100,16 @@ class Edge:
         server.load_state_dict(
             {**present, **state, "round": begun, "weights": {**present["weights"], **task.weights}, "records": []}
         )
-        if task.kind == "evaluate":
-            found = server.evaluate_clients()
+        if task.kind != "train":
+            epochs = task.config.get("epochs")
+            found = server.evaluate_clients() if task.kind == "evaluate" else server.personalize(epochs=epochs)
             names = sorted({name for each in found.metrics.values() for name in each})
             metrics = {name: found.mean(name) for name in names}
-            return Update(task.client_id, task.round, sum(found.num_samples.values()), metrics=metrics), state
+            answer = Update(task.client_id, task.round, sum(found.num_samples.values()), metrics=metrics)
+            if task.kind == "evaluate":
+                return answer, state
+            after = server.state_dict()
+            return answer, {name: after[name] for name in _KEPT}
         records = server.run()
         after = server.state_dict()
         last = records[-1]
@@ -153,7 +158,8 @@ class Edge:
                     states_path=None,
                 ),
                 trainer=replace(config.trainer, rounds=rounds, target_accuracy=None, target_perplexity=None),
-                algorithm=replace(config.algorithm, cross_silo=False),
+                # Clients train for themselves once, when the server above says so.
+                algorithm=replace(config.algorithm, cross_silo=False, personalization={}),
             ),
         )
         server.members = _part(range(1, self._datasource.num_clients + 1), silo, len(self._silos.ids))

@@ -19,7 +19,7 @@ from dovetail import checkpoint as store
 from dovetail.algorithms import Algorithm, FedAvg
 from dovetail.clients.simple import Client, as_trainer, load_weights
 from dovetail.data.federated import Datasource, datasource
-from dovetail.errors import CheckpointError, ConfigError
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, Done, Worker, backends
 from dovetail.federated.callbacks import ServerCallback
@@ -46,7 +46,7 @@ _STATES = "clients.db"
 _NUM_CHECKPOINTS = 2
 # Over how many clients' samples an average client is found.
 _AVERAGED = 100
-_Kind = Literal["train", "evaluate"]
+_Kind = Literal["train", "evaluate", "personalize"]
 
 
 class Server:
@@ -59,7 +59,7 @@ class Server:
     Args:
         model: A module, or a class or function that makes one; None for the trainer's, or one that fits the data.
         datasource: The data of all clients and of the server's test; None for what the configuration names.
-        algorithm: What the server makes of updates, and what clients do; None for FedAvg.
+        algorithm: What the server makes of updates, and what clients do; a copy of it is used. None for FedAvg.
         trainer: Tests the global model; a copy of a trainer, or what a class or function makes.
         callbacks: Who hears what happens here.
         config: All settings at once.
@@ -117,6 +117,8 @@ class Server:
         self.members: Sequence[int] | None = None
         self.current_round = 0
         self.records: list[RoundRecord] = []
+        # What clients said of themselves after the last round; None before they were asked.
+        self.personalized: ClientsEvaluation | None = None
         self.weights: Weights = {}
         self.states = ClientStates()
         self._given_model, self._given_trainer = model, trainer
@@ -124,6 +126,7 @@ class Server:
         self._worker: Worker | None = None
         self._is_at_work = False
         _check(config, self.outbound)
+        _check_algorithm(self.algorithm, self.outbound, config)
         self._silos: Silos | None = None
         if config.algorithm.cross_silo:
             # Everything that is said of clients is said of those of the edge servers.
@@ -167,6 +170,8 @@ class Server:
                     self._tell("on_training_will_start")
                     while not self._is_over():
                         self._round()
+                    if self.config.algorithm.personalization and self.personalized is None:
+                        self.personalize()
             finally:
                 load_weights(self.model, self.weights)
                 self._tell("on_server_will_close")
@@ -194,21 +199,49 @@ class Server:
         Args:
             ids: Who; None for all. Clients without test data are passed over.
         """
+        return self._heard_of(ids, self._client_config(), "evaluate")
+
+    def personalize(self, ids: Iterable[int] | None = None, epochs: int | None = None) -> ClientsEvaluation:
+        """Let clients train for themselves, after all rounds, and judge what came of it on their own test data.
+
+        The global model stays as it is. What an algorithm keeps with a client, such as its own layers, is kept.
+
+        Args:
+            ids: Who; None for all.
+            epochs: How many epochs; None for those of `algorithm.personalization`, or else of a round.
+        """
+        told = dict(self.config.algorithm.personalization)
+        epochs = told.get("epochs") if epochs is None else epochs
+        # To strategies this is a round after the last one.
+        config = {**self._client_config(), **({"epochs": epochs} if epochs else {}), "rounds": self.current_round}
+        self.current_round += 1
+        try:
+            self.personalized = self._heard_of(ids, config, "personalize")
+        finally:
+            self.current_round -= 1
+        self._tell("on_clients_personalized")
+        return self.personalized
+
+    def _heard_of(self, ids: Iterable[int] | None, config: Mapping[str, Any], kind: _Kind) -> ClientsEvaluation:
+        """Ask clients for their metrics."""
         assert self._worker is not None, "the server has not run yet"
         wanted = list(self._everyone if ids is None else ids)
-        weights, config = self._sent(), self._client_config()
+        weights = self._sent()
         size = max(self.config.clients.per_round, 1)
         answers: dict[int, Update] = {}
         faults: list[Fault] = []
         with self._undisturbed(), self._working():
             # A round's clients at a time, so that memory does not grow with the population.
             for first in range(0, len(wanted), size):
-                tasks = [self._task(it, weights, config, "evaluate") for it in wanted[first : first + size]]
+                tasks = [self._task(it, weights, config, kind) for it in wanted[first : first + size]]
                 for outcome in self.backend.run([(task, self.states.get(task.client_id)) for task in tasks]):
                     if isinstance(outcome, Fault):
                         faults.append(outcome)
-                    elif outcome.update.metrics:
+                        continue
+                    if outcome.update.metrics:
                         answers[outcome.update.client_id] = outcome.update
+                    if kind == "personalize":
+                        self.states.put(outcome.update.client_id, outcome.state)
         found = [answers[client_id] for client_id in wanted if client_id in answers]
         return ClientsEvaluation(
             {update.client_id: dict(update.metrics) for update in found},
@@ -384,6 +417,8 @@ class Server:
         parameters = {name: dict(value) for name, value in vars(self.config.parameters).items() if value}
         if parameters:
             told["parameters"] = parameters
+        if self.config.algorithm.options:
+            told["algorithm"] = dict(self.config.algorithm.options)
         if trainer.global_lr_scheduler:
             told |= {"global_lr_scheduler": True, "rounds": trainer.rounds}
         return told
@@ -469,6 +504,8 @@ class Server:
             inbound=self.inbound,
             outbound=self.outbound,
         )
+        # Last: the client counts all clients of the data, and an edge server only its own.
+        self.algorithm.begin(self._initial_model, len(self._everyone))
         return client
 
     def _first_model(self, client: Client, made: Trainer) -> nn.Module:
@@ -595,6 +632,18 @@ def _check(config: FederatedConfig, outbound: Chain) -> None:
         )
 
 
+def _check_algorithm(algorithm: Algorithm, outbound: Chain, config: FederatedConfig) -> None:
+    """Refuse what an algorithm cannot work with."""
+    name = type(algorithm).__name__
+    if algorithm.needs_each_update and outbound.needs_cohort:
+        raise ConfigError(f"algorithm: {name} looks at every update, and masks let the server see their sum only")
+    if algorithm.needs_each_update and outbound.needs_plain_mean:
+        raise ConfigError(f"algorithm: {name} makes more of updates than their mean, which is all that noise protects")
+    unknown = sorted(set(config.algorithm.personalization) - {"epochs"})
+    if unknown:
+        raise UnknownNameError("setting of personalization", unknown[0], ["epochs"])
+
+
 def _perplexity(metrics: Mapping[str, float]) -> float:
     return metrics.get("perplexity", math.exp(min(metrics.get("loss", math.inf), 700.0)))
 
@@ -613,7 +662,8 @@ def _made(algorithm: Any) -> Algorithm | None:
     made = algorithm() if isinstance(algorithm, type) else algorithm
     if made is not None and not isinstance(made, Algorithm):
         raise ConfigError(f"algorithm: expected an Algorithm (class or instance), got {algorithm!r}")
-    return made
+    # What the server's half keeps belongs to one federation.
+    return copy.deepcopy(made)
 
 
 def _as_server_callback(candidate: Any) -> ServerCallback:

@@ -25,7 +25,7 @@ from dovetail.federated.callbacks import ServerCallback
 from dovetail.federated.config import FederatedConfig
 from dovetail.federated.flower import client_app, server_app
 from dovetail.federated.flower.local import LocalFlower
-from dovetail.federated.records import RoundRecord
+from dovetail.federated.records import ClientsEvaluation, RoundRecord
 from dovetail.servers.building import federation
 from dovetail.servers.fedavg import Server
 
@@ -63,9 +63,14 @@ def run_on_flower(
         for callback in hearing:
             callback.on_training_will_start(watched)
         try:
-            for record in _rounds(flower, config.with_settings(num_workers=nodes), Path(scratch)):
-                watched.records.append(record)
-                watched.current_round = record.round
+            for told in _rounds(flower, config.with_settings(num_workers=nodes), Path(scratch)):
+                if isinstance(told, ClientsEvaluation):
+                    watched.personalized = told
+                    for callback in hearing:
+                        callback.on_clients_personalized(watched)
+                    continue
+                watched.records.append(told)
+                watched.current_round = told.round
                 for callback in hearing:
                     callback.on_clients_processed(watched)
         finally:
@@ -81,9 +86,10 @@ class _Watched:
     config: FederatedConfig
     records: list[RoundRecord] = field(default_factory=list)
     current_round: int = 0
+    personalized: ClientsEvaluation | None = None
 
 
-def _rounds(flower: LocalFlower, config: FederatedConfig, folder: Path) -> Iterator[RoundRecord]:
+def _rounds(flower: LocalFlower, config: FederatedConfig, folder: Path) -> Iterator[RoundRecord | ClientsEvaluation]:
     """Submit the app, and give its rounds as they end."""
     written = folder / _ROUNDS
     written.touch()
@@ -97,7 +103,8 @@ def _rounds(flower: LocalFlower, config: FederatedConfig, folder: Path) -> Itera
                     raise DovetailError(told["error"])
                 if "end" in told:
                     return
-                yield RoundRecord.from_plain(told)
+                is_round = "round" in told
+                yield RoundRecord.from_plain(told) if is_round else ClientsEvaluation.from_plain(told)
             if has_ended:
                 raise DovetailError(f"the server ended early: {flower.said('run')}")
             flower.check()
@@ -179,6 +186,10 @@ class _Tell(ServerCallback):
     def on_clients_processed(self, server: Any) -> None:
         """Write the round."""
         self.tell(server.records[-1].to_plain())
+
+    def on_clients_personalized(self, server: Any) -> None:
+        """Write what clients have become."""
+        self.tell(server.personalized.to_plain())
 
 
 serverapp = ServerApp()

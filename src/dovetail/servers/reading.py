@@ -142,9 +142,10 @@ def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) 
         )
     for (section, key), table in _TABLES.items():
         value = sections[section].get(key)
-        value = next(iter(value)) if isinstance(value, Mapping) else value
-        if value is not None and value not in table.names():
-            problems.add((section, key), str(UnknownNameError(table.kind, value, table.names())))
+        for each in value if isinstance(value, tuple) else [value]:
+            name = next(iter(each)) if isinstance(each, Mapping) else each
+            if name is not None and name not in table.names():
+                problems.add((section, key), str(UnknownNameError(table.kind, name, table.names())))
     for section, known in _known_options(sections).items():
         for name in sections[section]["options"]:
             if name not in known:
@@ -159,9 +160,11 @@ def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) 
 def _known_options(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """What the algorithm and the data that were named take; those of a user's own may take anything."""
     known: dict[str, list[str]] = {}
-    algorithm, data = sections["algorithm"]["type"], sections["data"]
-    if algorithm in algorithms.names():
-        parameters = inspect.signature(algorithms.get(algorithm)).parameters.values()
+    wanted, data = sections["algorithm"]["type"], sections["data"]
+    # One that is given with what it takes is checked where it is made.
+    plain = [it for it in ([wanted] if isinstance(wanted, str) else wanted) if isinstance(it, str)]
+    if all(name in algorithms.names() for name in plain):
+        parameters = [it for name in plain for it in inspect.signature(algorithms.get(name)).parameters.values()]
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             known["algorithm"] = [each.name for each in parameters]
     sampler = data["sampler"] or "iid"
@@ -202,6 +205,20 @@ def _processors(value: Any) -> tuple[Any, ...]:
         if not (isinstance(item, str) or one_name):
             raise Refused("expected a list of names, such as [quantize, {clip: {max_norm: 1.0}}]")
     return tuple(items)
+
+
+def _personalization(value: Any) -> dict[str, Any]:
+    """Accept a number of epochs for clients to train for themselves."""
+    if value is None or value == {}:
+        return {}
+    if not isinstance(value, Mapping) or list(value) != ["epochs"]:
+        raise Refused("expected epochs, such as {epochs: 5}")
+    return {"epochs": _COUNT(value["epochs"])}
+
+
+def _algorithms(value: Any) -> str | tuple[Any, ...]:
+    """Accept a name, or a list of names and of names with what they take."""
+    return value if isinstance(value, str) else _processors(value)
 
 
 def _keys(kind: type[Any], **checks: Check) -> dict[str, Key]:
@@ -277,7 +294,13 @@ _SECTIONS: dict[str, dict[str, Key]] = {
         target_perplexity=number(0),
     ),
     "algorithm": _keys(
-        AlgorithmConfig, type=text, cross_silo=flag, total_silos=_COUNT, local_rounds=_COUNT, options=mapping
+        AlgorithmConfig,
+        type=_algorithms,
+        personalization=_personalization,
+        cross_silo=flag,
+        total_silos=_COUNT,
+        local_rounds=_COUNT,
+        options=mapping,
     ),
     "parameters": _keys(
         ParametersConfig, model=mapping, optimizer=mapping, learning_rate=mapping, loss_criterion=mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dovetail.extras import require
 from dovetail.federated.callbacks import ServerCallback
 from dovetail.federated.records import RoundRecord
 
-__all__ = ["WriteResults", "plot_rounds", "rows_of"]
+__all__ = ["Personalized", "WriteResults", "plot_rounds", "rows_of"]
 
 # What a record has besides its metrics.
 _COLUMNS = (
@@ -30,7 +30,7 @@ _COLUMNS = (
 
 
 class WriteResults(ServerCallback):
-    """Writes `rounds.csv` after every round and `rounds.png` at the end.
+    """Writes `rounds.csv` after every round, `rounds.png` at the end, and `clients.csv` of what clients made their own.
 
     The table is written anew each time, beside its name first, so that it always holds whole rounds: also after the
     server was killed and went on.
@@ -55,20 +55,51 @@ class WriteResults(ServerCallback):
 
     def on_clients_processed(self, server: Any) -> None:
         """Write the table."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        text = io.StringIO()
-        rows = rows_of(server.records, self.types)
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        unfinished = self.folder / "rounds.csv.tmp"
-        unfinished.write_text(text.getvalue(), encoding="utf-8")
-        unfinished.replace(self.folder / "rounds.csv")
+        self._write("rounds.csv", rows_of(server.records, self.types))
+
+    def on_clients_personalized(self, server: Any) -> None:
+        """Write how good every client's own model is."""
+        found = server.personalized
+        rows = [
+            {"client": client_id, "num_samples": found.num_samples[client_id], **each}
+            for client_id, each in found.metrics.items()
+        ]
+        if rows:
+            self._write("clients.csv", rows)
 
     def on_server_will_close(self, server: Any) -> None:
         """Draw the picture."""
         if server.records:
             plot_rounds(server.records, self.folder / "rounds.png")
+
+    def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        unfinished = self.folder / f"{name}.tmp"
+        unfinished.write_text(text.getvalue(), encoding="utf-8")
+        unfinished.replace(self.folder / name)
+
+
+class Personalized(ServerCallback):
+    """Keeps what clients said of their own models, for whoever asks when the run is over.
+
+    Example:
+        >>> from dovetail.servers import fedavg
+        >>> kept = Personalized()
+        >>> config = {"personalization": {"epochs": 1}, "rounds": 1, "total_clients": 2, "per_round": 2}
+        >>> _ = fedavg.Server(callbacks=[kept], **config).run()
+        >>> sorted(kept.found)
+        ['faults', 'metrics', 'num_samples']
+    """
+
+    found: dict[str, Any] | None = None
+
+    def on_clients_personalized(self, server: Any) -> None:
+        """Keep it."""
+        self.found = server.personalized.to_plain()
 
 
 def rows_of(records: Sequence[RoundRecord], types: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -6,12 +6,16 @@ outermost layer of the trainer answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -29,7 +33,9 @@ if TYPE_CHECKING:
 
 _NOT_RUNNING = "the context routes only while fit, evaluate or predict runs"
 
-__all__ = ["BoundScheduler", "Interval", "Plan", "Stage", "Stateful", "TrainingContext", "Window"]
+__all__ = ["BoundScheduler", "Interval", "Phase", "Plan", "Stage", "Stateful", "TrainingContext", "Window"]
+
+_R = TypeVar("_R")
 
 Stage = Literal["train", "valid", "test", "predict"]
 Interval = Literal["update", "batch", "epoch", "manual"]
@@ -187,6 +193,21 @@ class BoundScheduler:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """Some epochs of a run in which the same is trained.
+
+    Attributes:
+        epochs: How many.
+        name: Tells whoever divides a run which one it is.
+        is_personal: Whether what is trained is the client's own, and nothing of what it sends.
+    """
+
+    epochs: int
+    name: str = ""
+    is_personal: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one call of `fit` was asked to do.
 
@@ -236,7 +257,12 @@ class TrainingContext:
         client_id: 0 for a trainer on its own and for a server, else the client's number.
         client_state: What the client keeps from round to round: each strategy has a key of its own.
         received: What the server sent besides the weights, by name.
+        stays: Names of the model's state that stay with the client, and are never sent.
         current_round: The federated round, 0 outside of a federation.
+        phases: What the run is made of.
+        is_personal: Whether what is trained now is a client's own, and nothing of what it sends.
+        working: 1; in a fleet, 1 for every member that has a batch in the running step, and 0 for whoever is done.
+        is_fleet: Whether the model is that of a fleet, with a row for each member in every tensor.
         progress: Epochs, batches, records and updates so far.
         history: The record of the run.
         callbacks: Who watches.
@@ -279,7 +305,9 @@ class TrainingContext:
         "has_peers",
         "history",
         "interrupted",
+        "is_fleet",
         "is_main",
+        "is_personal",
         "meter",
         "metrics",
         "metrics_are_default",
@@ -290,6 +318,7 @@ class TrainingContext:
         "optimizers",
         "participants",
         "peers",
+        "phases",
         "plan",
         "precision",
         "progress",
@@ -301,6 +330,7 @@ class TrainingContext:
         "signal",
         "stage",
         "state",
+        "stays",
         "stays_here",
         "stop_reason",
         "trainer",
@@ -308,6 +338,7 @@ class TrainingContext:
         "validation",
         "window",
         "wish",
+        "working",
     )
 
     def __init__(self, model: nn.Module | None = None, device: torch.device | None = None) -> None:
@@ -320,7 +351,12 @@ class TrainingContext:
         self.client_id = 0
         self.client_state: dict[str, Any] = {}
         self.received: Mapping[str, Any] = {}
+        self.stays: frozenset[str] = frozenset()
         self.current_round = 0
+        self.phases: tuple[Phase, ...] = (Phase(0),)
+        self.is_personal = False
+        self.is_fleet = False
+        self.working: Any = 1.0
         self.progress = Progress()
         self.history = History()
         self.callbacks = Callbacks()
@@ -369,6 +405,48 @@ class TrainingContext:
     def current_epoch(self) -> int:
         """The running epoch, counted from 1 (plato's count)."""
         return self.progress.epoch + 1
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the running epoch; the last one, when all are over."""
+        ends = accumulate(phase.epochs for phase in self.phases)
+        return next(
+            (it for it, end in zip(self.phases, ends, strict=True) if self.progress.epoch < end), self.phases[-1]
+        )
+
+    @property
+    def phase_begins(self) -> bool:
+        """Whether the running epoch is the first of its phase."""
+        return self.progress.epoch in accumulate((phase.epochs for phase in self.phases[:-1]), initial=0)
+
+    def each(self, function: Callable[..., _R], *rows: Any) -> _R:
+        """Call a function of tensors and dictionaries of them; in a fleet, for each member with its rows.
+
+        Example:
+            >>> def length(weights):
+            ...     return sum(value.square().sum() for value in weights.values()).sqrt()
+            >>> context = TrainingContext()
+            >>> context.each(length, {"w": torch.tensor([3.0, 4.0])})
+            tensor(5.)
+            >>> context.is_fleet = True
+            >>> context.each(length, {"w": torch.tensor([[3.0, 4.0], [6.0, 8.0]])})
+            tensor([ 5., 10.])
+        """
+        return vmap(function)(*rows) if self.is_fleet else function(*rows)
+
+    @property
+    def personalizes(self) -> bool:
+        """Whether the running round comes after all rounds: clients train for themselves, and nothing is sent."""
+        return self.current_round > float(self.config.get("rounds", math.inf))
+
+    @contextmanager
+    def personally(self) -> Iterator[None]:
+        """Compute something for a client's own model: what belongs to the model that it sends is left out."""
+        before, self.is_personal = self.is_personal, True
+        try:
+            yield
+        finally:
+            self.is_personal = before
 
     @property
     def optimizer(self) -> Optimizer | None:

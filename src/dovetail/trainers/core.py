@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -266,8 +267,9 @@ class CoreTrainer(base.Trainer):
                 on_error=options.on_save_error,
                 in_background=options.save_in_background,
             )
+        planned = Epochs(self.num_epochs) if length is None else parse_unit(length, "max_length")
         return Plan(
-            max_length=Epochs(self.num_epochs) if length is None else parse_unit(length, "max_length"),
+            max_length=self._in_phases(planned),
             validate=_period(validation or Epochs(1), "validation_period") if validates else None,
             save=save,
             report=options.print_every,
@@ -649,6 +651,12 @@ class CoreTrainer(base.Trainer):
             raise ConfigError(f"register: {name!r} is registered already")
         self.context.participants[name] = participant
 
+    def as_strategies(self) -> Strategies:
+        """Return the strategies, and one that is the trainer's own loss where there is none for it."""
+        if self.strategies.loss is not None:
+            return self.strategies
+        return replace(self.strategies, loss=as_loss_strategy(self.get_loss_criterion()))
+
     def equip(self, **strategies: Any) -> None:
         """Put strategies in place of the present ones, before a run; what is new may hold what was there.
 
@@ -734,6 +742,22 @@ class CoreTrainer(base.Trainer):
         if self.options.memory_format is not None:
             # Parameters stay the same objects, so optimizers keep theirs.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
+
+    def _in_phases(self, length: TrainUnit) -> TrainUnit:
+        """Divide a run into the phases that its strategies want, and return its length with all of them."""
+        context = self.context
+        context.is_personal = False
+        if not isinstance(length, Epochs):
+            # Of any number of epochs: of a few, there may be one phase only.
+            context.phases = self.strategies.phases(sys.maxsize, context)
+            if len(context.phases) > 1:
+                raise ConfigError(
+                    f"max_length: {self.strategies.model_update!r} divides a run into phases of epochs; give a number "
+                    f"of epochs, not {length}"
+                )
+            return length
+        context.phases = self.strategies.phases(length.length, context)
+        return Epochs(sum(phase.epochs for phase in context.phases)) if len(context.phases) > 1 else length
 
     def _follow_strategies(self) -> None:
         self._closing = weakref.finalize(self, self.strategies.teardown, self.context)

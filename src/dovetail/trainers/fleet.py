@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,17 +23,23 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSpr
 from dovetail.data import DataLoader, split_batch
 from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.context import Stage
+from dovetail.trainers.context import Phase, Plan, Stage
 from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.decorators import TrainerDecorator
 from dovetail.trainers.pieces import losses
 from dovetail.trainers.strategies import (
+    CompositeUpdateStrategy,
     CrossEntropyLossStrategy,
     DefaultLossCriterionStrategy,
-    DefaultTrainingStepStrategy,
-    NoOpUpdateStrategy,
+    LossCriterionStrategy,
+    ModelUpdateStrategy,
+    Strategy,
+    TrainingStepStrategy,
 )
 from dovetail.trainers.strategies.coerce import CallableLossStrategy
+from dovetail.trainers.strategies.nesting import Nesting
+from dovetail.trainers.strategies.penalty import PenalizedLossStrategy
+from dovetail.units import Epochs, TrainUnit
 
 __all__ = ["FleetTrainer", "Member", "stacked", "why_alone"]
 
@@ -50,11 +57,15 @@ class Member:
         state: What its model begins with, by name.
         data: What it trains on: tensors, or a dataset.
         seed: Of the order of its data.
+        kept: What it keeps, as in `context.client_state`.
+        received: What it was sent besides the weights, as in `context.received`.
     """
 
     state: Mapping[str, Tensor]
     data: Any
     seed: int
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    received: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FleetTrainer(TrainerDecorator):
@@ -82,14 +93,19 @@ class FleetTrainer(TrainerDecorator):
     def __init__(self, trainer: CoreTrainer, members: Sequence[Member]) -> None:
         self._core = trainer
         self._one = trainer.model
+        context = trainer.context
         self._loaders = [_loader(trainer, member) for member in members]
-        self._epochs = trainer.num_epochs
-        self.num_updates = [len(loader) * self._epochs for loader in self._loaders]
+        self._phases = trainer.strategies.phases(trainer.num_epochs, context)
+        epochs = sum(phase.epochs for phase in self._phases if not phase.is_personal)
+        self.num_updates = [len(loader) * epochs for loader in self._loaders]
         self._idle = torch.empty(0, dtype=torch.long)
         self._sums: Tensor | None = None
         self._counted: Tensor | None = None
         super().__init__(trainer)
-        trainer.model = stacked(self._one, [member.state for member in members]).to(trainer.context.device)
+        trainer.model = stacked(self._one, [member.state for member in members]).to(context.device)
+        context.is_fleet = True
+        context.client_state = _rows([member.kept for member in members])
+        context.received = _rows([dict(member.received) for member in members])
 
     @property
     def losses(self) -> list[float]:
@@ -108,12 +124,29 @@ class FleetTrainer(TrainerDecorator):
             for name, value in model.state_dict().items()
         }
 
+    def kept_by(self, position: int) -> dict[str, Any]:
+        """Return what one member keeps."""
+        return cast("dict[str, Any]", _row(self.context.client_state, position))
+
+    def sent_by(self, position: int) -> dict[str, Any]:
+        """Return what one member sends besides its weights."""
+        update = self._core.strategies.model_update
+        return {} if update is None else _row(update.get_update_payload(self.context), position)
+
     def train_together(self) -> None:
         """Train all members to their ends."""
-        # All epochs of all members are one pass: a member that has fewer batches begins its next epoch earlier.
-        self.fit(self._loaders[0], max_length={"epochs": 1})
+        self.fit(self._loaders[0])
 
     # ------------------------------------------------------------------ verbs
+
+    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Return the plan of one pass for each phase.
+
+        All epochs of all members are one pass: a member that has fewer batches begins its next epoch earlier.
+        """
+        plan, context = super().plan(**wishes), self.context
+        context.phases = tuple(replace(phase, epochs=1) for phase in self._phases)
+        return replace(plan, max_length=Epochs(len(self._phases)))
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the steps of the fleet: the batches of all members, side by side."""
@@ -121,7 +154,7 @@ class FleetTrainer(TrainerDecorator):
 
     def num_batches(self, stage: Stage) -> int | None:
         """Return the steps of whoever has most."""
-        return super().num_batches(stage) if stage != "train" else max(self.num_updates)
+        return super().num_batches(stage) if stage != "train" else max(map(len, self._loaders)) * self._phase.epochs
 
     def batch_length(self, batch: Any) -> int:
         """Return how many samples all members have in a step."""
@@ -136,18 +169,23 @@ class FleetTrainer(TrainerDecorator):
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the sum of the members' losses: the gradient of each is that of its own loss."""
-        context, criterion = self.context, self._core.criterion
+        context, strategy = self.context, self._core.strategies.training_step
         assert context.model is not None
-        outputs = context.model(batch.inputs)
-        each = vmap(vmap(lambda out, target: criterion(out.unsqueeze(0), target.unsqueeze(0))))
-        losses = each(outputs, batch.targets)
-        is_real = torch.arange(losses.shape[1], device=losses.device) < batch.counts.unsqueeze(1)
-        # Not a product: what a padded sample gives may be infinite.
-        sums = torch.where(is_real, losses, 0.0).sum(dim=1)
-        means = sums / batch.counts.clamp(min=1)
-        self._note(sums.detach(), batch)
-        self._idle = batch.idle
-        return {"loss": means.sum()}
+        self._idle, context.num_items = batch.idle, batch.counts
+        context.working = (batch.counts > 0).double()
+        criterion = partial(self._losses, batch.counts)
+        if strategy is None:
+            losses = criterion(context.model(batch.inputs), batch.targets)
+        else:
+            context.state["current_batch"] = context.progress.batch
+            optimizer = context.optimizers[0]
+            losses = strategy.training_step(context.model, optimizer, batch.inputs, batch.targets, criterion, context)
+        self._note(losses.detach(), batch)
+        return {"loss": losses.sum()}
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Differentiate the losses of all."""
+        super().backward(loss.sum(), **kwargs)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Clip the gradients of every member for itself."""
@@ -175,11 +213,40 @@ class FleetTrainer(TrainerDecorator):
 
     # ------------------------------------------------------------------ private
 
+    @property
+    def _phase(self) -> Phase:
+        """The running phase, with its epochs."""
+        return self._phases[min(self.context.progress.epoch, len(self._phases) - 1)]
+
+    def _losses(self, counts: Tensor, outputs: Any, targets: Any) -> Tensor:
+        """The loss of each member: the mean over the samples that it really has, and what depends on its weights."""
+        loss: Any = self._core.strategies.loss
+        terms = []
+        while isinstance(loss, PenalizedLossStrategy):
+            terms.append(loss)
+            loss = loss.inner
+        criterion = self._criterion_of(loss)
+        each = vmap(vmap(lambda out, target: criterion(out.unsqueeze(0), target.unsqueeze(0))))
+        losses = each(outputs, targets)
+        is_real = torch.arange(losses.shape[1], device=losses.device) < counts.unsqueeze(1)
+        # Not a product: what a padded sample gives may be infinite.
+        value: Tensor = torch.where(is_real, losses, 0.0).sum(dim=1) / counts.clamp(min=1)
+        for term in reversed(terms):
+            value = term.penalized(value, self.context)
+        return value
+
+    def _criterion_of(self, loss: LossCriterionStrategy | None) -> Any:
+        if loss is None or loss is self._core.strategies.loss:
+            return self._core.criterion
+        return loss.criterion(self.context)
+
     def _steps(self) -> Iterator[_Step]:
-        streams = [_stream(loader, self._epochs) for loader in self._loaders]
-        last = [updates - len(loader) for updates, loader in zip(self.num_updates, self._loaders, strict=True)]
+        before = self._phases[: min(self.context.progress.epoch, len(self._phases) - 1)]
+        first, epochs = sum(phase.epochs for phase in before), self._phase.epochs
+        streams = [_stream(loader, first, epochs) for loader in self._loaders]
+        last = [len(loader) * (epochs - 1) for loader in self._loaders]
         nothing = split_batch(next(iter(self._loaders[0])))
-        for number in range(max(self.num_updates)):
+        for number in range(max(map(len, self._loaders)) * epochs):
             pairs = [next(stream, None) for stream in streams]
             counts = torch.tensor([0 if pair is None else len(pair[1]) for pair in pairs])
             inputs, targets = zip(*(pair or (nothing[0][:0], nothing[1][:0]) for pair in pairs), strict=True)
@@ -191,10 +258,12 @@ class FleetTrainer(TrainerDecorator):
                 torch.tensor([position for position, pair in enumerate(pairs) if pair is None], dtype=torch.long),
             )
 
-    def _note(self, sums: Tensor, batch: _Step) -> None:
-        if self._sums is None or self._counted is None:
-            self._sums, self._counted = torch.zeros_like(sums), torch.zeros_like(sums)
-        self._sums += torch.where(batch.is_last_epoch, sums, 0.0)
+    def _note(self, losses: Tensor, batch: _Step) -> None:
+        if self.context.is_personal:
+            return
+        if self._sums is None or self._counted is None or (self.context.progress.batch == 0):
+            self._sums, self._counted = torch.zeros_like(losses), torch.zeros_like(losses)
+        self._sums += torch.where(batch.is_last_epoch, losses * batch.counts, 0.0)
         self._counted += torch.where(batch.is_last_epoch, batch.counts, 0)
 
 
@@ -285,19 +354,40 @@ def _pieces_alone(trainer: CoreTrainer) -> str | None:
         return "it trains in mixed precision"
     if options.memory_format is not None:
         return "it has a memory format"
-    step = strategies.training_step
-    if step is not None and type(step) is not DefaultTrainingStepStrategy:
-        return f"{type(step).__name__} has its own step"
-    if strategies.model_update is not None and type(strategies.model_update) is not NoOpUpdateStrategy:
-        return f"{type(strategies.model_update).__name__} looks at one model"
+    for strategy in strategies:
+        if reason := _strategy_alone(strategy):
+            return reason
+    own = trainer._strategy_hooks
     for hooks in (context.callbacks.on_step_start, context.callbacks.on_step_end, context.callbacks.on_gradients):
         for hook in hooks:
-            return f"{type(getattr(hook, '__self__', hook)).__name__} wants to see every step"
+            owner = getattr(hook, "__self__", hook)
+            if owner is not own:
+                return f"{type(owner).__name__} wants to see every step"
+    return None
+
+
+def _strategy_alone(strategy: Strategy) -> str | None:
+    """What a strategy does that is not known to serve a fleet."""
+    if isinstance(strategy, Nesting):
+        reasons = (_strategy_alone(part) for part in strategy.parts)
+        if reason := next((it for it in reasons if it), None):
+            return reason
+    if strategy.serves_fleets or isinstance(strategy, CompositeUpdateStrategy):
+        return None
+    name = type(strategy).__name__
+    if isinstance(strategy, TrainingStepStrategy):
+        return f"{name} has its own step"
+    if isinstance(strategy, ModelUpdateStrategy):
+        return f"{name} looks at one model"
+    if type(strategy).on_gradients is not Strategy.on_gradients:
+        return f"{name} wants to see every step"
     return None
 
 
 def _loss_alone(trainer: CoreTrainer) -> str | None:
     strategy = trainer.strategies.loss
+    while isinstance(strategy, PenalizedLossStrategy):
+        strategy = strategy.inner
     if type(strategy) is CrossEntropyLossStrategy:
         is_mean = strategy.reduction == "mean" and strategy.weight is None
         return None if is_mean else "the loss is no plain mean over samples"
@@ -339,8 +429,22 @@ def _loader(trainer: CoreTrainer, member: Member) -> DataLoader[Any]:
     return loader
 
 
-def _stream(loader: DataLoader[Any], epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for epoch in range(epochs):
+def _stream(loader: DataLoader[Any], first: int, epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for epoch in range(first, first + epochs):
         loader.set_epoch(epoch)
         for batch in loader:
             yield split_batch(batch)
+
+
+def _rows(trees: Sequence[Any]) -> Any:
+    """Stack nested dictionaries of tensors and numbers, which all have the same keys."""
+    first = trees[0]
+    if isinstance(first, Mapping):
+        return {name: _rows([tree[name] for tree in trees]) for name in first}
+    return torch.stack([torch.as_tensor(tree) for tree in trees])
+
+
+def _row(tree: Any, position: int) -> Any:
+    if isinstance(tree, Mapping):
+        return {name: _row(value, position) for name, value in tree.items()}
+    return tree[position]

@@ -87,6 +87,8 @@ def fit(
         callbacks, progress = context.callbacks, context.progress
         if resume is not None:
             saving.resume(trainer, resume)
+            # What a run is made of may depend on what it has made of itself so far.
+            context.plan = plan = trainer.plan(**wishes)
         elif plan.max_length.reached(progress):
             warnings.warn(
                 f"nothing to train: {plan.max_length} is reached already "

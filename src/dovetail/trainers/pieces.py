@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
@@ -29,10 +32,12 @@ __all__ = [
     "bind_scheduler",
     "classifies",
     "forward",
+    "forward_with",
     "losses",
     "optimizers",
     "requires_closure",
     "schedulers",
+    "twin_of",
 ]
 
 
@@ -166,6 +171,42 @@ def forward(model: Any, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def forward_with(model: nn.Module, weights: Mapping[str, Tensor], inputs: Any) -> Any:
+    """Call a model with other weights than its own; those that are not named are its own.
+
+    Example:
+        >>> import torch
+        >>> forward_with(nn.Linear(2, 1), {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.ones(1, 2))
+        tensor([[2.]])
+    """
+    if isinstance(inputs, Mapping):
+        return functional_call(model, dict(weights), (), dict(inputs))
+    return functional_call(model, dict(weights), tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+
+
+def twin_of(optimizer: Optimizer, twins: Mapping[Tensor, Tensor]) -> Optimizer:
+    """Return an optimizer of the same kind and settings, with nothing behind it, for other parameters.
+
+    Args:
+        optimizer: The one to be like.
+        twins: For each of its parameters the one that takes its place; those without a twin are left out.
+
+    Example:
+        >>> import torch
+        >>> own, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1))
+        >>> twin_of(torch.optim.SGD([own], lr=0.5, momentum=0.9), {own: other}).param_groups[0]["momentum"]
+        0.9
+    """
+    # Sharing all that copies could share: only groups and state are its own.
+    made = copy.copy(optimizer)
+    made.param_groups = [
+        {**group, "params": [twins[parameter] for parameter in group["params"] if parameter in twins]}
+        for group in optimizer.param_groups
+    ]
+    made.state = defaultdict(dict)
+    return made
 
 
 def classifies(criterion: Any) -> bool:

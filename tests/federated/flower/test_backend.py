@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
 from flwr.app import Context, RecordDict
 
-from dovetail.algorithms import Algorithm
+from dovetail.algorithms import SCAFFOLD, Algorithm, CompositeAlgorithm, Ditto, FedAdam
 from dovetail.clients import simple
 from dovetail.errors import ConfigError, DataError, DovetailError
 from dovetail.federated.backends.contract import BackendContract
@@ -315,13 +315,14 @@ class _Personal(Algorithm):
         return name.startswith("3.")
 
 
-def _federation(backend=None, **settings):
+def _federation(backend=None, algorithms=(), **settings):
     settings = {"rounds": 3, "total_clients": 4, "per_round": 2, "seed": 5, **settings}
 
     def model():
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.2), nn.Linear(8, 10))
 
-    server = fedavg.Server(model=model, algorithm=_Personal(), backend=backend, **settings)
+    algorithm = CompositeAlgorithm([_Personal(), *algorithms])
+    server = fedavg.Server(model=model, algorithm=algorithm, backend=backend, **settings)
     return server, simple.Client(trainer=ComposableTrainer(num_epochs=1, batch_size=64, learning_rate=0.1))
 
 
@@ -341,6 +342,21 @@ class TestApps:
         app(LocalGrid(apps, num_partitions=num_nodes), Context(1, 0, {}, RecordDict(), {}))
         assert all(torch.equal(value, server.weights[name]) for name, value in plain.weights.items())
         assert [record.metrics for record in server.records] == [record.metrics for record in plain.records]
+
+    @pytest.mark.parametrize("states", ["nodes", "server"])
+    def test_what_algorithms_keep_of_clients_is_alive_at_nodes(self, states):
+        def made(backend=None):
+            own = [SCAFFOLD(), Ditto(personalization_epochs=1), FedAdam()]
+            return _federation(backend, own, personalization={"epochs": 1}, rounds=4)
+
+        plain, client = made(Sequential())
+        plain.run(client)
+        apps = [client_app(*made()[::-1]) for _ in range(2)]
+        server, client = made()
+        app = server_app(server, client, num_nodes=2, patience=30, states=states)
+        app(LocalGrid(apps, num_partitions=2), Context(1, 0, {}, RecordDict(), {}))
+        assert all(torch.equal(value, server.weights[name]) for name, value in plain.weights.items())
+        assert server.personalized.metrics == plain.personalized.metrics
 
     def test_functions_of_the_context_make_server_and_client(self):
         grid = LocalGrid([client_app(lambda context: _federation()[1], lambda context: _federation()[0])], 1)

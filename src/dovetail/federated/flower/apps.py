@@ -146,7 +146,7 @@ class _Node:
         kept = _Kept(context, task.client_id)
         state = kept.get(given) if stays else given
         update, new = self._workers[context.run_id].work(task, state)
-        if stays and task.kind == "train":
+        if stays and task.kind != "evaluate":
             new = kept.put(given, task.round, new)
         answer = {"update": update.to_plain(), "state": {} if task.kind == "evaluate" else new}
         return Message(to_records(answer), reply_to=message)

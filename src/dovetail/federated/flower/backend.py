@@ -152,7 +152,9 @@ class FlowerBackend(Backend):
         content = {each.name: getattr(task, each.name) for each in fields(Task)}
         content |= {"state": state, "states": self.states}
         ttl = None if self.timeout is None else self.timeout * position
-        return Message(to_records(content), node, task.kind, ttl=ttl, group_id=str(task.round))
+        # Flower knows two kinds of tasks, and the content says which one it really is.
+        kind = "evaluate" if task.kind == "evaluate" else "train"
+        return Message(to_records(content), node, kind, ttl=ttl, group_id=str(task.round))
 
     def _outcome(self, task: Task, state: ClientState, reply: Message) -> Outcome:
         if reply.has_error():

@@ -89,6 +89,8 @@ class Postprocessor:
     encodes: ClassVar[bool] = False
     # Whether the client must know who else was asked: the server then sends `cohort` in the task's config.
     needs_cohort: ClassVar[bool] = False
+    # Whether what it promises is true only if the server makes nothing of updates but their mean.
+    needs_plain_mean: bool = False
 
     def encode(self, update: Update, upload: Upload) -> Update:
         """Change an update on the client, after training."""

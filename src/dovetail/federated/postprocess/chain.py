@@ -64,6 +64,11 @@ class Chain:
         """Whether the config of a task must have the ids of all clients of the round, as `cohort`."""
         return any(step.needs_cohort for step in self.steps)
 
+    @property
+    def needs_plain_mean(self) -> bool:
+        """Whether a step promises something that is true only of the mean of updates."""
+        return any(step.needs_plain_mean for step in self.steps)
+
     def encode(self, update: Update, task: Task, state: dict[str, Any]) -> Update:
         """Take an update through all steps, on the client.
 

@@ -147,6 +147,7 @@ class GaussianNoise(Postprocessor):
         self.noise_multiplier = noise_multiplier
         self.max_norm = max_norm
         self.where = where
+        self.needs_plain_mean = where == "central"
         self.max_weight = max_weight
         self.repeatable = repeatable
         self._accountant = PrivacyAccountant(accountant)

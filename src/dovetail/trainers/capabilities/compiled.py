@@ -298,6 +298,8 @@ class Compiled(Capability):
             return "it trains in mixed precision"
         if context.has_peers:
             return "several processes share an update"
+        if len(context.phases) > 1 or context.phase.is_personal:
+            return "the run has phases, in which different things are trained"
         for hook in context.callbacks.on_gradients:
             return f"{_owner(hook)} wants to see gradients"
         kinds = _kinds(context.trainer)

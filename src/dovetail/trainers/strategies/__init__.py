@@ -8,6 +8,7 @@ from dovetail.trainers.strategies.base import (
     LRSchedulerStrategy,
     ModelUpdateStrategy,
     OptimizerStrategy,
+    Phase,
     Strategy,
     TestingStrategy,
     TrainingStepStrategy,
@@ -58,6 +59,8 @@ from dovetail.trainers.strategies.optimizer import (
     RMSpropOptimizerStrategy,
     SGDOptimizerStrategy,
 )
+from dovetail.trainers.strategies.own_phase import OwnPhaseStrategy
+from dovetail.trainers.strategies.penalty import Anchored, PenalizedLossStrategy
 from dovetail.trainers.strategies.testing import (
     DefaultTestingStrategy,
 )
@@ -77,6 +80,7 @@ from dovetail.trainers.strategies.training_step import (
 __all__ = [
     "AdamOptimizerStrategy",
     "AdamWOptimizerStrategy",
+    "Anchored",
     "BCEWithLogitsLossStrategy",
     "CompositeLossStrategy",
     "CompositeUpdateStrategy",
@@ -111,7 +115,10 @@ __all__ = [
     "NoOpUpdateStrategy",
     "NoSchedulerStrategy",
     "OptimizerStrategy",
+    "OwnPhaseStrategy",
     "ParameterGroupOptimizerStrategy",
+    "PenalizedLossStrategy",
+    "Phase",
     "PolynomialLRSchedulerStrategy",
     "PrefetchDataLoaderStrategy",
     "RMSpropOptimizerStrategy",

@@ -7,12 +7,14 @@ trainer and beside any other. Every kind has one job and one to three methods; t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from dovetail.trainers.context import Phase
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import Interval, TrainingContext
@@ -23,6 +25,7 @@ __all__ = [
     "LossCriterionStrategy",
     "ModelUpdateStrategy",
     "OptimizerStrategy",
+    "Phase",
     "Strategy",
     "TestingStrategy",
     "TrainingStepStrategy",
@@ -34,15 +37,26 @@ class Strategy:
 
     `setup` and `teardown` come once per trainer. What belongs to one run, such as the global model of a federated
     round, is captured in `on_train_start`.
+
+    Attributes:
+        serves_fleets: Whether the same lines serve a fleet of K clients: tensors of the model, of `client_state` and of
+            `received` have a leading dimension then, and so has the loss. See `context.each`.
     """
 
     role: ClassVar[str] = ""
+    serves_fleets: ClassVar[bool] = False
 
     def setup(self, context: TrainingContext) -> None:
         """Once, when the trainer is made."""
 
     def teardown(self, context: TrainingContext) -> None:
         """Once, when the trainer is closed; also after an error."""
+
+    def on_client_start(self, context: TrainingContext) -> None:
+        """Before `on_train_start`: give `context.client_state` what a client that was never asked lacks in it.
+
+        Of a fleet, everybody is asked alone: the model is that of one client.
+        """
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Before the first batch of every run."""
@@ -166,6 +180,17 @@ class ModelUpdateStrategy(Strategy):
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
         """Return what goes to the server beside the weights, by name."""
         return {}
+
+    def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
+        """Return the weights that a client would use itself, by name; None for those of the model."""
+        return None
+
+    def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
+        """Return what a run of some epochs is made of, in order; asked when a run is planned."""
+        return (Phase(epochs),)
+
+    def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
+        """Before the first epoch of a phase; only called of a strategy that says what phases there are."""
 
 
 class DataLoaderStrategy(Strategy, ABC):

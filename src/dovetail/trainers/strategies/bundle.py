@@ -15,10 +15,12 @@ from dovetail.trainers.strategies.base import (
     LRSchedulerStrategy,
     ModelUpdateStrategy,
     OptimizerStrategy,
+    Phase,
     Strategy,
     TestingStrategy,
     TrainingStepStrategy,
 )
+from dovetail.trainers.strategies.nesting import Nesting
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -92,9 +94,16 @@ class Strategies:
     def as_callback(self) -> Callback | None:
         """Return a callback that calls the hooks which these strategies override, or None if there are none."""
         events: dict[str, Any] = {}
-        for hook in ("on_train_start", "on_train_end", "on_epoch_start"):
-            if listeners := self._overriding(hook):
-                events[hook] = _calling(listeners)
+        # What a client lacks is there before anybody looks.
+        if listeners := [*self._overriding("on_client_start"), *self._overriding("on_train_start")]:
+            events["on_train_start"] = _calling(listeners)
+        # First whoever may have other weights in the model: the rest look at the one that is sent.
+        in_order = sorted(self, key=lambda strategy: strategy is not self.model_update)
+        endings: list[Callable[..., None]] = [it.on_train_end for it in in_order if _hears(it, "on_train_end")]
+        if endings:
+            events["on_train_end"] = _calling(endings)
+        if listeners := [*self._phase_starts(), *self._overriding("on_epoch_start")]:
+            events["on_epoch_start"] = _calling(listeners)
         if listeners := self._overriding("on_epoch_end"):
             heard = listeners
 
@@ -141,8 +150,37 @@ class Strategies:
 
             events["on_update"] = on_update
 
+    def phases(self, epochs: int, context: TrainingContext) -> tuple[Phase, ...]:
+        """Return what a run of some epochs is made of; phases without an epoch are left out."""
+        update = self.model_update
+        if update is None or not _overrides(update, "phases", ModelUpdateStrategy):
+            return (Phase(epochs),)
+        return tuple(phase for phase in update.phases(epochs, context) if phase.epochs) or (Phase(0),)
+
+    def begin_client(self, context: TrainingContext) -> None:
+        """Give a client's state what it lacks."""
+        for begin in self._overriding("on_client_start"):
+            begin(context)
+
+    def hears(self, hook: str) -> bool:
+        """Whether a strategy here does something at a hook that all strategies have."""
+        return bool(self._overriding(hook))
+
+    def _phase_starts(self) -> list[Callable[..., None]]:
+        update = self.model_update
+        if update is None or not _overrides(update, "phases", ModelUpdateStrategy):
+            return []
+        heard = update.on_phase_start
+
+        def begin(context: TrainingContext) -> None:
+            context.is_personal = context.phase.is_personal
+            if context.phase_begins:
+                heard(context.phase, context)
+
+        return [begin]
+
     def _overriding(self, hook: str) -> list[Callable[..., None]]:
-        return [getattr(strategy, hook) for strategy in self if _overrides(strategy, hook, Strategy)]
+        return [getattr(strategy, hook) for strategy in self if _hears(strategy, hook)]
 
 
 def check_roles(strategies: Mapping[str, Any]) -> None:
@@ -162,6 +200,13 @@ def refuse_both(strategies: Strategies, given: Collection[str]) -> None:
         both = sorted(names & set(given))
         if strategy is not None and both:
             raise ConfigError(f"{both[0]}: {strategy!r} decides this; give one or the other")
+
+
+def _hears(strategy: Strategy, hook: str) -> bool:
+    """Whether a strategy, or one that it holds, does something at a hook."""
+    if isinstance(strategy, Nesting) and getattr(type(strategy), hook) is getattr(Nesting, hook):
+        return any(_hears(part, hook) for part in strategy.parts)
+    return _overrides(strategy, hook, Strategy)
 
 
 def _overrides(strategy: Strategy, name: str, base: type[Strategy]) -> bool:

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dovetail.errors import ConfigError
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.base import ModelUpdateStrategy, Phase, Strategy
 from dovetail.trainers.strategies.nesting import Described, Nesting
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["CompositeUpdateStrategy", "NoOpUpdateStrategy", "StateTrackingUpdateStrategy"]
+__all__ = ["CompositeUpdateStrategy", "NoOpUpdateStrategy", "StateTrackingUpdateStrategy", "beside"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,6 +26,8 @@ class NoOpUpdateStrategy(Described, ModelUpdateStrategy):
         >>> NoOpUpdateStrategy().get_update_payload(context=None)
         {}
     """
+
+    serves_fleets = True
 
 
 @dataclass(eq=False, repr=False)
@@ -118,6 +122,33 @@ class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
         for strategy in self.strategies:
             strategy.after_step(context)
 
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Pass on, to the one that has phases first: the others look at the model that is sent."""
+        for strategy in sorted(self.strategies, key=_has_phases, reverse=True):
+            strategy.on_train_end(context)
+
+    def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
+        """Pass on to the one that has phases."""
+        for strategy in self.strategies:
+            if _has_phases(strategy):
+                strategy.on_phase_start(phase, context)
+
+    def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
+        """Return the phases of the one that has some.
+
+        Raises:
+            ConfigError: Two of them have.
+        """
+        phased = [strategy for strategy in self.strategies if _has_phases(strategy)]
+        if len(phased) > 1:
+            raise ConfigError(f"phases: {phased[0]!r} and {phased[1]!r} both divide a run into phases; use one of them")
+        return phased[0].phases(epochs, context) if phased else (Phase(epochs),)
+
+    def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
+        """Return the weights of the first strategy that has some of its own."""
+        found = (strategy.personal_weights(context) for strategy in self.strategies)
+        return next((weights for weights in found if weights is not None), None)
+
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
         """Return what all strategies send.
 
@@ -134,3 +165,21 @@ class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
                     )
                 payload[key], senders[key] = value, strategy
         return payload
+
+
+def beside(added: ModelUpdateStrategy, present: ModelUpdateStrategy | None) -> ModelUpdateStrategy:
+    """Return an update strategy together with the one that is there, if that does anything; the added one comes first.
+
+    Example:
+        >>> beside(StateTrackingUpdateStrategy(), NoOpUpdateStrategy())
+        StateTrackingUpdateStrategy()
+    """
+    if present is None or type(present) is NoOpUpdateStrategy:
+        return added
+    return CompositeUpdateStrategy([added, present])
+
+
+def _has_phases(strategy: ModelUpdateStrategy) -> bool:
+    if isinstance(strategy, CompositeUpdateStrategy):
+        return any(_has_phases(part) for part in strategy.strategies)
+    return type(strategy).phases is not ModelUpdateStrategy.phases

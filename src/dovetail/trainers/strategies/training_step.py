@@ -107,6 +107,8 @@ class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
         tensor(1.)
     """
 
+    serves_fleets = True
+
     create_graph: bool = False
     retain_graph: bool = False
 

@@ -1,0 +1,81 @@
+"""The second model of a client, which it never sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.pieces import as_module
+from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.strategies.own_phase import model_state
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["ModelFunction", "WithWeights", "first_own_model"]
+
+ModelFunction = Callable[[], nn.Module]
+
+
+def first_own_model(context: TrainingContext, model_fn: ModelFunction | None = None) -> dict[str, Tensor]:
+    """Return parameters and buffers with which a client's own model begins, by name.
+
+    Args:
+        context: Of a client that was never asked.
+        model_fn: Makes a model like the one that is sent; None for a copy of that.
+
+    Raises:
+        ConfigError: The model that is made is of another kind.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> sorted(first_own_model(TrainingContext(nn.Linear(2, 1))))
+        ['bias', 'weight']
+    """
+    sent = model_state(context)
+    if model_fn is None:
+        return sent
+    # What the other model draws, the training of the one that is sent must not miss.
+    randomness = rng_state()
+    try:
+        made = as_module(model_fn)
+    finally:
+        set_rng_state(randomness)
+    assert made is not None
+    own = {name: value.detach().clone() for name, value in made.state_dict().items()}
+    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in sent.items()}:
+        raise ConfigError(f"model_fn: expected a model with {_shapes(sent)}, got one with {_shapes(own)}")
+    return {name: own[name].to(value) for name, value in sent.items()}
+
+
+class WithWeights(nn.Module):
+    """A model as it would be with other weights; those that are not named are its own.
+
+    It has no parameters: whoever looks for those finds them where they come from.
+
+    Args:
+        model: Which one; nothing of it is changed but, in training, the buffers that are not named.
+        weights: Parameters and buffers, by name; they may depend on what is to be differentiated.
+
+    Example:
+        >>> import torch
+        >>> WithWeights(nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.ones(1)})(torch.ones(1, 1))
+        tensor([[2.]])
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        # In a tuple, so that the model is no submodule.
+        self._model, self._weights = (model,), dict(weights)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return functional_call(self._model[0], self._weights, args, kwargs)
+
+
+def _shapes(state: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in state.items())

@@ -1,0 +1,109 @@
+"""Epochs for weights of a client's own, after those of the model that it sends."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dovetail.trainers.context import Phase
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
+from dovetail.trainers.strategies.penalty import Anchored, Weights, copied, trained
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["OwnPhaseStrategy", "model_state", "optimizers_of", "put_back", "put_into"]
+
+
+def model_state(context: TrainingContext) -> dict[str, Tensor]:
+    """Return what the model's parameters and buffers are now, by name."""
+    assert context.model is not None
+    return {name: value.detach().clone() for name, value in context.model.state_dict().items()}
+
+
+def put_into(context: TrainingContext, weights: Weights) -> None:
+    """Copy weights into the model, in place; what they do not name stays."""
+    assert context.model is not None
+    state = context.model.state_dict()
+    with torch.no_grad():
+        for name, value in weights.items():
+            state[name].copy_(value)
+
+
+def optimizers_of(context: TrainingContext) -> dict[str, Any]:
+    """Return what optimizers and schedules are now, for `put_back`."""
+    return {
+        "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in context.optimizers],
+        "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in context.schedulers],
+    }
+
+
+def put_back(context: TrainingContext, kept: Mapping[str, Any]) -> None:
+    """Make optimizers and schedules again what they were."""
+    for optimizer, state in zip(context.optimizers, kept["optimizers"], strict=True):
+        optimizer.load_state_dict(copy.deepcopy(state))
+    for scheduler, state in zip(context.schedulers, kept["schedulers"], strict=True):
+        scheduler.load_state_dict(copy.deepcopy(state))
+
+
+class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
+    """Lets a run go on, after the epochs of the model that is sent, with other weights in the model.
+
+    Optimizers and schedules begin there as they did at the beginning of the run, and at the end the model is again what
+    is sent. Both parts are epochs of the one loop.
+    """
+
+    serves_fleets = True
+    phase_name = "own"
+
+    @abstractmethod
+    def own_epochs(self, context: TrainingContext) -> int:
+        """Return how many epochs come last; 0 for none."""
+
+    @abstractmethod
+    def own_start(self, context: TrainingContext) -> Weights:
+        """Return the weights with which they begin."""
+
+    @abstractmethod
+    def own_end(self, context: TrainingContext) -> None:
+        """Look at the model as they have left it, before it is again what is sent."""
+
+    def capture(self, context: TrainingContext) -> dict[str, Any]:
+        """Keep the parameters, and optimizers and schedules, as they are before the first step."""
+        return {"start": copied(trained(context)), **optimizers_of(context)}
+
+    def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
+        """Return the epochs of the model that is sent, and those that follow."""
+        return Phase(epochs), Phase(self.own_epochs(context), self.phase_name, is_personal=True)
+
+    def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
+        """Keep the model that is sent aside, and begin with the other weights."""
+        if not phase.is_personal:
+            return
+        self.kept["sent"] = model_state(context)
+        put_into(context, self.own_start(context))
+        put_back(context, self.kept)
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Make the model again what is sent."""
+        if "sent" in self.kept:
+            self.own_end(context)
+            put_into(context, self.kept.pop("sent"))
+        context.is_personal = False
+        super().on_train_end(context)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Capture, or go on where a run was left."""
+        super().on_train_start(context)
+        context.is_personal = "sent" in self.kept
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        super().load_state_dict(state)
+        if isinstance(self.kept, Mapping):
+            self.kept = dict(self.kept)

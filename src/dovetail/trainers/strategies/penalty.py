@@ -1,0 +1,133 @@
+"""Losses with a term that depends on weights alone, and what a run keeps of its beginning."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
+from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
+from dovetail.trainers.strategies.nesting import Nesting
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["Anchored", "PenalizedLossStrategy", "copied", "sent", "trained"]
+
+# Tensors by the names of a model's parameters.
+Weights = Mapping[str, Tensor]
+
+
+def trained(context: TrainingContext) -> dict[str, Tensor]:
+    """Return the model's parameters, by name."""
+    assert context.model is not None
+    return dict(context.model.named_parameters())
+
+
+def sent(context: TrainingContext) -> dict[str, Tensor]:
+    """Return the model's parameters that a client sends, by name: all but those that stay with it."""
+    return {name: value for name, value in trained(context).items() if name not in context.stays}
+
+
+def copied(weights: Weights) -> dict[str, Tensor]:
+    """Return what some tensors are now."""
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+class Anchored(Strategy):
+    """A strategy that keeps something of the beginning of a run; a run that is resumed is the same run.
+
+    Subclasses say what, in `capture`; it is theirs as `self.kept`, and part of the trainer's checkpoints.
+    """
+
+    kept: Any = None
+    _run_id: str = ""
+
+    def capture(self, context: TrainingContext) -> Any:
+        """Return what is to be kept: tensors and plain values; a copy of the parameters, unless overridden."""
+        return copied(trained(context))
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Capture what the run begins with, unless it has begun before."""
+        super().on_train_start(context)
+        if not context.run_id or context.run_id != self._run_id:
+            self.kept, self._run_id = self.capture(context), context.run_id
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept; nothing before the first run."""
+        own = {"kept": self.kept, "run_id": self._run_id} if self._run_id else {}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        super().load_state_dict(state)
+        if "run_id" in state:
+            self.kept, self._run_id = state["kept"], state["run_id"]
+
+
+@dataclass(eq=False, repr=False)
+class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
+    """A loss plus a term that depends on the weights alone, and on what the run began with.
+
+    The term belongs to the model that a client sends: it is of no parameter that stays with the client, and while the
+    client's own model is trained, the loss is that inside.
+
+    Args:
+        base_loss_fn: The loss inside: a strategy, or a callable of outputs and labels; None for the one that the
+            configuration names, or else cross entropy.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> class Shrinking(PenalizedLossStrategy):
+        ...     def penalty(self, weights, kept):
+        ...         return sum(value.abs().sum() for value in weights.values())
+        >>> trainer = ComposableTrainer(torch.nn.Linear(2, 2), loss_strategy=Shrinking(), verbose=False)
+        >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
+    """
+
+    base_loss_fn: Any = field(default=None, kw_only=True)
+
+    serves_fleets = True
+
+    def __post_init__(self) -> None:
+        given = self.base_loss_fn
+        self.inner: LossCriterionStrategy = (
+            given if isinstance(given, LossCriterionStrategy) else DefaultLossCriterionStrategy(given)
+        )
+
+    @abstractmethod
+    def penalty(self, weights: Weights, kept: Any) -> Tensor:
+        """Return the term, of the parameters of one model and what `capture` kept of it: one number."""
+
+    def capture(self, context: TrainingContext) -> Any:
+        """Keep the parameters that are sent, unless overridden."""
+        return copied(sent(context))
+
+    @property
+    def parts(self) -> Sequence[Strategy]:
+        """The loss inside."""
+        return (self.inner,)
+
+    def classifies(self, context: TrainingContext) -> bool:
+        """Whether the loss inside is that of a classifier."""
+        return self.inner.classifies(context)
+
+    def criterion(self, context: TrainingContext) -> Callable[[Any, Any], Tensor]:
+        """Return the loss inside with the term; without it where nothing is trained."""
+        inner = self.inner.criterion(context)
+        return lambda outputs, labels: self.penalized(inner(outputs, labels), context)
+
+    def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
+        """Return the loss of one batch."""
+        return self.penalized(self.inner.compute_loss(outputs, labels, context), context)
+
+    def penalized(self, loss: Tensor, context: TrainingContext) -> Tensor:
+        """Return a loss, of one model or of each in a fleet, with the term."""
+        if self.kept is None or context.is_personal or context.stage != "train" or context.personalizes:
+            return loss
+        return loss + context.each(self.penalty, sent(context), self.kept)

@@ -1,0 +1,139 @@
+"""A run in phases: one loop, different things trained in its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dovetail.errors import ConfigError
+from dovetail.trainers import CompiledTrainer
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.context import Phase, TrainingContext
+from dovetail.trainers.strategies import (
+    CompositeUpdateStrategy,
+    ModelUpdateStrategy,
+    OwnPhaseStrategy,
+    SGDOptimizerStrategy,
+    StateTrackingUpdateStrategy,
+    StepLRSchedulerStrategy,
+)
+from dovetail.units import Batches, Epochs
+
+DATA = (torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3)
+
+
+class Parts(ModelUpdateStrategy):
+    """So many epochs of each part, whatever was asked for."""
+
+    def __init__(self, *phases: Phase) -> None:
+        self.parts, self.heard = phases, []
+
+    def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
+        return (*self.parts, Phase(epochs, "rest"))
+
+    def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
+        self.heard.append((context.progress.epoch, phase.name, context.is_personal))
+
+
+def trained(strategy: Any, **options: Any) -> ComposableTrainer:
+    torch.manual_seed(0)
+    options = {"optimizer_strategy": SGDOptimizerStrategy(lr=0.1, momentum=0.9), "num_epochs": 2, **options}
+    model = nn.Linear(4, 3)
+    return ComposableTrainer(model, model_update_strategy=strategy, batch_size=4, verbose=False, **options)
+
+
+def test_phases_come_in_order_and_a_run_is_as_long_as_all_of_them() -> None:
+    parts = Parts(Phase(3, "first"), Phase(1, "own", is_personal=True))
+    trainer = trained(parts)
+    trainer.fit(DATA)
+    assert parts.heard == [(0, "first", False), (3, "own", True), (4, "rest", False)]
+    assert trainer.context.progress.epoch == 6
+
+
+def test_a_phase_without_an_epoch_is_left_out() -> None:
+    parts = Parts(Phase(0, "never"))
+    trained(parts).fit(DATA, max_length=Epochs(3))
+    assert parts.heard == [(0, "rest", False)]
+
+
+def test_the_length_must_be_in_epochs() -> None:
+    with pytest.raises(ConfigError, match="phases of epochs; give a number of epochs, not"):
+        trained(Parts(Phase(1))).fit(DATA, max_length=Batches(7))
+
+
+def test_two_who_divide_a_run_are_refused() -> None:
+    both = CompositeUpdateStrategy([Parts(Phase(1)), Parts(Phase(2))])
+    with pytest.raises(ConfigError, match="both divide a run into phases; use one of them"):
+        trained(both).fit(DATA)
+
+
+def test_one_beside_others_is_heard() -> None:
+    parts = Parts(Phase(1, "first"))
+    trained(CompositeUpdateStrategy([StateTrackingUpdateStrategy(), parts])).fit(DATA)
+    assert [name for _, name, _ in parts.heard] == ["first", "rest"]
+
+
+@dataclass(eq=False)
+class Elsewhere(OwnPhaseStrategy):
+    """Two epochs from zero weights."""
+
+    ended_with: dict[str, Tensor] = field(default_factory=dict)
+
+    def own_epochs(self, context: TrainingContext) -> int:
+        return 2
+
+    def own_start(self, context: TrainingContext) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(value) for name, value in self.kept["start"].items()}
+
+    def own_end(self, context: TrainingContext) -> None:
+        assert context.model is not None
+        self.ended_with = {name: value.clone() for name, value in context.model.state_dict().items()}
+
+
+def test_the_model_that_is_sent_does_not_know_of_an_own_phase() -> None:
+    schedule = {"lr_scheduler_strategy": StepLRSchedulerStrategy(step_size=1, gamma=0.5)}
+    plain, with_own = trained(None, **schedule), trained(Elsewhere(), **schedule)
+    plain.fit(DATA)
+    with_own.fit(DATA)
+    assert all(
+        torch.equal(value, plain.model.state_dict()[name]) for name, value in with_own.model.state_dict().items()
+    )
+
+
+def test_an_own_phase_has_the_optimizer_and_the_schedule_of_a_run_of_its_own() -> None:
+    schedule = {"lr_scheduler_strategy": StepLRSchedulerStrategy(step_size=1, gamma=0.5)}
+    strategy = Elsewhere()
+    trained(strategy, **schedule).fit(DATA)
+    alone = trained(None, **schedule)
+    with torch.no_grad():
+        for value in alone.model.parameters():
+            value.zero_()
+    alone.fit(DATA)
+    assert all(torch.equal(value, alone.model.state_dict()[name]) for name, value in strategy.ended_with.items())
+
+
+def test_a_run_in_phases_is_not_compiled_as_one_step() -> None:
+    trainer = CompiledTrainer(trained(Elsewhere()), mode="step")
+    with pytest.warns(UserWarning, match="the run has phases, in which different things are trained"):
+        trainer.fit(DATA)
+
+
+def test_phases_are_found_by_the_running_epoch() -> None:
+    context = TrainingContext()
+    context.phases = (Phase(2, "a"), Phase(1, "b"))
+    found = []
+    for context.progress.epoch in range(4):
+        found.append((context.phase.name, context.phase_begins))
+    assert found == [("a", True), ("a", False), ("b", True), ("b", False)]
+
+
+def test_personally_is_only_for_a_while() -> None:
+    context = TrainingContext()
+    with context.personally():
+        assert context.is_personal
+    assert not context.is_personal
