@@ -73,6 +73,8 @@ PROCESS = "process, 2 workers"
 BOTH = "process, 2 workers, compiled step"
 BOTH_SEVERAL = "process, 2 workers, 8 compiled steps per call"
 PFL, FLOWER = "pfl", "Flower's simulation"
+# What two cores of this machine give at most: nothing is sent, shared or waited for but the end of a round.
+TWO_HANDS = "hand-written, in two processes that share nothing"
 
 Weights = dict[str, Tensor]
 # Given a round, return its clients' weights made one.
@@ -257,10 +259,18 @@ class Peer:
 
     def __call__(self, number: int, weights: Weights) -> Weights:
         """Let the peer do a round; its weights are its own."""
+        self.begin()
+        self.end()
+        return weights
+
+    def begin(self) -> None:
+        """Ask for a round."""
         assert self._process.stdin is not None
         print("round", file=self._process.stdin, flush=True)
+
+    def end(self) -> None:
+        """Wait for its end."""
         self._hear("done")
-        return weights
 
     def close(self) -> None:
         """End it."""
@@ -276,6 +286,26 @@ class Peer:
         self._log.seek(0)
         last = [line for line in self._log.read().splitlines() if line.strip()][-1:]
         raise RuntimeError(last[0] if last else "it ended without a word")
+
+
+class TwoHands:
+    """The lean loop in two bare processes, each with half of the samples."""
+
+    def __init__(self, federation: Federation, folder: Path) -> None:
+        self._halves = [Peer(federation, name, sys.executable, folder) for name in ("hand-1", "hand-2")]
+
+    def __call__(self, number: int, weights: Weights) -> Weights:
+        """Let both do their halves of a round; nothing comes back."""
+        for half in self._halves:
+            half.begin()
+        for half in self._halves:
+            half.end()
+        return weights
+
+    def close(self) -> None:
+        """End both."""
+        for half in self._halves:
+            half.close()
 
 
 # ------------------------------------------------------------------ workloads
@@ -397,6 +427,7 @@ def contestants(
         made[BOTH_SEVERAL] = WithDovetail(federation, "process", compiled=True, steps_per_call=8, workers=2)
     else:
         made[BOTH] = WithDovetail(federation, "process", compiled=True, workers=2)
+    made[TWO_HANDS] = TwoHands(federation, folder)
     missing = {}
     for name, kind, python in ((PFL, "pfl", options.pfl_python), (FLOWER, "flower", options.flower_python)):
         if python is None:
@@ -431,7 +462,7 @@ def measure(federation: Federation, rounds: dict[str, Round], repeats: int, warm
             if number >= warm_up:
                 results[name].seconds.append(time.perf_counter() - started)
     for name, result in results.items():
-        if not isinstance(rounds[name], Peer):
+        if not isinstance(rounds[name], (Peer, TwoHands)):
             result.gap = max(float((weights[name][it] - weights[HAND][it]).abs().max()) for it in federation.first)
     return results
 

@@ -58,6 +58,31 @@ def wait_for_round(word: str) -> None:
         sys.exit()
 
 
+def by_hand(path: str, part: int) -> None:
+    """Train this half of every round's clients with the lean loop, and share nothing with the other half."""
+    work = job(path)
+    model = loaded_model(path)
+    criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=work["lr"])
+    word = "ready"
+    for chosen in work["chosen"]:
+        shares: list[list[int]] = [[], []]
+        for client_id in sorted(chosen, key=lambda it: -len(work["data"][it][1])):
+            min(shares, key=lambda share: sum(len(work["data"][it][1]) for it in share)).append(client_id)
+        wait_for_round(word)
+        word = "done"
+        for client_id in shares[part]:
+            inputs, targets = work["data"][client_id]
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), work["weights"].values(), strict=True):
+                    parameter.copy_(value)
+            for _ in range(work["epochs"]):
+                for indices in torch.randperm(len(inputs)).split(work["batch_size"]):
+                    optimizer.zero_grad()
+                    criterion(model(inputs[indices]), targets[indices]).backward()
+                    optimizer.step()
+    print(word, flush=True)
+
+
 def with_pfl(path: str) -> None:
     """Run pfl's FederatedAveraging on its SimulatedBackend."""
     from pfl.aggregate.simulate import SimulatedBackend
@@ -195,4 +220,10 @@ if __name__ == "__main__":
     import federated_peers
 
     torch.set_num_threads(1)
-    {"pfl": federated_peers.with_pfl, "flower": federated_peers.with_flower}[sys.argv[1]](sys.argv[2])
+    kind, path = sys.argv[1:]
+    {
+        "pfl": federated_peers.with_pfl,
+        "flower": federated_peers.with_flower,
+        "hand-1": lambda path: federated_peers.by_hand(path, 0),
+        "hand-2": lambda path: federated_peers.by_hand(path, 1),
+    }[kind](path)

@@ -66,7 +66,7 @@ class TestUpdate(ModelUpdateStrategyContract):
 
 
 def test_the_toy_ends_at_its_optimum() -> None:
-    assert toy(FedDyn(alpha=0.5), start=1.0, rounds=100).weights["w"].item() == pytest.approx(0.25, abs=1e-6)
+    assert toy(FedDyn(alpha=0.5), start=1.0, rounds=60).weights["w"].item() == pytest.approx(0.25, abs=1e-5)
 
 
 class _Unequal(Quadratics):
@@ -82,9 +82,9 @@ def test_an_alpha_that_adapts_ends_at_the_optimum_by_samples() -> None:
     optimizer = SGDOptimizerStrategy(lr=0.05)
     trainer = ComposableTrainer(loss_strategy=half_square, optimizer_strategy=optimizer, num_epochs=10, verbose=False)
     algorithm = FedDyn(alpha=0.5, adaptive_alpha=True)
-    server = Server(Point(1.0), _Unequal(), algorithm, trainer=trainer, rounds=100, per_round=2, total_clients=2)
+    server = Server(Point(1.0), _Unequal(), algorithm, trainer=trainer, rounds=60, per_round=2, total_clients=2)
     server.run(Client(trainer=trainer))
-    assert server.weights["w"].item() == pytest.approx(0.7, abs=1e-6)
+    assert server.weights["w"].item() == pytest.approx(0.7, abs=1e-4)
 
 
 def test_a_client_is_told_how_many_times_an_average_one_it_is() -> None:

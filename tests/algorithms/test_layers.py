@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from toy import mlp
 
-from dovetail.algorithms.layers import as_patterns, last_layers, local_names, matching, personalizes
+from dovetail.algorithms.layers import as_patterns, last_layers, local_names, matching
 from dovetail.errors import ConfigError
 from dovetail.trainers.context import TrainingContext
 
@@ -103,9 +103,9 @@ def test_names_are_one_or_several_and_layers_of_a_sequential_may_be_numbers(give
 
 def test_only_a_round_after_the_last_personalizes() -> None:
     context = TrainingContext(torch.nn.Linear(1, 1))
-    assert not personalizes(context)
+    assert not context.personalizes
     context.config["rounds"] = 3
     found = []
     for context.current_round in (0, 3, 4):
-        found.append(personalizes(context))
+        found.append(context.personalizes)
     assert found == [False, False, True]

@@ -39,7 +39,7 @@ class TestStrategy(ModelUpdateStrategyContract):
 
 @pytest.mark.parametrize("option", [1, 2])
 def test_the_toy_ends_at_its_optimum(option: int) -> None:
-    assert toy(SCAFFOLD(option=option)).weights["w"].item() == pytest.approx(0.25, abs=1e-12)
+    assert toy(SCAFFOLD(option=option), rounds=40).weights["w"].item() == pytest.approx(0.25, abs=1e-12)
 
 
 class _Alike(Datasource):

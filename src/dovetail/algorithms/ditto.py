@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.algorithms.base import Algorithm
-from dovetail.algorithms.layers import personalizes
 from dovetail.algorithms.own_model import ModelFunction, first_own_model
 from dovetail.errors import ConfigError
 from dovetail.federated.messages import Weights
@@ -76,7 +75,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return the epochs of w, and those of v; in the personalisation round, those of v alone."""
-        if personalizes(context):
+        if context.personalizes:
             return (Phase(epochs, self.phase_name, is_personal=True),)
         return super().phases(epochs, context)
 

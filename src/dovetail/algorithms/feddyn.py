@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dovetail.algorithms.layers import personalizes
 from dovetail.algorithms.parameters import ParameterAware
 from dovetail.errors import ConfigError
 from dovetail.federated.averaging import Average, moved
@@ -122,7 +121,7 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Make the new λ_k of the one at the beginning, so that a run that goes on counts once."""
-        if personalizes(context):
+        if context.personalizes:
             # The server hears nothing of this run, and the mean of all λ_k is what its h stands for.
             return
         start, pull = self.kept["start"], self.kept["pull"]

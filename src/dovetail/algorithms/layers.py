@@ -1,4 +1,4 @@
-"""Which entries of a model stay with a client, and when a client is trained for itself."""
+"""Which entries of a model's state stay with a client."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
+    pass
 
-__all__ = ["LayerNames", "as_patterns", "last_layers", "local_names", "matching", "personalizes"]
+__all__ = ["LayerNames", "as_patterns", "last_layers", "local_names", "matching"]
 
 
 # Patterns of layers, as a user gives them.
@@ -110,19 +110,6 @@ def as_patterns(given: LayerNames) -> tuple[str, ...]:
         return ()
     # A file says 2 for the layer "2" of a `Sequential`.
     return (str(given),) if isinstance(given, (str, int)) else tuple(map(str, given))
-
-
-def personalizes(context: TrainingContext) -> bool:
-    """Whether the running round comes after all rounds: clients train for themselves, and nothing is sent.
-
-    Example:
-        >>> from dovetail.trainers.context import TrainingContext
-        >>> context = TrainingContext()
-        >>> context.config["rounds"], context.current_round = 10, 11
-        >>> personalizes(context)
-        True
-    """
-    return context.personalizes
 
 
 def _chooses(pattern: str, name: str) -> bool:

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from dovetail.algorithms.base import Algorithm
-from dovetail.algorithms.layers import personalizes
 from dovetail.errors import ConfigError
 from dovetail.trainers.pieces import forward_with
 from dovetail.trainers.strategies.base import Strategy
@@ -109,7 +108,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         """Let the client keep the model that it has trained."""
         super().on_train_end(context)
         self._mine = self._other = None
-        if not personalizes(context):
+        if not context.personalizes:
             kept = [*self.kept["previous"], model_state(context)]
             context.client_state[_KEY] = kept[-self.history_size :]
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.algorithms.base import Algorithm
-from dovetail.algorithms.layers import personalizes
 from dovetail.algorithms.own_model import WithWeights
 from dovetail.data import batch_length
 from dovetail.data.batches import slice_batch
@@ -62,7 +61,7 @@ class PerFedAvgStepStrategy(NestingStepStrategy):
         context: TrainingContext,
     ) -> Tensor:
         """Return the loss of the second half at w', which is differentiated as if at w."""
-        if personalizes(context):
+        if context.personalizes:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
         length = batch_length((examples, labels))
         half = length // 2

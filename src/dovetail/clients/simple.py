@@ -128,7 +128,7 @@ class Client:
             "strategies": copy.deepcopy(core.strategies.state_dict()),
             "callbacks": copy.deepcopy(context.callbacks.state_dict()),
         }
-        self._keeps = core.strategies.hears("on_client_start")
+        self._keeps = bool(core.strategies.hearing("on_client_start"))
         # Whatever stays with a client begins as it does in the server's model.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)

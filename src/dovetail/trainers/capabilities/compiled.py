@@ -300,6 +300,8 @@ class Compiled(Capability):
             return "several processes share an update"
         if len(context.phases) > 1 or context.phase.is_personal:
             return "the run has phases, in which different things are trained"
+        for strategy in cast(Any, self).strategies.hearing("on_gradients"):
+            return f"{type(strategy).__name__} wants to see gradients"
         for hook in context.callbacks.on_gradients:
             return f"{_owner(hook)} wants to see gradients"
         kinds = _kinds(context.trainer)

@@ -162,9 +162,9 @@ class Strategies:
         for begin in self._overriding("on_client_start"):
             begin(context)
 
-    def hears(self, hook: str) -> bool:
-        """Whether a strategy here does something at a hook that all strategies have."""
-        return bool(self._overriding(hook))
+    def hearing(self, hook: str) -> list[Strategy]:
+        """Return the strategies that do something at a hook which all strategies have."""
+        return [strategy for strategy in self if _hears(strategy, hook)]
 
     def _phase_starts(self) -> list[Callable[..., None]]:
         update = self.model_update
@@ -180,7 +180,7 @@ class Strategies:
         return [begin]
 
     def _overriding(self, hook: str) -> list[Callable[..., None]]:
-        return [getattr(strategy, hook) for strategy in self if _hears(strategy, hook)]
+        return [getattr(strategy, hook) for strategy in self.hearing(hook)]
 
 
 def check_roles(strategies: Mapping[str, Any]) -> None:
