@@ -28,7 +28,7 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo            ## train a digit classifier, with something to look at
-	@$(BIN)/python examples/digits_classifier.py
+	@$(BIN)/dovetail demo classify
 
 install: $(VENV)/.dev          ## only the environment, with every extra that the tests use
 

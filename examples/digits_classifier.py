@@ -1,4 +1,4 @@
-"""Train a small convolutional network on scikit-learn's handwritten digits. This is what `make demo` runs."""
+"""Train a small convolutional network on scikit-learn's handwritten digits, with early stopping and checkpoints."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from dovetail.trainers.core import CoreTrainer
 ROOT = Path(__file__).parent.parent
 GUIDE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDE]
-EVERYTHING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+EVERYTHING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 
 # What torch seeds its generator with in a fresh process, where a reader runs a block.
 FRESH_SEED = 67280421310721

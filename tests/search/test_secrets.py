@@ -40,6 +40,9 @@ def test_what_opens_a_storage_is_hidden(name: str) -> None:
     [
         ("s3://bucket/a@b", "s3://bucket/a@b"),
         ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
+        ("s3://key:sec/ret@bucket/a", "s3://***@bucket/a"),
+        ("s3://key:sec?re#t@bucket/a", "s3://***@bucket/a"),
+        ("postgresql://host:5432/lab", "postgresql://host:5432/lab"),
         ("az://box?sig=abc", "az://box?***"),
         ("/folder/what?", "/folder/what?"),
     ],

@@ -19,6 +19,7 @@ from dovetail.federated.callbacks import ServerCallback
 from dovetail.federated.records import ClientsEvaluation
 from dovetail.servers.building import federation as built
 from dovetail.servers.display import RoundDisplay
+from dovetail.servers.fedavg import Server
 from dovetail.servers.reading import read_federated
 from dovetail.servers.results import Personalized, WriteResults
 
@@ -135,3 +136,9 @@ def test_two_that_decide_the_same_are_refused() -> None:
 def test_what_looks_at_every_update_is_refused_where_only_the_sum_is_seen(step: str) -> None:
     with pytest.raises(ConfigError, match=r"FedNova (looks at every update|makes more of updates)"):
         federation(FedNova(), postprocessors=[step])
+
+
+def test_a_server_without_an_algorithm_has_the_one_of_its_settings() -> None:
+    config = read_federated({"algorithm": {"type": "fedprox", "mu": 0.5}})
+    assert repr(Server(config=config).algorithm) == "FedProx(mu=0.5)"
+    assert repr(Server(config=config, algorithm=FedAvg()).algorithm) == "FedAvg()"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 from dovetail.algorithms.apfl import APFL
 from dovetail.algorithms.base import Algorithm
+from dovetail.algorithms.composite import CompositeAlgorithm
 from dovetail.algorithms.ditto import Ditto
 from dovetail.algorithms.fedadp import FedAdp
 from dovetail.algorithms.fedala import FedALA
@@ -28,9 +31,12 @@ from dovetail.algorithms.perfedavg import PerFedAvg
 from dovetail.algorithms.pfedgraph import PFedGraph
 from dovetail.algorithms.scaffold import SCAFFOLD
 from dovetail.algorithms.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from dovetail.errors import ConfigError
+from dovetail.federated.config import AlgorithmConfig
+from dovetail.federated.specs import build
 from dovetail.registry import Registry
 
-__all__ = ["algorithms"]
+__all__ = ["algorithm_of", "algorithms"]
 
 algorithms: Registry[Callable[..., Algorithm]] = Registry(
     "algorithm",
@@ -63,3 +69,31 @@ algorithms: Registry[Callable[..., Algorithm]] = Registry(
         "scaffold": SCAFFOLD,
     },
 )
+
+
+def algorithm_of(config: AlgorithmConfig) -> Algorithm:
+    """Return the algorithm that a configuration names, or several as one.
+
+    Raises:
+        ConfigError: It does not take what the configuration says.
+
+    Example:
+        >>> algorithm_of(AlgorithmConfig(type=("fedprox", "fedadam"), options={"mu": 0.1}))
+        CompositeAlgorithm(algorithms=[FedProx(mu=0.1), FedAdam()])
+    """
+    wanted, options = config.type, dict(config.options)
+    if isinstance(wanted, str):
+        return build(algorithms, {wanted: options})
+    plain = {name: set(inspect.signature(algorithms.get(name)).parameters) for name in wanted if isinstance(name, str)}
+    given: dict[str, dict[str, Any]] = {name: {} for name in plain}
+    for option, value in options.items():
+        takers = [name for name, taken in plain.items() if option in taken]
+        if len(takers) != 1:
+            who = " and ".join(takers) if takers else "none of those that are named alone"
+            raise ConfigError(
+                f"algorithm.{option}: {who} takes it; write {{name: {{{option}: …}}}} in the list of types"
+            )
+        given[takers[0]][option] = value
+    return CompositeAlgorithm(
+        [build(algorithms, {each: given[each]} if isinstance(each, str) else each) for each in wanted]
+    )

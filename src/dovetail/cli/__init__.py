@@ -10,7 +10,10 @@ import typer
 
 from dovetail.cli import checkpoint, experiment, job, trial
 from dovetail.cli.dashboard import dashboard
+from dovetail.cli.demo import demo
+from dovetail.cli.doctor import doctor
 from dovetail.cli.federate import federate
+from dovetail.cli.new import new
 from dovetail.cli.output import EXIT_CODES
 from dovetail.errors import DovetailError
 
@@ -28,7 +31,10 @@ app.add_typer(trial.app, name="trial")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(job.app, name="job")
 app.command()(dashboard)
+app.command()(demo)
+app.command()(doctor)
 app.command()(federate)
+app.command()(new)
 # As Determined's command line spells them.
 app.add_typer(experiment.app, name="e", hidden=True)
 app.add_typer(trial.app, name="t", hidden=True)

@@ -23,7 +23,7 @@ def dashboard(
     """Show experiments in a browser, with optuna-dashboard, until Ctrl-C."""
     from dovetail.cli.serving import HOST, LocalServer, serve
 
-    pages = require("optuna_dashboard", "search")
+    pages = require("optuna_dashboard", "dashboard")
     opened = open_store(home, store)
     try:
         server = LocalServer(port, pages.wsgi(opened.storage))

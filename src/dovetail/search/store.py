@@ -31,7 +31,7 @@ from dovetail.errors import DovetailError, UnknownNameError
 from dovetail.extras import require
 from dovetail.search.processes import Attempt, is_at_work
 from dovetail.search.records import ExperimentRecord, ExperimentState, JobRecord, TrialRecord, TrialState
-from dovetail.search.secrets import masked, write_private
+from dovetail.search.secrets import masked, masked_url, write_private
 from dovetail.search.snapshot import take_snapshot
 
 if TYPE_CHECKING:
@@ -494,7 +494,7 @@ def _open_server(url: str) -> RDBStorage:
             return RDBStorage(address, engine_kwargs={"pool_pre_ping": True})
     except (exc.SQLAlchemyError, ImportError) as error:
         # Not the whole message: it may have the password in it.
-        place = rest.rpartition("@")[2]
+        place = masked_url(f"{scheme}://{rest}").partition("://")[2].rpartition("@")[2]
         problem = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
         raise ExperimentError(f"the store at {place} cannot be opened: {problem}") from error
     finally:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from dovetail.algorithms import Algorithm, CompositeAlgorithm, algorithms
 from dovetail.clients.simple import Client
 from dovetail.data.models import models
 from dovetail.errors import ConfigError
 from dovetail.federated.config import FederatedConfig
-from dovetail.federated.specs import build, prepared
+from dovetail.federated.specs import prepared
 from dovetail.registry import Registry
 from dovetail.servers.fedavg import Server
 from dovetail.trainers.registry import trainers
@@ -54,9 +52,7 @@ def federation(config: FederatedConfig, callbacks: Iterable[Any] = ()) -> tuple[
         lr_scheduler_strategy=DefaultLRSchedulerStrategy(),
         verbose=False,
     )
-    server = servers.get(config.server.type)(
-        model=_model(config), algorithm=_algorithm(config), trainer=trainer, callbacks=callbacks, config=config
-    )
+    server = servers.get(config.server.type)(model=_model(config), trainer=trainer, callbacks=callbacks, config=config)
     return server, clients.get(config.clients.type)(trainer=trainer)
 
 
@@ -67,22 +63,3 @@ def _model(config: FederatedConfig) -> Callable[[], nn.Module] | None:
             raise ConfigError("parameters.model: give trainer.model_type, too: whose parameters are these?")
         return None
     return prepared(models, {kind: arguments})
-
-
-def _algorithm(config: FederatedConfig) -> Algorithm:
-    wanted, options = config.algorithm.type, dict(config.algorithm.options)
-    if isinstance(wanted, str):
-        return build(algorithms, {wanted: options})
-    plain = {name: set(inspect.signature(algorithms.get(name)).parameters) for name in wanted if isinstance(name, str)}
-    given: dict[str, dict[str, Any]] = {name: {} for name in plain}
-    for option, value in options.items():
-        takers = [name for name, taken in plain.items() if option in taken]
-        if len(takers) != 1:
-            who = " and ".join(takers) if takers else "none of those that are named alone"
-            raise ConfigError(
-                f"algorithm.{option}: {who} takes it; write {{name: {{{option}: …}}}} in the list of types"
-            )
-        given[takers[0]][option] = value
-    return CompositeAlgorithm(
-        [build(algorithms, {each: given[each]} if isinstance(each, str) else each) for each in wanted]
-    )

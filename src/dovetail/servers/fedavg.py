@@ -17,6 +17,7 @@ from torch import nn
 
 from dovetail import checkpoint as store
 from dovetail.algorithms import Algorithm, FedAvg
+from dovetail.algorithms.registry import algorithm_of
 from dovetail.clients.simple import Client, as_trainer, load_weights
 from dovetail.data.federated import Datasource, datasource
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
@@ -59,7 +60,8 @@ class Server:
     Args:
         model: A module, or a class or function that makes one; None for the trainer's, or one that fits the data.
         datasource: The data of all clients and of the server's test; None for what the configuration names.
-        algorithm: What the server makes of updates, and what clients do; a copy of it is used. None for FedAvg.
+        algorithm: What the server makes of updates, and what clients do; a copy of it is used. None for what the
+            settings name: FedAvg, unless they say otherwise.
         trainer: Tests the global model; a copy of a trainer, or what a class or function makes.
         callbacks: Who hears what happens here.
         config: All settings at once.
@@ -100,7 +102,7 @@ class Server:
             settings["outbound_processors"] = tuple(postprocessors)
         self.config = config = (config or FederatedConfig()).with_settings(**settings)
         self.callbacks = [_as_server_callback(it) for it in callbacks or ()]
-        self.algorithm: Algorithm = _made(algorithm) or FedAvg()
+        self.algorithm: Algorithm = _made(algorithm) or algorithm_of(config.algorithm)
         self.selection = selection or selections.get(config.server.selection)(config.server.random_seed)
         self.backend = backend or backends.get(config.server.backend)(
             num_workers=config.server.num_workers or config.trainer.max_concurrency,

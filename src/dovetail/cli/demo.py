@@ -1,0 +1,84 @@
+"""`dovetail demo`: something small to look at."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.output import console, make_table
+from dovetail.demos import DEMOS
+from dovetail.errors import ConfigError, UnknownNameError
+
+__all__ = ["complete_demos", "demo"]
+
+
+def complete_demos(incomplete: str) -> list[str]:
+    """Return the names of demos that begin so."""
+    return [name for name in DEMOS if name.startswith(incomplete)]
+
+
+def demo(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="The demo.", autocompletion=complete_demos)
+    ] = "classify",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="A new folder.", show_default="dovetail-demo/NAME"),
+    ] = None,
+) -> None:
+    """Train something small, in a minute or less, and leave something to look at.
+
+    NAME is classify, gan, experiment, federated or resume.
+    """
+    if name not in DEMOS:
+        raise UnknownNameError("demo", name, DEMOS)
+    # Before torch comes in. A second core makes so small a model no faster, and much slower while others want it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folder = _free_folder(name) if output is None else _empty_folder(output)
+    print(DEMOS[name].shows)
+    print(f"writes to {folder}\n", flush=True)
+
+    try:
+        outcome = DEMOS[name].run(folder)
+    except BaseException:
+        # What has begun is worth a look; an empty folder is not.
+        with suppress(OSError):
+            folder.rmdir()
+        raise
+
+    if outcome.rows:
+        console().print(make_table(*outcome.columns, numbers=outcome.columns[1:], rows=outcome.rows))
+    print("\nwritten:")
+    written = {str(folder / each): what for each, what in outcome.files.items() if (folder / each).exists()}
+    for path, what in written.items():
+        print(f"  {path.ljust(max(map(len, written)))}  {what}")
+    print(f"go on with:\n  {DEMOS[name].goes_on.format(folder=shlex.quote(str(folder)))}")
+    print(f"\nresult: {outcome.result}")
+
+
+def _empty_folder(folder: Path) -> Path:
+    """Return a folder that is there, with nothing in it that could be overwritten."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ConfigError(f"--output: {folder} is not empty, and a demo overwrites nothing: name a new folder")
+    return folder
+
+
+def _free_folder(name: str) -> Path:
+    """Return a new folder of this name, or with a number behind it."""
+    parent = Path("dovetail-demo")
+    parent.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("there is always a free number")

@@ -1,0 +1,94 @@
+"""What torch finds on this machine, as lines of JSON: `python -m dovetail.cli.probe`.
+
+A process of its own, because a torch that is broken may crash or never answer. Nothing here imports torch before it is
+run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from threading import Thread
+from typing import Any
+
+__all__ = ["PROBES", "main"]
+
+_PATIENCE = timedelta(seconds=10)
+
+
+def main() -> None:
+    """Print a line for each of `PROBES` as soon as its answer is known: what was found, or the error."""
+    warnings.simplefilter("ignore")
+    for name, probe in PROBES.items():
+        try:
+            line = {"name": name, "found": probe()}
+        except Exception as error:
+            line = {"name": name, "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(line), flush=True)
+
+
+def _torch() -> dict[str, Any]:
+    torch = import_module("torch")
+    cuda = torch.cuda
+    return {
+        "version": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cuda": [cuda.get_device_name(index) for index in range(cuda.device_count())] if cuda.is_available() else [],
+        "mps": torch.backends.mps.is_available(),
+        "built_for": torch.version.cuda or torch.version.hip or "",
+    }
+
+
+def _gloo() -> float:
+    """Return the sum of two members of a group, which meet on the loopback as the processes of a run do."""
+    torch, dist = import_module("torch"), import_module("torch.distributed")
+    # A socket of our own: the store's would listen to the whole network.
+    listener = socket.create_server(("127.0.0.1", 0))
+    place = "127.0.0.1", listener.getsockname()[1]
+    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    first = dist.TCPStore(*place, timeout=_PATIENCE, **options)
+    second = dist.TCPStore(*place, is_master=False, timeout=_PATIENCE)
+    sums: list[float] = []
+    errors: list[Exception] = []
+
+    def join(rank: int, store: Any) -> None:
+        try:
+            group = dist.ProcessGroupGloo(store, rank, 2, _PATIENCE)
+            tensor = torch.tensor([rank + 1.0])
+            group.allreduce([tensor]).wait()
+            sums.append(tensor.item())
+        except Exception as error:
+            errors.append(error)
+
+    members = [Thread(target=join, args=each) for each in enumerate((first, second))]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join()
+    if errors:
+        raise errors[0]
+    if sums != [3.0, 3.0]:
+        raise ArithmeticError(f"1 + 2 is {sums}")
+    return sums[0]
+
+
+def _compiler() -> str:
+    from dovetail.trainers.whole_step import check_compiler
+
+    check_compiler()
+    return str(import_module("torch._inductor.cpp_builder").get_cpp_compiler())
+
+
+PROBES: dict[str, Callable[[], Any]] = {"torch": _torch, "gloo": _gloo, "compiler": _compiler}
+"""What is looked at, in this order."""
+
+
+if __name__ == "__main__":
+    main()
+    # A group whose threads could not be ended would keep the interpreter.
+    os._exit(0)

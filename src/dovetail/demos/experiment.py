@@ -1,0 +1,104 @@
+"""`dovetail demo experiment`: a search for hyperparameters."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from dovetail.demos.catalogue import Outcome
+from dovetail.errors import DovetailError
+from dovetail.search import Experiment, Store
+from dovetail.search.charts import shown
+from dovetail.search.records import ExperimentRecord, TrialRecord
+from dovetail.search.report import report, searched
+
+__all__ = ["run"]
+
+_SEARCH = """\
+name: spirals
+entrypoint: python3 train.py
+hyperparameters:
+  learning_rate: {type: log, minval: -4, maxval: -1}
+  width: {type: int, minval: 8, maxval: 128}
+  dropout: {type: double, minval: 0.0, maxval: 0.6}
+searcher:
+  name: async_halving
+  metric: accuracy
+  smaller_is_better: false
+  max_trials: 8
+  num_rungs: 3
+  divisor: 3
+  max_length: {epochs: 27}
+max_restarts: 0
+"""
+
+
+def run(folder: Path, *, settings: tuple[str, ...] = ()) -> Outcome:
+    """Write the code and the file of a search, run it, and report.
+
+    Args:
+        folder: Where to write.
+        settings: What to change in the file, such as `searcher.max_trials=2`.
+    """
+    code, file = folder / "code", folder / "search.yaml"
+    store = Store.open(folder / "home")
+    code.mkdir()
+    script = resources.files("dovetail.demos").joinpath("spirals_trial.py").read_text(encoding="utf-8")
+    (code / "train.py").write_text(script, encoding="utf-8")
+    file.write_text(_SEARCH, encoding="utf-8")
+
+    done = Experiment.from_yaml(file, code, settings).run(store, observer=_Lines())
+    best = done.best_trial
+    if best is None:
+        failed = next((trial for trial in done.trials if trial.reason), None)
+        why = "" if failed is None else f": {failed.reason} (the rest is in {failed.directory / 'log.txt'})"
+        raise DovetailError(f"no trial has reported an accuracy{why}")
+    written = report(done, folder / "report.html")
+    if len(written) == 1:
+        print("no images of the report: matplotlib is not installed: pip install 'dovetail[plot]'")
+    names = sorted(searched(done))
+    ranked = sorted(done.trials, key=lambda trial: -(trial.best or 0.0))
+    return Outcome(
+        f"accuracy {best.best:.1%} by trial {best.number}; {_num_early(done)} of {len(done.trials)} trials ended early",
+        {
+            "report.html": "the report, which needs no network",
+            "report-curves.png": "how accurate each trial was, and when it ended",
+            "report-parallel.png": "hyperparameters and accuracy side by side",
+            "search.yaml": "the search",
+            "code": "the trial",
+            "home": "the store, the logs and the checkpoints",
+        },
+        ("trial", "accuracy", "batches", *names, "state"),
+        [_row(trial, names) for trial in ranked],
+    )
+
+
+class _Lines:
+    """Prints a line for every trial that has ended."""
+
+    def __init__(self) -> None:
+        self._said: set[int] = set()
+
+    def __call__(self, record: ExperimentRecord) -> None:
+        for trial in record.trials:
+            if trial.number not in self._said and trial.state not in ("RUNNING", "WAITING"):
+                self._said.add(trial.number)
+                print(
+                    f"trial {trial.number} {trial.state.lower()} after {trial.steps} batches: "
+                    f"accuracy {shown(trial.best)}",
+                    flush=True,
+                )
+
+
+def _num_early(record: ExperimentRecord) -> int:
+    return sum(trial.state == "STOPPED" for trial in record.trials)
+
+
+def _row(trial: TrialRecord, names: list[str]) -> list[str]:
+    return [
+        str(trial.number),
+        shown(trial.best),
+        str(trial.steps),
+        *(shown(trial.hparams[name]) for name in names),
+        trial.state,
+    ]

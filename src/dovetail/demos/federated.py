@@ -1,0 +1,98 @@
+"""`dovetail demo federated`: clients that know other digits than their neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dovetail.algorithms import SCAFFOLD, Algorithm, FedAvg
+from dovetail.clients import simple
+from dovetail.data.datasets import digits
+from dovetail.data.federated import PartitionedData
+from dovetail.data.models import mlp
+from dovetail.data.partition import label_quantity
+from dovetail.demos.catalogue import Outcome
+from dovetail.demos.pictures import BLUE, INK, ORANGE, picture, tidy
+from dovetail.servers import fedavg
+from dovetail.servers.display import RoundDisplay
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
+
+__all__ = ["run"]
+
+_NUM_CLIENTS = 10
+
+
+def run(folder: Path, *, rounds: int = 30) -> Outcome:
+    """Run the same federation by two algorithms, and draw who has what and how good the global model is.
+
+    Args:
+        folder: Where to write.
+        rounds: How many.
+    """
+    train, test = digits(split=(0.8, 0.2))
+    labels = train.tensors[1]
+    cut = label_quantity(labels, _NUM_CLIENTS, classes_per_client=2)
+    data = PartitionedData(train.tensors, cut, test=test.tensors, model=partial(mlp, 64, 10))
+    accuracies: dict[str, list[float]] = {}
+    algorithms: tuple[Algorithm, ...] = (FedAvg(), SCAFFOLD())
+    for algorithm in algorithms:
+        name = type(algorithm).__name__
+        print(f"{name}:")
+        accuracies[name] = _accuracies(data, algorithm, rounds)
+
+    picture(folder / "rounds.png", (11, 4.4), partial(_draw, cut.table(labels), accuracies))
+    last = {name: values[-1] for name, values in accuracies.items()}
+    every_fifth = [number for number in range(1, rounds + 1) if number in (1, rounds) or number % 5 == 0]
+    return Outcome(
+        f"test accuracy after {rounds} rounds: " + ", ".join(f"{name} {value:.1%}" for name, value in last.items()),
+        {"rounds.png": "who has which digits, and the accuracy of both global models round by round"},
+        ("round", *accuracies),
+        [[str(number), *(f"{values[number - 1]:.1%}" for values in accuracies.values())] for number in every_fifth],
+    )
+
+
+def _accuracies(data: PartitionedData, algorithm: Algorithm, rounds: int) -> list[float]:
+    """Return the accuracy of the global model on the server's test data after every round; half the clients work."""
+    trainer = ComposableTrainer(
+        optimizer_strategy=SGDOptimizerStrategy(lr=0.1),
+        data_loader_strategy=ShuffleDataLoaderStrategy(),
+        num_epochs=5,
+        batch_size=16,
+        verbose=False,
+    )
+    server = fedavg.Server(
+        datasource=data,
+        algorithm=algorithm,
+        trainer=trainer,
+        callbacks=[RoundDisplay()],
+        rounds=rounds,
+        per_round=_NUM_CLIENTS // 2,
+    )
+    return [record.metrics["accuracy"] for record in server.run(simple.Client(trainer=trainer))]
+
+
+def _draw(table: Tensor, accuracies: Mapping[str, Sequence[float]], figure: Any) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.5])
+    left.imshow(table.T.numpy(), cmap="Blues", origin="lower", aspect="auto")
+    tidy(left, "how many of each digit a client has", x="client", y="digit")
+    left.grid(visible=False)
+    left.set_xticks(range(len(table)), range(1, len(table) + 1))
+    left.set_yticks(range(table.shape[1]))
+    dark = 0.45 * int(table.max())
+    for client, counts in enumerate(table.tolist()):
+        for digit, count in enumerate(counts):
+            if count:
+                text = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if count > dark else INK}
+                left.text(client, digit, count, **text)
+
+    for (name, values), colour in zip(accuracies.items(), (BLUE, ORANGE), strict=True):
+        right.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.8, marker="o", markersize=4, label=name)
+    tidy(right, "accuracy of the global model, all digits", x="round")
+    right.set_ylim(0, 1)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.legend(frameon=False, fontsize=10, labelcolor=INK, loc="lower right")

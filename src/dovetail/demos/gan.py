@@ -1,0 +1,141 @@
+"""`dovetail demo gan`: points in the plane, made of noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from torch.optim import Adam, Optimizer
+
+from dovetail.callbacks import Callback
+from dovetail.data.models import mlp
+from dovetail.demos.catalogue import Outcome
+from dovetail.demos.pictures import BLUE, GREY, INK, picture
+from dovetail.trainers import Trainer
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["run"]
+
+_NUM_LATENT = 8
+_NUM_CLOUDS = 8
+_RADIUS = 2.0
+_SPREAD = 0.08
+_SHOWN = 1000
+
+
+def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
+    """Train, and draw what the generator makes of the same noise, again and again on the way.
+
+    Args:
+        folder: Where to write.
+        num_epochs: How long to train; a multiple of 5, so that there are six looks.
+    """
+    print(f"{_NUM_CLOUDS} clouds of points on a ring; the generator is never shown one of them")
+    real = _ring(24576, torch.Generator().manual_seed(0))
+    looks = _Looks(every=num_epochs // 5)
+    trainer = _Adversaries(_networks, "cpu", batch_size=256, num_epochs=num_epochs, callbacks=[looks], seed=0)
+    trainer.fit(real)
+
+    picture(folder / "samples.png", (10.5, 7.4), partial(_draw, looks.seen, real[:_SHOWN]))
+    made = [_judged(points) for points in looks.seen.values()]
+    near, found = made[-1]
+    rows = [
+        [str(epoch), f"{near:.0%}", f"{found} of {_NUM_CLOUDS}"]
+        for epoch, (near, found) in zip(looks.seen, made, strict=True)
+    ]
+    return Outcome(
+        f"{near:.0%} of the points that are made lie in a cloud, and {found} of {_NUM_CLOUDS} clouds are found",
+        {"samples.png": "what the generator makes of the same noise, at six moments"},
+        ("epoch", "points in a cloud", "clouds found"),
+        rows,
+    )
+
+
+class _Adversaries(Trainer):
+    """One step of each player per batch. The step is its own because it calls `context.backward`."""
+
+    def get_optimizer(self, model: Any) -> list[Optimizer]:
+        rates = {"discriminator": 4e-3, "generator": 2e-3}
+        return [Adam(model[name].parameters(), lr=rate, betas=(0.5, 0.99)) for name, rate in rates.items()]
+
+    def train_step(self, batch: Any) -> dict[str, Tensor]:
+        (real,) = batch
+        context, generator, discriminator = self.context, self.model["generator"], self.model["discriminator"]
+        discriminator_optimizer, generator_optimizer = context.optimizers
+        fake = generator(torch.randn(len(real), _NUM_LATENT))
+
+        real.requires_grad_()
+        scores = discriminator(real)
+        # Flat around real points (Mescheder et al., 2018): without it the generator finds one cloud, and leaves it.
+        (slopes,) = torch.autograd.grad(scores.sum(), real, create_graph=True)
+        d_loss = softplus(-scores).mean() + softplus(discriminator(fake.detach())).mean()
+        context.backward(d_loss + 0.05 * slopes.square().sum(dim=1).mean())
+        context.step(discriminator_optimizer)
+
+        g_loss = softplus(-discriminator(fake)).mean()
+        context.backward(g_loss, inputs=list(generator.parameters()))
+        context.step(generator_optimizer)
+        return {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
+
+
+class _Looks(Callback):
+    """Keeps what the generator makes of the same noise, at the beginning and every few epochs."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.seen: dict[int, Tensor] = {}
+        self._noise = torch.randn(_SHOWN, _NUM_LATENT, generator=torch.Generator().manual_seed(1))
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        self._look(context)
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        if context.progress.epoch % self.every == 0:
+            self._look(context)
+
+    def _look(self, context: TrainingContext) -> None:
+        model: Any = context.model
+        with torch.inference_mode():
+            self.seen[context.progress.epoch] = model["generator"](self._noise)
+
+
+def _networks() -> nn.Module:
+    return nn.ModuleDict({"generator": mlp(_NUM_LATENT, 2, (64, 64)), "discriminator": mlp(2, 1, (64, 64))})
+
+
+def _centres() -> Tensor:
+    angles = torch.arange(_NUM_CLOUDS) * (2 * math.pi / _NUM_CLOUDS)
+    return _RADIUS * torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+def _ring(count: int, generator: torch.Generator) -> Tensor:
+    cloud = torch.randint(_NUM_CLOUDS, (count,), generator=generator)
+    return _centres()[cloud] + _SPREAD * torch.randn(count, 2, generator=generator)
+
+
+def _judged(points: Tensor) -> tuple[float, int]:
+    """Return the share of points within three deviations of a centre, and how many centres have a fair share."""
+    distance, nearest = torch.cdist(points, _centres()).min(dim=1)
+    near = distance < 3 * _SPREAD
+    counts = torch.bincount(nearest[near], minlength=_NUM_CLOUDS)
+    return float(near.double().mean()), int((counts > len(points) / _NUM_CLOUDS / 4).sum())
+
+
+def _draw(seen: Mapping[int, Tensor], real: Tensor, figure: Any) -> None:
+    for axes, (epoch, points) in zip(figure.subplots(2, 3).flat, seen.items(), strict=True):
+        axes.scatter(*real.T.numpy(), s=6, color=GREY, linewidths=0)
+        axes.scatter(*points.T.numpy(), s=6, color=BLUE, alpha=0.45, linewidths=0)
+        near, found = _judged(points)
+        title = f"epoch {epoch}: {found} of {_NUM_CLOUDS} clouds, {near:.0%} inside" if epoch else "before training"
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+        axes.set(xlim=(-2.8, 2.8), ylim=(-2.8, 2.8), aspect="equal", xticks=[], yticks=[])
+        axes.spines[:].set_color(GREY)
+    figure.supxlabel("grey: the data; blue: what the generator makes, always of the same noise", fontsize=9, color=INK)

@@ -1,0 +1,175 @@
+"""`dovetail demo resume`: a process that is killed, and goes on.
+
+`python -m dovetail.demos.resume FOLDER NUM_EPOCHS` is the process: it trains, prints the loss of every batch, and goes
+on from the newest checkpoint of the folder, if there is one.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import AdamW
+
+from dovetail import checkpoint
+from dovetail.callbacks import Callback
+from dovetail.data import digits
+from dovetail.data.models import cnn
+from dovetail.demos.catalogue import Outcome
+from dovetail.demos.pictures import BLUE, GREY, INK, ORANGE, picture, tidy
+from dovetail.errors import DovetailError
+from dovetail.trainers import Trainer
+from dovetail.units import Batches
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["run", "train"]
+
+# In which batch the process is killed, and how often it saves: neither at the end of an epoch, nor right after a save.
+_KILLED_AT = 170
+_SAVE_EVERY = 50
+
+
+def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
+    """Train once without a kill and once with one, and compare.
+
+    Args:
+        folder: Where to write.
+        num_epochs: How long to train, at 19 batches an epoch.
+    """
+    straight, killed = folder / "straight", folder / "killed"
+    print("two processes begin the same training, and one of them will be killed", flush=True)
+    with ThreadPoolExecutor() as pool:
+        undisturbed = pool.submit(_watched, straight, num_epochs)
+        before = _watched(killed, num_epochs, kill_at=_KILLED_AT)
+        saved = checkpoint.latest(killed)
+        assert saved is not None
+        print(f"killed by SIGKILL after batch {max(before)}; its newest checkpoint is {saved.name}", flush=True)
+        after = _watched(killed, num_epochs)
+        print(f"the same command again went on with batch {min(after)}; final loss {after[max(after)]:.6f}", flush=True)
+        expected = undisturbed.result()
+    print(f"the uninterrupted run: {len(expected)} batches, final loss {expected[max(expected)]:.6f}")
+
+    picture(folder / "losses.png", (10, 4.6), partial(_draw, expected, before, after))
+    runs = (before, after)
+    same = [batch for batch, loss in expected.items() if {run[batch] for run in runs if batch in run} == {loss}]
+    digests = [_digest(each) for each in (straight, killed)]
+    return Outcome(
+        f"bit for bit, {len(same)} of {len(expected)} losses are equal; weights, optimizer and random states at the end"
+        + (" are, too" if digests[0] == digests[1] else " are NOT"),
+        {
+            "losses.png": "the losses of both runs, batch by batch",
+            "straight": "the checkpoints of the uninterrupted run",
+            "killed": "the checkpoints of the one that was killed",
+        },
+        ("", "uninterrupted", "killed and resumed"),
+        [
+            ["batches trained", str(len(expected)), f"{len(before)} + {len(after)}"],
+            ["batches trained twice", "0", str(len(before.keys() & after.keys()))],
+            ["final loss", repr(expected[max(expected)]), repr(after[max(after)])],
+            ["SHA-256 of weights, optimizer, random states", *(digest[:16] + "…" for digest in digests)],
+        ],
+    )
+
+
+def train(folder: Path, num_epochs: int) -> None:
+    """Train digits, print the number and the loss of every batch, and go on from a checkpoint, if there is one."""
+    data, _, _ = digits()
+    trainer = Trainer(
+        # Dropout, so that every batch needs its randomness to be that of the uninterrupted run.
+        lambda: nn.Sequential(nn.Dropout(0.1), cnn(channels=1, size=8, classes=10)),
+        optimizer=partial(AdamW, lr=3e-3),
+        num_epochs=num_epochs,
+        batch_size=64,
+        checkpoint_dir=folder,
+        keep_last=2,
+        callbacks=[_SayLoss()],
+        verbose=False,
+        seed=0,
+    )
+    trainer.fit(data, checkpoint_period=Batches(_SAVE_EVERY), resume="auto")
+
+
+class _SayLoss(Callback):
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        print(context.progress.batches, output["loss"].item().hex(), flush=True)
+
+
+def _watched(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[int, float]:
+    """Run `train` in a process of its own, and return the losses that it has printed, by batch.
+
+    Args:
+        folder: Where its checkpoints are.
+        num_epochs: How long it trains.
+        kill_at: It is killed as soon as it has said that this batch is done.
+    """
+    command = [sys.executable, "-m", "dovetail.demos.resume", str(folder), str(num_epochs)]
+    losses: dict[int, float] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own module
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                # Without its end the line is a word that the kill has cut.
+                if line.endswith("\n"):
+                    number, loss = line.split()
+                    losses[int(number)] = float.fromhex(loss)
+                if kill_at is not None and kill_at in losses:
+                    process.kill()
+        except BaseException:
+            # Whatever goes wrong here, no process is left behind.
+            process.kill()
+            raise
+    wanted = 0 if kill_at is None else -signal.SIGKILL
+    if process.returncode != wanted:
+        raise DovetailError(
+            f"the training process ended with code {process.returncode}, expected {wanted}: run the demo again"
+        )
+    return losses
+
+
+def _digest(folder: Path) -> str:
+    """Return the SHA-256 of all tensors in the newest checkpoint: weights, optimizer and random states."""
+    newest = checkpoint.latest(folder)
+    assert newest is not None
+    return checkpoint.inspect(newest).files["tensors.safetensors"].sha256
+
+
+def _draw(expected: dict[int, float], before: dict[int, float], after: dict[int, float], figure: Any) -> None:
+    killed, resumed = max(before), min(after)
+    whole, near = figure.subplots(1, 2, width_ratios=[1, 1.3])
+    rings = {"marker": "o", "markersize": 9, "markerfacecolor": "none"}
+    for axes, ring, dot in ((whole, {}, {}), (near, rings, {"marker": "o", "markersize": 3.5})):
+        axes.plot(*_points(expected), color=GREY, linewidth=6, label="uninterrupted")
+        axes.plot(*_points(before), color=BLUE, linewidth=1.2, label="until it was killed", **ring)
+        axes.plot(*_points(after), color=ORANGE, linewidth=1.2, label="after it was started again", **dot)
+        axes.axvline(killed, color=INK, linewidth=1, linestyle="--")
+    whole.set_yscale("log")
+    tidy(whole, "loss of every batch", x="batch")
+    whole.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper right")
+
+    # A little more than what was trained twice.
+    first, last = resumed - 15, killed + 15
+    seen = [loss for batch, loss in expected.items() if first <= batch <= last]
+    near.set(xlim=(first, last), ylim=(0, max(seen) * 1.25))
+    note = f"{resumed} to {killed}: trained twice"
+    near.axvspan(resumed, killed, color=GREY, alpha=0.25, linewidth=0, zorder=0)
+    for text, batch, side in ((note, resumed, "left"), ("SIGKILL", killed, "left")):
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "ha": side}
+        near.annotate(text, (batch, 1), (6, -6), fontsize=9, color=INK, **place)
+    tidy(near, "around the kill", x="batch")
+
+
+def _points(losses: dict[int, float]) -> tuple[list[int], list[float]]:
+    return list(losses), list(losses.values())
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,164 @@
+"""`dovetail demo`: every demo runs, and leaves what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail import checkpoint
+from dovetail.demos import DEMOS, Outcome, classify, experiment, federated, gan, resume
+from dovetail.errors import DovetailError
+from dovetail.history import History
+
+Run = Callable[..., tuple[Any, str, str]]
+
+
+def is_picture(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def left_in(folder: Path, outcome: Outcome) -> bool:
+    """Whether a demo has left all that it names, and nothing beside it."""
+    return {path.name for path in folder.iterdir()} == set(outcome.files)
+
+
+# ------------------------------------------------------------------ the demos
+
+
+def test_classify_learns_draws_and_leaves_checkpoints(tmp_path: Path) -> None:
+    outcome = classify.run(tmp_path, num_epochs=4)
+    assert left_in(tmp_path, outcome)
+    assert is_picture(tmp_path / "digits.png")
+    assert len(History.load(tmp_path / "run" / "ck_history.jsonl").get_metric_values("valid_loss")) == 4
+    assert checkpoint.latest(tmp_path / "run") is not None
+    assert float(outcome.result.split()[2].rstrip("%")) > 80
+
+
+def test_gan_looks_six_times_and_gets_closer(tmp_path: Path) -> None:
+    outcome = gan.run(tmp_path, num_epochs=5)
+    assert left_in(tmp_path, outcome)
+    assert is_picture(tmp_path / "samples.png")
+    assert [row[0] for row in outcome.rows] == ["0", "1", "2", "3", "4", "5"]
+    first, last = (int(outcome.rows[place][1].rstrip("%")) for place in (0, -1))
+    assert first == 0 < last
+
+
+def test_federated_compares_two_algorithms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = federated.run(tmp_path, rounds=6)
+    assert left_in(tmp_path, outcome)
+    assert is_picture(tmp_path / "rounds.png")
+    assert outcome.columns == ("round", "FedAvg", "SCAFFOLD")
+    assert [row[0] for row in outcome.rows] == ["1", "5", "6"]
+    assert capsys.readouterr().out.count("round 6/6  5 of 5 clients") == 2
+
+
+@pytest.mark.slow
+def test_resume_kills_a_process_and_ends_with_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = resume.run(tmp_path)
+    assert left_in(tmp_path, outcome)
+    assert is_picture(tmp_path / "losses.png")
+    assert outcome.result == (
+        "bit for bit, 380 of 380 losses are equal; weights, optimizer and random states at the end are, too"
+    )
+    _, straight, killed = zip(*outcome.rows, strict=True)
+    assert straight[2:] == killed[2:]
+    assert "killed by SIGKILL after batch" in capsys.readouterr().out
+    # The killed one had to do some of its batches again.
+    assert int(killed[1]) > 0
+
+
+@pytest.mark.slow
+def test_experiment_searches_in_processes_and_reports(tmp_path: Path) -> None:
+    small = ("searcher.max_trials=2", "searcher.num_rungs=1", "searcher.max_length={epochs: 3}")
+    outcome = experiment.run(tmp_path, settings=small)
+    assert {path.name for path in tmp_path.iterdir()} == {*outcome.files, "report-best.png"}
+    assert is_picture(tmp_path / "report-curves.png")
+    assert outcome.columns == ("trial", "accuracy", "batches", "dropout", "learning_rate", "width", "state")
+    assert sorted(row[0] for row in outcome.rows) == ["0", "1"]
+    assert float(outcome.rows[0][1]) >= float(outcome.rows[1][1]) > 0.4
+    # The code that it leaves is the one that ran: it can be edited and run again.
+    assert "class SpiralsTrial" in (tmp_path / "code" / "train.py").read_text()
+
+
+@pytest.mark.slow
+def test_a_search_without_a_value_says_why(tmp_path: Path) -> None:
+    broken = ("searcher.max_trials=1", "searcher.num_rungs=1", "entrypoint=python3 nothing.py")
+    with pytest.raises(DovetailError, match=r"no trial has reported an accuracy: .*log\.txt"):
+        experiment.run(tmp_path, settings=broken)
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_the_default_is_classify_in_a_new_folder_each_time(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(classify.run, "__kwdefaults__", {"num_epochs": 1})
+    (tmp_path / "dovetail-demo" / "classify").mkdir(parents=True)
+    code, out, err = run("demo")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[:2] == [DEMOS["classify"].shows, "writes to dovetail-demo/classify-2"]
+    assert "  dovetail-demo/classify-2/digits.png  the learning curves" in out
+    assert "  dovetail checkpoint list dovetail-demo/classify-2/run" in lines
+    assert lines[-1].startswith("result: test accuracy ")
+    assert list((tmp_path / "dovetail-demo" / "classify").iterdir()) == []
+
+
+def test_a_folder_with_something_in_it_is_left_alone(run: Run, tmp_path: Path) -> None:
+    mine = tmp_path / "digits.png"
+    mine.write_text("mine")
+    code, out, err = run("demo", "classify", "--output", tmp_path)
+    assert (code, out) == (1, "")
+    assert err == f"dovetail: --output: {tmp_path} is not empty, and a demo overwrites nothing: name a new folder\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]
+    assert mine.read_text() == "mine"
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(run: Run) -> None:
+    known = "(known: classify, experiment, federated, gan, resume)"
+    assert run("demo", "federate") == (1, "", f"dovetail: unknown demo 'federate': did you mean 'federated'? {known}\n")
+
+
+def test_the_help_names_every_demo(run: Run) -> None:
+    _, out, _ = run("demo", "--help")
+    assert f"NAME is {', '.join(list(DEMOS)[:-1])} or {list(DEMOS)[-1]}." in " ".join(out.split())
+
+
+# A package that is not installed, as far as this process can tell; and a short demo.
+WITHOUT = """
+import sys
+sys.modules[sys.argv.pop(1)] = None
+if "federated" in sys.argv:
+    from dovetail.demos import federated
+    federated.run.__kwdefaults__["rounds"] = 1
+from dovetail.cli import main
+main()
+"""
+
+
+def run_without(module: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT, module, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.slow
+def test_without_matplotlib_there_is_no_picture_and_all_else(tmp_path: Path) -> None:
+    done = run_without("matplotlib", "demo", "federated", "--output", tmp_path / "new")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no rounds.png: matplotlib is not installed: pip install 'dovetail[plot]'" in done.stdout
+    assert "rounds.png  who" not in done.stdout
+    assert "│ round │ FedAvg │ SCAFFOLD │" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("result: test accuracy after 1 rounds: FedAvg ")
+
+
+def test_a_missing_package_is_named_and_no_empty_folder_left(tmp_path: Path) -> None:
+    done = run_without("optuna", "demo", "experiment", "--output", tmp_path / "new")
+    assert (done.returncode, done.stderr) == (1, "dovetail: optuna is not installed: pip install 'dovetail[search]'\n")
+    assert not (tmp_path / "new").exists()
