@@ -1,0 +1,96 @@
+"""Which algorithm is ahead of which, as the papers claim: the experiments of `benchmarks/algorithms.py`, reduced.
+
+The benchmark has the full settings and bars. Here are fewer rounds, fewer samples and one seed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dovetail.data.models import logistic
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_of_algorithms", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look for the module that they are defined in.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_drift_keeps_fedavg_from_the_optimum_and_neither_scaffold_nor_feddyn(benchmark: ModuleType) -> None:
+    distance = benchmark.drift(0, rounds=12, most=60).values
+    assert 0 < distance["SCAFFOLD"] < 0.5 * distance["FedAvg"]
+    assert 0 < distance["FedDyn"] < 0.25 * distance["FedAvg"]
+
+
+@pytest.mark.slow
+def test_fedprox_calms_the_loss_and_does_not_raise_it(benchmark: ModuleType) -> None:
+    # Far from the optimum both move because they learn. What drift alone does shows where there is little to learn.
+    samples = benchmark.synthetic(30, 0, 200)
+    model = near_the_optimum(*(torch.cat(column) for column in zip(*samples, strict=True)))
+    found = benchmark.stability(0, 8, "vectorized", model=model, most=200).found
+    assert found[benchmark.IS_CALMER.text] < 0.7
+    assert found[benchmark.IS_NO_WORSE.text] < 1.02
+
+
+@pytest.mark.slow
+def test_clients_with_two_classes_are_better_off_with_a_model_of_their_own(benchmark: ModuleType) -> None:
+    data = benchmark.two_classes(1, num_clients=10, images=benchmark.handwritten_digits())
+    accuracy = benchmark.personalisation(1, rounds=5, data=data, lr=0.2).values
+    for name in ("FedPer", "FedRep", "LG-FedAvg", "Ditto", "APFL"):
+        assert accuracy[name] >= accuracy["FedAvg"] + 10, name
+        assert accuracy[name] >= 92, name
+
+
+def test_clients_that_are_alike_are_not(benchmark: ModuleType) -> None:
+    data = benchmark.alike(1, num_clients=10, images=benchmark.handwritten_digits())
+    accuracy = benchmark.no_free_lunch(1, rounds=5, data=data, lr=0.2).values
+    assert accuracy["local only"] < accuracy["FedAvg"] - 1
+    assert accuracy["FedPer"] <= accuracy["FedAvg"] + 1.5
+    assert accuracy["Ditto"] <= accuracy["FedAvg"] + 1.5
+
+
+@pytest.mark.parametrize("cut", ["two_classes", "alike"])
+def test_clients_test_on_images_that_nobody_learns(benchmark: ModuleType, cut: str) -> None:
+    data = getattr(benchmark, cut)(0, num_clients=10, images=benchmark.handwritten_digits())
+    learned = {image.numpy().tobytes() for images, _ in data.train for image in images}
+    assert not any(image.numpy().tobytes() in learned for images, _ in data.test for image in images)
+
+
+def test_clients_test_on_the_two_classes_that_they_learn(benchmark: ModuleType) -> None:
+    data = benchmark.two_classes(0, num_clients=10, images=benchmark.handwritten_digits())
+    classes = [set(labels.tolist()) for _, labels in data.train]
+    assert classes == [set(labels.tolist()) for _, labels in data.test]
+    assert [len(each) for each in classes] == [2] * 10
+
+
+def near_the_optimum(inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[], nn.Module]:
+    model = logistic()
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=50, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), labels)
+        torch.autograd.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    return lambda: model
