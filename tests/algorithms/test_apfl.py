@@ -36,6 +36,7 @@ class TestAPFL(AlgorithmContract):
         return APFL(alpha=0.4)
 
 
+@pytest.mark.torture
 class TestOfOutputs(AlgorithmContract):
     vectorizes = True
 
@@ -43,6 +44,7 @@ class TestOfOutputs(AlgorithmContract):
         return APFL(mix="outputs")
 
 
+@pytest.mark.torture
 class TestBesideScaffold(AlgorithmContract):
     vectorizes = True
 

@@ -29,6 +29,7 @@ class TestDitto(AlgorithmContract):
         return Ditto(ditto_lambda=0.5, personalization_epochs=2)
 
 
+@pytest.mark.torture
 class TestBesideScaffold(AlgorithmContract):
     vectorizes = True
 

@@ -24,6 +24,7 @@ class TestFedALA(AlgorithmContract):
         return FedALA(eta=0.5)
 
 
+@pytest.mark.torture
 class TestOfTheHead(AlgorithmContract):
     def make(self) -> Algorithm:
         return CompositeAlgorithm([FedProx(), FedALA(layer_idx=2, threshold=10.0, num_pre_loss=1)])

@@ -22,6 +22,7 @@ class TestFedBABU(AlgorithmContract):
         return FedBABU()
 
 
+@pytest.mark.torture
 class TestFinetuningAll(AlgorithmContract):
     vectorizes = True
 

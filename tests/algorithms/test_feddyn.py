@@ -40,6 +40,7 @@ class TestFedDyn(AlgorithmContract):
         return FedDyn(alpha=0.5)
 
 
+@pytest.mark.torture
 class TestAdaptive(AlgorithmContract):
     vectorizes = True
 

@@ -45,6 +45,7 @@ class TestFedMos(AlgorithmContract):
         return FedMos(a=0.3, mu=0.05)
 
 
+@pytest.mark.torture
 class TestReuse(AlgorithmContract):
     def make(self) -> FedMos:
         return FedMos(a=0.3, mu=0.05, reuse_gradient=True)

@@ -22,6 +22,7 @@ class TestFedPer(AlgorithmContract):
         return FedPer()
 
 
+@pytest.mark.torture
 class TestFedPerWithOthers(AlgorithmContract):
     vectorizes = True
 

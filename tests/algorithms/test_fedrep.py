@@ -30,6 +30,7 @@ class TestFedRep(AlgorithmContract):
         return FedRep(local_epochs=1)
 
 
+@pytest.mark.torture
 class TestFedRepWithFedProx(AlgorithmContract):
     vectorizes = True
 

@@ -38,6 +38,7 @@ class TestLGFedAvg(AlgorithmContract):
         return LGFedAvg()
 
 
+@pytest.mark.torture
 class TestTheRepresentationStays(AlgorithmContract):
     vectorizes = True
 

@@ -148,7 +148,7 @@ def run_without(module: str, *words: object) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_without_matplotlib_there_is_no_picture_and_all_else(tmp_path: Path) -> None:
     done = run_without("matplotlib", "demo", "federated", "--output", tmp_path / "new")
     assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,7 @@ from dovetail import checkpoint
 from dovetail.history import History
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEMO = EXAMPLES / "digits_classifier.py"
+CLASSIFIER = EXAMPLES / "digits_classifier.py"
 
 pytestmark = pytest.mark.slow
 
@@ -24,15 +24,16 @@ def result(done: CompletedProcess[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("example", sorted(set(EXAMPLES.glob("*.py")) - {DEMO}), ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", sorted(set(EXAMPLES.glob("*.py")) - {CLASSIFIER}), ids=lambda path: path.stem)
 def test_example_learns_and_writes_nothing_outside_of_runs(example: Path, tmp_path: Path) -> None:
     assert result(run(example, folder=tmp_path)).startswith("result: ")
     assert {path.name for path in tmp_path.iterdir()} <= {"runs"}
 
 
-def test_the_demo_gives_the_same_result_again_in_the_same_folder(tmp_path: Path) -> None:
+@pytest.mark.torture
+def test_the_classifier_gives_the_same_result_again_in_the_same_folder(tmp_path: Path) -> None:
     # As a user does.
-    command = [sys.executable, "-W", "error", str(DEMO)]
+    command = [sys.executable, "-W", "error", str(CLASSIFIER)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     first, second = (
         result(subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240))
