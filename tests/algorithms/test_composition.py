@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from dovetail.algorithms import (
     PerFedAvg,
     PFedGraph,
 )
-from dovetail.errors import ConfigError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.federated.callbacks import ServerCallback
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import (
@@ -218,3 +219,9 @@ def test_every_algorithm_can_be_named_in_a_file_and_is_exported() -> None:
     named = {ours.algorithms.get(name) for name in ours.algorithms.names()}
     assert named <= exported
     assert exported - named == {Algorithm, CompositeAlgorithm}
+
+
+def test_a_checkpoint_of_other_algorithms_is_refused(tmp_path: Path) -> None:
+    federation(CompositeAlgorithm([FedProx(), FedAdam()]), checkpoint_path=str(tmp_path), rounds=1)
+    with pytest.raises(CheckpointError, match=r"written with algorithm FedProx \+ FedAdam, not SCAFFOLD \+ FedAdam"):
+        federation(CompositeAlgorithm([SCAFFOLD(), FedAdam()]), checkpoint_path=str(tmp_path), rounds=2)

@@ -42,6 +42,11 @@ class Algorithm:
     needs_each_update: ClassVar[bool] = False
     num_clients: int = 0
 
+    @property
+    def title(self) -> str:
+        """What it is called in checkpoints and messages."""
+        return type(self).__name__
+
     def begin(self, model: nn.Module, num_clients: int) -> None:
         """Look at what will be trained, before the first round; called by the server, and by every client.
 

@@ -50,13 +50,17 @@ class CompositeAlgorithm(Described, Algorithm):
             for matter in algorithm.decides:
                 if matter in known:
                     raise ConfigError(
-                        f"algorithms: {_name(known[matter])} and {_name(algorithm)} both decide {matter}; use one of "
-                        "them"
+                        f"algorithms: {known[matter].title} and {algorithm.title} both decide {matter}; use one of them"
                     )
                 known[matter] = algorithm
         # Of the class for a single algorithm; here, of what there is.
         self.decides = tuple(known)  # type: ignore[misc]  # a value of the object hides the one of the class
         self.needs_each_update = any(it.needs_each_update for it in self.algorithms)  # type: ignore[misc]  # likewise
+
+    @property
+    def title(self) -> str:
+        """The names of all."""
+        return " + ".join(algorithm.title for algorithm in self.algorithms)
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
         """Let all of them look."""
@@ -114,7 +118,3 @@ def _change_by(algorithm: Algorithm, weights: Weights, average: Average) -> Aver
         return {name: after[name] - value for name, value in weights.items()}
 
     return change
-
-
-def _name(algorithm: Algorithm) -> str:
-    return type(algorithm).__name__

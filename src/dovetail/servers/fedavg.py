@@ -570,7 +570,7 @@ class Server:
         return {
             "round": self.current_round,
             "weights": dict(self.weights),
-            "algorithm": {"name": type(self.algorithm).__name__, "state": self.algorithm.state_dict()},
+            "algorithm": {"name": self.algorithm.title, "state": self.algorithm.state_dict()},
             "selection": {"name": type(self.selection).__name__, "state": self.selection.state_dict()},
             "postprocessors": self.outbound.state_dict(),
             "clock": self.clock.state_dict(),
@@ -588,7 +588,7 @@ class Server:
         shapes = [{name: value.shape for name, value in each.items()} for each in (state["weights"], self.weights)]
         if shapes[0] != shapes[1]:
             raise CheckpointError("the checkpoint is of another model: give another checkpoint_path, or the same model")
-        mine = {"algorithm": type(self.algorithm).__name__, "selection": type(self.selection).__name__}
+        mine = {"algorithm": self.algorithm.title, "selection": type(self.selection).__name__}
         given = {**{what: state[what]["name"] for what in mine}, "seed": state["seed"]}
         for what, value in {**mine, "seed": self.config.server.random_seed}.items():
             if given[what] != value:
@@ -636,7 +636,7 @@ def _check(config: FederatedConfig, outbound: Chain) -> None:
 
 def _check_algorithm(algorithm: Algorithm, outbound: Chain, config: FederatedConfig) -> None:
     """Refuse what an algorithm cannot work with."""
-    name = type(algorithm).__name__
+    name = algorithm.title
     if algorithm.needs_each_update and outbound.needs_cohort:
         raise ConfigError(f"algorithm: {name} looks at every update, and masks let the server see their sum only")
     if algorithm.needs_each_update and outbound.needs_plain_mean:
