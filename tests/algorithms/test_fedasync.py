@@ -12,6 +12,7 @@ from dovetail.algorithms import FedAsync, algorithms
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.averaging import weighted_mean
 from dovetail.federated.messages import Update
+from dovetail.testing import AlgorithmContract
 
 _NOW = {"w": torch.tensor(2.0), "n": torch.tensor(10)}
 
@@ -81,3 +82,10 @@ def test_an_unknown_weighting_is_told() -> None:
 
 def test_it_has_a_name() -> None:
     assert algorithms.get("fedasync") is FedAsync
+
+
+class TestFedAsync(AlgorithmContract):
+    vectorizes = True
+
+    def make(self) -> FedAsync:
+        return FedAsync()

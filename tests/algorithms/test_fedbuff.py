@@ -11,6 +11,7 @@ from dovetail.algorithms import FedBuff, algorithms
 from dovetail.errors import ConfigError
 from dovetail.federated.averaging import weighted_mean
 from dovetail.federated.messages import Update
+from dovetail.testing import AlgorithmContract
 
 _UPDATES = [Update(k, 1, n, delta={"w": torch.tensor(v)}) for k, n, v in [(1, 1, 2.0), (2, 99, 4.0)]]
 
@@ -38,3 +39,10 @@ def test_a_rate_must_be_above_zero() -> None:
 
 def test_it_has_a_name() -> None:
     assert algorithms.get("fedbuff") is FedBuff
+
+
+class TestFedBuff(AlgorithmContract):
+    vectorizes = True
+
+    def make(self) -> FedBuff:
+        return FedBuff()
