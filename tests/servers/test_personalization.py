@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from toy import federation
 
-from dovetail.algorithms import CompositeAlgorithm, FedAvg, FedNova, FedProx
+from dovetail.algorithms import CompositeAlgorithm, FedAvg, FedNova, FedPer, FedProx
 from dovetail.checks import ConfigErrors
 from dovetail.errors import ConfigError
 from dovetail.federated.callbacks import ServerCallback
@@ -142,3 +142,39 @@ def test_a_server_without_an_algorithm_has_the_one_of_its_settings() -> None:
     config = read_federated({"algorithm": {"type": "fedprox", "mu": 0.5}})
     assert repr(Server(config=config).algorithm) == "FedProx(mu=0.5)"
     assert repr(Server(config=config, algorithm=FedAvg()).algorithm) == "FedAvg()"
+
+
+class _LeftError(Exception):
+    """A server is gone."""
+
+
+def test_a_server_that_ends_while_clients_train_for_themselves_does_it_again_with_the_same_bits(tmp_path: Path) -> None:
+    class Leave(ServerCallback):
+        def on_clients_personalized(self, server: Any) -> None:
+            raise _LeftError
+
+    settings = {"personalization": {"epochs": 2}, "checkpoint_path": str(tmp_path)}
+    with pytest.raises(_LeftError):
+        federation(FedPer(), callbacks=[Leave()], **settings)
+    resumed, straight = federation(FedPer(), **settings), federation(FedPer(), personalization={"epochs": 2})
+    assert resumed.personalized == straight.personalized
+    assert resumed.evaluate_clients() == straight.evaluate_clients()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_later_round_that_fails_leaves_clients_what_they_made_their_own(tmp_path: Path, on_disk: bool) -> None:
+    failing = False
+
+    class Fail(ServerCallback):
+        def on_weights_aggregated(self, server: Any, updates: Any) -> None:
+            if failing:
+                raise _LeftError
+
+    where = {"checkpoint_path": str(tmp_path)} if on_disk else {}
+    server = federation(FedPer(), callbacks=[Fail()], **where)
+    server.personalize(epochs=3)
+    before = server.evaluate_clients()
+    failing, server.config = True, server.config.with_settings(rounds=4)
+    with pytest.raises(_LeftError):
+        server.run()
+    assert server.evaluate_clients() == before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -38,8 +38,8 @@ class Algorithm:
         {'w': tensor(8.)}
     """
 
-    decides: ClassVar[tuple[str, ...]] = ()
-    needs_each_update: ClassVar[bool] = False
+    decides: tuple[str, ...] = ()
+    needs_each_update: bool = False
     num_clients: int = 0
 
     @property

@@ -54,8 +54,8 @@ class CompositeAlgorithm(Described, Algorithm):
                     )
                 known[matter] = algorithm
         # Of the class for a single algorithm; here, of what there is.
-        self.decides = tuple(known)  # type: ignore[misc]  # a value of the object hides the one of the class
-        self.needs_each_update = any(it.needs_each_update for it in self.algorithms)  # type: ignore[misc]  # likewise
+        self.decides = tuple(known)
+        self.needs_each_update = any(it.needs_each_update for it in self.algorithms)
 
     @property
     def title(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
@@ -171,7 +171,7 @@ class PartialAlgorithm(Algorithm):
         (False, True)
     """
 
-    decides: ClassVar[tuple[str, ...]] = ("which layers stay with clients",)
+    decides: tuple[str, ...] = ("which layers stay with clients",)
 
     local_layer_names: LayerNames
     global_layer_names: LayerNames

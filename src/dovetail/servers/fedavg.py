@@ -218,11 +218,17 @@ class Server:
         config = {**self._client_config(), **({"epochs": epochs} if epochs else {}), "rounds": self.current_round}
         self.current_round += 1
         try:
-            self.personalized = self._heard_of(ids, config, "personalize")
+            found = self._heard_of(ids, config, "personalize")
+        except BaseException:
+            self.states.rollback()
+            raise
         finally:
             self.current_round -= 1
+        # What a later round that fails goes back to.
+        self.states.commit()
+        self.personalized = found
         self._tell("on_clients_personalized")
-        return self.personalized
+        return found
 
     def _heard_of(self, ids: Iterable[int] | None, config: Mapping[str, Any], kind: _Kind) -> ClientsEvaluation:
         """Ask clients for their metrics."""
