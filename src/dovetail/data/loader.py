@@ -268,9 +268,11 @@ class DataLoader(torch_data.DataLoader[T_co]):
             self._next_epoch = self._pass.epoch + 1
         start, self._next_start = self._next_start, 0
         running = self._pass = _Pass(self._next_epoch, start, self._workers_seeded, self._random_states())
-        for purpose, generator in enumerate(self._seeded):
-            generator.manual_seed(_mixed(cast(int, self.seed), self._next_epoch, purpose))
         rows = rows_in_memory(self)
+        for purpose, generator in enumerate(self._seeded):
+            # The first is that of workers, which rows do without.
+            if purpose or rows is None:
+                generator.manual_seed(_mixed(cast(int, self.seed), self._next_epoch, purpose))
         batches = self._torch_batches(start) if rows is None else self._sliced_batches(rows, start)
         self._workers_seeded = self.persistent_workers
         return self._counted(running, batches)
@@ -319,7 +321,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def _sliced_batches(self, rows: Rows, start: int) -> Iterator[list[Tensor]]:
         assert self.batch_size is not None
         # Torch draws a seed for its workers even when it has none, and so moves the generator on.
-        if not self._workers_seeded:
+        if not self._workers_seeded and not self._seeded:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         # Torch draws the order when it needs the first index. Its workers need that at once, and a generator
         # with our seed is ours only until the next iteration starts.

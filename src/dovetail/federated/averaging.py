@@ -30,7 +30,8 @@ def moved(weights: Weights, delta: Weights, rate: float = 1.0) -> dict[str, Tens
     result = dict(weights)
     for name, change in delta.items():
         before = weights[name]
-        after = before + change.to(before.device) * rate
+        change = change.to(before.device)
+        after = before + (change if rate == 1 else change * rate)
         if not (before.is_floating_point() or before.is_complex()):
             after = torch.round(after)
         result[name] = after.to(before.dtype)

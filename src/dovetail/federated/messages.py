@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
-from operator import add
 from typing import Any, Literal
 
 import torch
@@ -133,7 +131,16 @@ class WeightedSum:
     @classmethod
     def of(cls, updates: Iterable[Update]) -> WeightedSum:
         """Return the sum over updates, each counted by its samples, added in their order."""
-        return reduce(add, (update.weighted() for update in updates), cls(0.0, {}))
+        weight, sums = 0.0, dict[str, Tensor]()
+        for update in updates:
+            weight += update.num_samples
+            for name, value in update.delta.items():
+                # In place: to find memory for every term takes longer than to add it.
+                if name in sums:
+                    sums[name].add_(_real(value), alpha=update.num_samples)
+                else:
+                    sums[name] = _real(value) * float(update.num_samples)
+        return cls(weight, sums)
 
     def __add__(self, other: WeightedSum) -> WeightedSum:
         sums = dict(self.sums)

@@ -37,6 +37,7 @@ from dovetail.federated.states import ClientStates, StoredClientStates
 from dovetail.federated.validation import admit, check_update
 from dovetail.servers.edge import Silos
 from dovetail.trainers.base import Trainer
+from dovetail.trainers.interruption import listening
 from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 
@@ -164,7 +165,7 @@ class Server:
         Args:
             client: Does the work of all clients; None for the one of the last run, or a plain one.
         """
-        with self._undisturbed():
+        with self._undisturbed(), listening():
             if client is not None or self._worker is None:
                 self.prepare(client or Client())
             try:

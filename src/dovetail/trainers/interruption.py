@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Interrupted", "heeding_signals"]
+__all__ = ["Interrupted", "heeding_signals", "listening"]
 
 
 class Interrupted(KeyboardInterrupt, SystemExit):
@@ -33,35 +33,71 @@ class Interrupted(KeyboardInterrupt, SystemExit):
         self.at_once = at_once
 
 
+_DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+class _Listener:
+    """Tells the run of the moment of a signal; between runs, signals do what they do where nobody listens."""
+
+    def __init__(self) -> None:
+        self.context: TrainingContext | None = None
+        self.heard = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.context is None:
+            signal.signal(number, _DEFAULTS[number])
+            signal.raise_signal(number)
+        elif self.heard:
+            _say(f"\n{name} again: leaving at once")
+            raise Interrupted(number, at_once=True)
+        else:
+            self.heard = True
+            self.context.stop(f"interrupted by {name}", number)
+            _say(f"\n{name}: finishing the running update, then leaving (again to leave at once)")
+
+
+_listener: _Listener | None = None
+
+
 @contextmanager
-def heeding_signals(context: TrainingContext) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into a stop of the run, and the second into its immediate end.
+def listening() -> Iterator[_Listener | None]:
+    """Put handlers in place for all runs inside: to do so for each costs more than a client needs for a small batch.
 
     Handlers of the user's own are left in place, and so are all outside of the main thread, where there are none.
     """
+    global _listener
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield None
         return
-    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    heard: list[int] = []
-    replaced = {number: handler for number, handler in defaults.items() if signal.getsignal(number) == handler}
-
-    def heed(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if heard:
-            _say(f"\n{name} again: leaving at once")
-            raise Interrupted(number, at_once=True)
-        heard.append(number)
-        context.stop(f"interrupted by {name}", number)
-        _say(f"\n{name}: finishing the running update, then leaving (again to leave at once)")
-
+    if _listener is not None:
+        yield _listener
+        return
+    _listener = _Listener()
+    replaced = [number for number, handler in _DEFAULTS.items() if signal.getsignal(number) == handler]
     for number in replaced:
-        signal.signal(number, heed)
+        signal.signal(number, _listener)
     try:
-        yield
+        yield _listener
     finally:
-        for number, handler in replaced.items():
-            signal.signal(number, handler)
+        _listener = None
+        for number in replaced:
+            signal.signal(number, _DEFAULTS[number])
+
+
+@contextmanager
+def heeding_signals(context: TrainingContext) -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into a stop of the run, and the second into its immediate end."""
+    with listening() as listener:
+        if listener is None or listener.context is not None:
+            # Of a run inside another one, the outer hears.
+            yield
+            return
+        listener.context, listener.heard = context, False
+        try:
+            yield
+        finally:
+            listener.context = None
 
 
 def _say(sentence: str) -> None:

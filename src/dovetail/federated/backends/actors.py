@@ -11,10 +11,9 @@ from dovetail.errors import ConfigError
 from dovetail.federated.backends.base import Work, Worker
 from dovetail.federated.backends.parcels import copied, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat
-from dovetail.federated.backends.processes import arithmetic, set_arithmetic
 from dovetail.federated.backends.sequential import attempted, fault
 from dovetail.federated.messages import Weights
-from dovetail.trainers.relay import described, rebuilt
+from dovetail.trainers.relay import arithmetic, described, rebuilt, set_arithmetic
 
 __all__ = ["Ray"]
 

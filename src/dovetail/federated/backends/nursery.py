@@ -41,6 +41,13 @@ _REQUEST = struct.Struct("!cqd")
 _ANSWER = struct.Struct("!q")
 _NUM_DESCRIPTORS = 5
 _KILLED_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+# How workers begin. Torch's number of threads is set in them; other libraries stay out of each other's way. Memory that
+# a step frees stays for the next: else glibc may give it back and ask for it anew in every step of a small CNN.
+_BEGINNING = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
+}
 
 
 class Nursery:
@@ -61,8 +68,7 @@ class Nursery:
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # Torch's number of threads is set in the workers. Other libraries stay out of each other's way.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **_BEGINNING},
             )
 
     def begin(self, descriptors: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,22 +45,37 @@ class Parcel:
     bulk: list[memoryview]
 
 
-def packed(content: Any) -> Parcel:
-    """Pickle anything, functions and classes of a script included; the bulk stays where it is."""
+def packed(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
+    """Pickle anything, functions and classes of a script included; the bulk stays where it is.
+
+    Args:
+        content: What is sent.
+        known: Numbers, by identity, of what whoever opens it has already.
+    """
     bulk: list[memoryview] = []
     file = io.BytesIO()
     # A callback that returns nothing, as `append` does, keeps the bulk out of the pickle.
-    pickler = _Pickler(file, protocol=5, buffer_callback=lambda part: bulk.append(part.raw()))
+    pickler = (_Pickler if known is None else _BriefPickler)(
+        file, protocol=5, buffer_callback=lambda part: bulk.append(part.raw())
+    )
+    pickler.known = known
     pickler.dump(content)
     return Parcel(file.getvalue(), bulk)
 
 
-def opened(content: bytes, bulk: Iterable[Any]) -> Any:
+def opened(content: bytes, bulk: Iterable[Any], known: Sequence[Any] = ()) -> Any:
     """Return what was packed. Its tensors are in the memory that is given; they may be changed if that may be.
 
     Only for what a process of our own has packed.
+
+    Args:
+        content: Of the parcel.
+        bulk: Of the parcel, or copies.
+        known: What the parcel names by numbers only.
     """
-    return pickle.loads(content, buffers=bulk)  # noqa: S301 - from our own process, never from a file
+    unpickler: Any = pickle.Unpickler(io.BytesIO(content), buffers=bulk)  # noqa: S301 - our own process's, no file
+    unpickler.persistent_load = known.__getitem__
+    return unpickler.load()
 
 
 def copied(part: Any) -> memoryview:
@@ -125,6 +140,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if type(piece) is torch.UntypedStorage and piece.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_memory(torch.empty(0, dtype=torch.uint8).set_(piece))),)
         return super().reducer_override(piece)
+
+
+class _BriefPickler(_Pickler):
+    known: Mapping[int, int]
+
+    def persistent_id(self, piece: Any) -> int | None:
+        return self.known.get(id(piece))
 
 
 def _is_plain(tensor: Tensor) -> bool:

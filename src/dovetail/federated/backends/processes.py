@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
-import torch
 
 from dovetail.errors import ConfigError
 from dovetail.federated.backends.base import Work, Worker
@@ -30,9 +29,11 @@ from dovetail.federated.backends.nursery import Nursery, nursery
 from dovetail.federated.backends.parcels import Block, Parcel, Place, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
 from dovetail.federated.backends.sequential import attempted, fault
-from dovetail.trainers.relay import described, rebuilt, share_of_threads
+from dovetail.federated.messages import Weights
+from dovetail.trainers.interruption import listening
+from dovetail.trainers.relay import arithmetic, described, rebuilt, set_arithmetic, share_of_threads
 
-__all__ = ["Process", "arithmetic", "live", "num_cores", "set_arithmetic"]
+__all__ = ["Process", "live", "num_cores"]
 
 # Seconds that a worker has to leave by itself when there is nothing to do any more.
 _GRACE = 2.0
@@ -114,23 +115,36 @@ class Process(Pool[_ProcessSeat]):
 
     def _pack(self, work: Sequence[Work]) -> None:
         self._round += 1
+        # Weights that go to several clients are packed once. By identity: all of them stay alive in `work`.
+        times = Counter(id(task.weights) for task, _ in work)
+        several = {id(task.weights): task.weights for task, _ in work if times[id(task.weights)] > 1}
+        numbers = {each: number for number, each in enumerate(several)}
         try:
-            self._parcels = [packed(each) for each in work]
+            weights = packed(list(several.values()))
+            self._parcels = [packed(each, numbers) for each in work]
         except Exception as error:
             raise ConfigError(f"a task or a client's state cannot be sent to other processes: {error}") from error
-        parts = [(_key(part), part) for parcel in self._parcels for part in parcel.bulk]
-        times = Counter(key for key, _ in parts)
-        common = {key: part for key, part in parts if times[key] > 1}
+        # What else is common is found by where it lies.
+        self._keys = [[_key(part) for part in parcel.bulk] for parcel in self._parcels]
+        found = Counter(key for keys in self._keys for key in keys)
+        common = {
+            key: part
+            for parcel, keys in zip(self._parcels, self._keys, strict=True)
+            for key, part in zip(keys, parcel.bulk, strict=True)
+            if found[key] > 1
+        }
+        first = [memoryview(weights.content), *weights.bulk]
         # Nobody reads here now: workers have nothing to do between rounds.
-        self._common = dict(zip(common, self._shared.write(list(common.values())), strict=True))
+        places = self._shared.write([*first, *common.values()])
+        self._weights, self._common = places[: len(first)], dict(zip(common, places[len(first) :], strict=True))
 
     def _give(self, seat: _ProcessSeat, position: int) -> bool:
         parcel = self._parcels[position]
-        shared = [self._common.get(_key(part)) for part in parcel.bulk]
+        shared = [self._common.get(key) for key in self._keys[position]]
         own = iter(seat.inbox.write([part for part, place in zip(parcel.bulk, shared, strict=True) if place is None]))
         places = [(place is not None, place or next(own)) for place in shared]
         try:
-            seat.connection.send_bytes(pickle.dumps((self._round, parcel.content, places)))
+            seat.connection.send_bytes(pickle.dumps((self._round, self._weights, parcel.content, places)))
         except OSError:
             return False
         return True
@@ -171,31 +185,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def arithmetic() -> dict[str, Any]:
-    """Return how torch computes here, as plain values, for `set_arithmetic` in another process.
-
-    Example:
-        >>> arithmetic()["dtype"]
-        'float32'
-    """
-    return {
-        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "precision": torch.get_float32_matmul_precision(),
-    }
-
-
-def set_arithmetic(found: Mapping[str, Any], num_threads: int) -> None:
-    """Compute as another process does, with so many threads."""
-    torch.set_num_threads(num_threads)
-    torch.set_default_dtype(getattr(torch, found["dtype"]))
-    # It imports a compiler, which is not done for nothing.
-    if any(found[name] != value for name, value in arithmetic().items() if name in ("deterministic", "warn_only")):
-        torch.use_deterministic_algorithms(found["deterministic"], warn_only=found["warn_only"])
-    torch.set_float32_matmul_precision(found["precision"])
-
-
 def _circumstances(num_workers: int) -> dict[str, Any]:
     return {
         "path": sys.path,
@@ -234,7 +223,7 @@ def live(descriptors: Sequence[int]) -> None:
     def answer(parcel: Parcel) -> None:
         connection.send_bytes(pickle.dumps((parcel.content, outbox.write(parcel.bulk))))
 
-    with suppress(EOFError, ConnectionError):
+    with suppress(EOFError, ConnectionError), listening():
         _settle(json.loads(connection.recv_bytes()))
         try:
             content, places = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
@@ -245,11 +234,15 @@ def live(descriptors: Sequence[int]) -> None:
             return
         answer(packed("ready"))
         now, known = 0, dict[Place, memoryview]()
+        weights: list[Weights] = []
         while True:
-            number, content, marked = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
+            number, first, content, marked = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
             if number != now:
                 now, known = number, {}
-            work: Work = opened(content, [_read(place, it, known, shared, inbox) for it, place in marked])
+                content_of_weights, *bulk = map(shared.read, first)
+                weights = opened(bytes(content_of_weights), bulk)
+            bulk = [_read(place, it, known, shared, inbox) for it, place in marked]
+            work: Work = opened(content, bulk, weights)
             outcome = attempted(worker, work)
             try:
                 parcel = packed(outcome)
@@ -271,6 +264,5 @@ def _settle(circumstances: Mapping[str, Any]) -> None:
     sys.path[:] = circumstances["path"]
     os.chdir(circumstances["folder"])
     os.environ.clear()
-    # For what a client starts itself.
-    os.environ.update(circumstances["environment"], OMP_NUM_THREADS=str(circumstances["num_threads"]))
+    os.environ.update(circumstances["environment"])
     set_arithmetic(circumstances["arithmetic"], circumstances["num_threads"])

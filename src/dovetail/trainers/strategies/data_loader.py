@@ -294,7 +294,9 @@ class _SizedBatches(Sampler[list[int]]):
 
 
 def _resolved(sampler: Any) -> Any:
-    return sampler.get() if not isinstance(sampler, Mapping) and isinstance(sampler, SamplerSource) else sampler
+    if sampler is None or isinstance(sampler, Mapping):
+        return sampler
+    return sampler.get() if isinstance(sampler, SamplerSource) else sampler
 
 
 def _loader(
