@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install check lint types imports unit test bench torture clean
+.PHONY: help demo install check lint types imports unit test docs bench torture clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -26,6 +26,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing dovetail[dev] ..."
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: $(VENV)/.dev
+	@echo "installing the peers that benchmarks compare with ..."
+	@$(PIP) -e '.[dev,bench]'
+	@touch $@
 
 demo: $(VENV)/.demo            ## train a digit classifier, with something to look at
 	@$(BIN)/dovetail demo classify
@@ -50,17 +55,16 @@ check: lint types imports unit ## the fast part: ruff, mypy, import contracts, u
 test: lint types imports       ## everything: check, slow and integration tests, doctests, examples
 	$(BIN)/python -m pytest -n 3 tests
 
+docs: $(VENV)/.dev             ## the guide and the reference as a site, in build/docs
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 docs build/docs
+	@echo "build/docs/index.html"
+
 torture: $(VENV)/.dev          ## kills, damages, full disks, large graphs and every combination, at length: about 30 minutes
 	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 $$(grep -rlE 'TORTURE|mark\.torture|^(import|from) forked' --include='test_*.py' tests)
 
-bench: $(VENV)/.dev            ## side-by-side benchmarks, each printing ratios
-	$(BIN)/python benchmarks/loop.py
-	$(BIN)/python benchmarks/strategies.py
-	$(BIN)/python benchmarks/ddp.py
-	$(BIN)/python benchmarks/memory_format.py
-	$(BIN)/python benchmarks/search.py
-	$(BIN)/python benchmarks/federated.py
-	$(BIN)/python benchmarks/federated_memory.py
+# BENCH='--only loop' runs one of them; pfl and Flower's simulation: BENCH='--pfl-python ... --flower-python ...'
+bench: $(VENV)/.bench          ## side-by-side benchmarks, written to benchmarks/RESULTS.md: about 25 minutes
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:                         ## remove the environment and every cache
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist docs/project docs/api/*.rst .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,9 +2,8 @@
 
     python benchmarks/ddp.py
 
-Each round trains both ways in the same two processes, one after the other, the order changing from round to round.
-Printed are the median of the ratios of their times, its middle half, and for scale the hand-written side against
-itself.
+Each round trains both ways in the same two processes, one after the other, the order changing from round to round;
+for scale, so does the hand-written side against itself.
 """
 
 from __future__ import annotations
@@ -21,21 +20,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from report import Row, Section, Table, parser, ratios, upper_quartile, verdict
+
+__all__ = ["main"]
+
 BAR = 1.02
-ROUNDS = 41
+# Rounds, and those of a quick run.
+ROUNDS = (31, 3)
 
 
-def main() -> int:
-    if "RANK" in os.environ:
-        return work(Path(sys.argv[1]))
+def main(arguments: list[str] | None = None) -> int:
+    words = parser(__doc__)
+    words.add_argument("--target", type=Path, help="be one of the processes: write what was found to this file")
+    options = words.parse_args(arguments)
+    if options.target is not None:
+        return work(options.target, ROUNDS[options.quick])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
+        command = [sys.executable, __file__, "--target", str(result), *(["--quick"] if options.quick else [])]
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(result)],
+                command,
                 # One core each: two processes with two threads each would wait for each other, spinning.
                 env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
             )
@@ -44,23 +52,30 @@ def main() -> int:
         codes = [process.wait() for process in processes]
         if any(codes):
             return 1
-        rows = json.loads(result.read_text())
-    print(f"{'model':<14}{'by hand':>12}{'ours':>12}{'ratio':>8}{'middle half':>16}{'by hand twice':>16}")
-    for name, times in rows.items():
-        ratios = sorted(ours / hand for hand, ours, _ in times)
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        noise = statistics.median(again / hand for hand, _, again in times)
-        hand, ours = (statistics.median(column) * 1e3 for column in list(zip(*times, strict=True))[:2])
-        verdict = (
-            "met" if high <= BAR else "missed" if low > BAR else "unclear" if middle > BAR else "met, by the median"
-        )
-        spread = f"{low:.3f} to {high:.3f}"
-        print(f"{name:<14}{hand:>9.3f} ms{ours:>9.3f} ms{middle:>8.3f}{spread:>16}{noise:>16.3f}  {verdict}")
-    print(f"bar: {BAR}")
+        found = json.loads(result.read_text())
+    section = Section(
+        "ddp",
+        "Several processes",
+        "A step of `DDPTrainer` against one of a script written by hand for `torchrun` with torch's "
+        "`DistributedDataParallel`: two processes of one thread each, gloo over the loopback.",
+        is_quick=options.quick,
+    )
+    rows = []
+    for name, times in found.items():
+        hand, ours, again = zip(*times, strict=True)
+        noise = upper_quartile([abs(ratio - 1) for ratio in ratios(again, hand)])
+        samples = ratios(ours, hand)
+        shown = tuple(f"{statistics.median(column) * 1e3:.3f}" for column in (hand, ours))
+        rows.append(Row(f"dovetail: {name}", samples, BAR, verdict=verdict(samples, BAR, noise=noise), cells=shown))
+        rows.append(Row(f"by hand, twice: {name}", ratios(again, hand), is_noise=True))
+    note = f"{ROUNDS[options.quick]} rounds."
+    columns = ("by hand, ms", "ours, ms")
+    section.add(Table("Time of a step in two processes", "time over by hand", rows, columns, note=note))
+    section.save(options)
     return 0
 
 
-def work(target: Path) -> int:
+def work(target: Path, rounds: int) -> int:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -151,7 +166,7 @@ def work(target: Path) -> int:
         for side in sides:
             side()
         times = []
-        for number in range(ROUNDS):
+        for number in range(rounds):
             order = [0, 1, 2] if number % 2 == 0 else [2, 1, 0]
             found = [0.0] * 3
             for index in order:

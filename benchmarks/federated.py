@@ -10,8 +10,13 @@ its first is the noise of this measurement.
     python benchmarks/federated.py --pfl-python pfl/bin/python --flower-python flower/bin/python
 
 The clock of a round starts with the weights and the numbers of ten clients, and stops when the next weights are there.
-Workers are started, and graphs are compiled, in rounds before that. Peers need environments of their own: each runs in
-the Python that is given for it, on data from a file, and one without is left out loudly.
+Workers are started, and graphs are compiled, in rounds before that. Peers need environments of their own, since their
+requirements clash with ours (pfl wants an old attrs, Flower's simulation one version of Ray):
+
+    python -m venv pfl && pfl/bin/pip install torch==2.13.0 pfl
+    python -m venv flower && flower/bin/pip install torch==2.13.0 'flwr[simulation]'
+
+Each runs in the Python that is given for it, on data from a file; one without is named as not installed.
 
 The hand-written loop is lean: parameters are reset in place, the optimizer's state is cleared, nothing is constructed
 per client, and the order of the samples is drawn before the clock starts. What Dovetail does in one process has its
@@ -23,9 +28,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -34,13 +37,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -58,13 +58,13 @@ from dovetail.federated.seeds import mix
 from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.interruption import listening
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
+from report import Row, Section, Table, parser, ratios, upper_quartile, verdict
 
 __all__ = ["Workload", "main"]
 
 SEED = 7
-# Whether others are at work on this machine, before this begins.
-IS_BUSY = os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
 NUM_CLIENTS, PER_ROUND = 100, 10
 HAND, AGAIN = "hand-written", "hand-written, again"
 SEQUENTIAL = "sequential"
@@ -209,10 +209,12 @@ class WithDovetail:
             for it in federation.chosen[number]
         ]
         answers: dict[int, Update] = {}
-        for outcome in self.backend.run([(task, {}) for task in tasks]):
-            if not isinstance(outcome, Done):
-                raise RuntimeError(f"client {outcome.client_id}: {outcome.reason}")
-            answers[outcome.update.client_id] = outcome.update
+        # As a server does, for all its rounds.
+        with listening():
+            for outcome in self.backend.run([(task, {}) for task in tasks]):
+                if not isinstance(outcome, Done):
+                    raise RuntimeError(f"client {outcome.client_id}: {outcome.reason}")
+                answers[outcome.update.client_id] = outcome.update
         updates = [answers[it] for it in federation.chosen[number]]
         return self.algorithm.aggregate(weights, updates, weighted_mean)
 
@@ -266,7 +268,10 @@ class Peer:
     def begin(self) -> None:
         """Ask for a round."""
         assert self._process.stdin is not None
-        print("round", file=self._process.stdin, flush=True)
+        try:
+            print("round", file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise RuntimeError(self._last_words()) from None
 
     def end(self) -> None:
         """Wait for its end."""
@@ -283,9 +288,12 @@ class Peer:
         for line in self._process.stdout:
             if line.strip() == word:
                 return
+        raise RuntimeError(self._last_words())
+
+    def _last_words(self) -> str:
         self._log.seek(0)
         last = [line for line in self._log.read().splitlines() if line.strip()][-1:]
-        raise RuntimeError(last[0] if last else "it ended without a word")
+        return last[0][:120] if last else "it ended without a word"
 
 
 class TwoHands:
@@ -359,7 +367,7 @@ WORKLOADS = (
         epochs=20,
         batch_size=10,
         lr=0.01,
-        repeats=(9, 3),
+        repeats=(7, 2),
         bars={**_IN_ONE_PROCESS, SEVERAL: (SEQUENTIAL, "faster", 3.0)},
         is_tiny=True,
     ),
@@ -371,7 +379,7 @@ WORKLOADS = (
         epochs=1,
         batch_size=32,
         lr=0.05,
-        repeats=(15, 3),
+        repeats=(15, 2),
         bars={
             **_IN_ONE_PROCESS,
             COMPILED: (SEQUENTIAL, "faster", 3.0),
@@ -387,7 +395,7 @@ WORKLOADS = (
         epochs=1,
         batch_size=32,
         lr=0.05,
-        repeats=(7, 3),
+        repeats=(7, 2),
         bars={**_IN_ONE_PROCESS, PROCESS: (SEQUENTIAL, "faster", 1.8)},
     ),
 )
@@ -408,10 +416,6 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     gap: float | None = None
 
-    def ratios(self, reference: Result) -> list[float]:
-        """The time over that of the reference, round by round."""
-        return [mine / its for mine, its in zip(self.seconds, reference.seconds, strict=True)]
-
 
 def contestants(
     federation: Federation, options: argparse.Namespace, folder: Path
@@ -431,21 +435,24 @@ def contestants(
     missing = {}
     for name, kind, python in ((PFL, "pfl", options.pfl_python), (FLOWER, "flower", options.flower_python)):
         if python is None:
-            missing[name] = f"no --{kind}-python is given"
+            missing[name] = f"not installed: no --{kind}-python is given"
             continue
         try:
             made[name] = Peer(federation, kind, python, folder)
         except (OSError, RuntimeError) as error:
-            missing[name] = str(error)
+            missing[name] = f"failed: {error}"
     return made, missing
 
 
-def measure(federation: Federation, rounds: dict[str, Round], repeats: int, warm_up: int) -> dict[str, Result]:
-    """Let all contestants take turns, after rounds in which they warm up."""
+def measure(
+    federation: Federation, rounds: Mapping[str, Round], repeats: int, warm_up: int
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Let all contestants take turns, after rounds in which they warm up; say which peers have failed, and how."""
     results = {name: Result() for name in rounds}
+    failed: dict[str, str] = {}
     weights = {name: dict(federation.first) for name in rounds}
     for number in range(warm_up + repeats):
-        names = list(rounds)
+        names = list(results)
         random.Random(number).shuffle(names)
         for name in names:
             contestant = rounds[name]
@@ -457,6 +464,12 @@ def measure(federation: Federation, rounds: dict[str, Round], repeats: int, warm
             started = time.perf_counter()
             try:
                 weights[name] = contestant(number, weights[name])
+            except RuntimeError as error:
+                if not isinstance(contestant, Peer):
+                    raise
+                del results[name]
+                failed[name] = f"failed in round {number + 1}: {error}"
+                continue
             finally:
                 gc.enable()
             if number >= warm_up:
@@ -464,10 +477,10 @@ def measure(federation: Federation, rounds: dict[str, Round], repeats: int, warm
     for name, result in results.items():
         if not isinstance(rounds[name], (Peer, TwoHands)):
             result.gap = max(float((weights[name][it] - weights[HAND][it]).abs().max()) for it in federation.first)
-    return results
+    return results, failed
 
 
-def around_a_client() -> tuple[float, int]:
+def around_a_client(repeats: int) -> tuple[list[float], int]:
     """Return what a client costs beyond its steps, for a model of 100,000 parameters: milliseconds and Python calls."""
     data = [(torch.randn(32, 784), torch.randint(10, (32,)))] * NUM_CLIENTS
     workload = Workload("", "", lambda: _Kept(data), lambda: mlp(784, 10, (120,)), 1, 32, 0.05, (1, 1), {})
@@ -492,8 +505,8 @@ def around_a_client() -> tuple[float, int]:
 
     for run in (client, step):
         seconds(run)
-    extra = [seconds(client) - seconds(step) for _ in range(25)]
-    return statistics.median(extra) * 1e3, _calls(client) - _calls(step)
+    extra = [1e3 * (seconds(client) - seconds(step)) for _ in range(repeats)]
+    return extra, _calls(client) - _calls(step)
 
 
 def _calls(run: Callable[[], None]) -> int:
@@ -517,110 +530,83 @@ def _calls(run: Callable[[], None]) -> int:
 # ------------------------------------------------------------------ reporting
 
 
-def summarise(federation: Federation, results: dict[str, Result], warm_up: int) -> dict[str, Any]:
-    """Return all numbers of a workload by name, the verdicts on the bars among them."""
-    workload, reference = federation.workload, results[HAND]
-    noise = _upper_quartile([abs(ratio - 1) for ratio in results[AGAIN].ratios(reference)])
+def noise_of(results: Mapping[str, Result]) -> float:
+    """Return how far the hand-written loop is from itself, three times in four."""
+    return upper_quartile([abs(ratio - 1) for ratio in ratios(results[AGAIN].seconds, results[HAND].seconds)])
+
+
+def tabulate(federation: Federation, results: Mapping[str, Result], missing: Mapping[str, str], warm_up: int) -> Table:
+    """Return the table of a workload."""
+    reference, sequential = results[HAND].seconds, results[SEQUENTIAL].seconds
     rows = []
     for name, result in results.items():
-        ratios = result.ratios(reference)
-        row = {
-            "contestant": name,
-            "seconds_per_round": statistics.median(result.seconds),
-            "ratio": statistics.median(ratios),
-            "speedup": statistics.median(results[SEQUENTIAL].ratios(result)),
-            "gap": result.gap,
-            "seconds": result.seconds,
-            **_judged(name, workload, results, noise),
-        }
-        rows.append(row)
-    numbers = range(warm_up, warm_up + len(reference.seconds))
-    return {
-        "workload": workload.name,
-        "title": workload.title,
-        "num_steps": statistics.mean(federation.num_steps(number) for number in numbers),
-        "repeats": len(reference.seconds),
-        "noise": noise,
-        "rows": rows,
-    }
-
-
-def _judged(name: str, workload: Workload, results: dict[str, Result], noise: float) -> dict[str, Any]:
-    other, sense, bar = workload.bars.get(name, ("", "", 0.0))
-    if other not in results:
-        return {"bar": "", "verdict": ""}
-    slower = statistics.median(results[name].ratios(results[other]))
-    found = 1 / slower if sense == "faster" else slower
-    is_kept = found <= bar if sense == "at most" else found >= bar
-    phrase = {"at most": "≤ {:g}× the time of", "at least": "≥ {:g}× the time of", "faster": "≥ {:g}× as fast as"}[
-        sense
-    ]
-    # On a busy machine neither a pass nor a failure would mean anything: nobody has two cores to use.
-    is_clear = noise <= 0.05 and not IS_BUSY
-    verdict = ("ok" if is_kept else "MISSED") if is_clear else "unclear"
-    return {"bar": f"{found:.2f}, {phrase.format(bar)} {other}", "verdict": verdict}
-
-
-def _upper_quartile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=4, method="inclusive")[2] if len(values) > 1 else values[0]
-
-
-def show(summary: dict[str, Any], console: Console) -> None:
-    """Print the table of a workload."""
-    table = Table(title=summary["title"], title_justify="left", caption_justify="left")
-    table.caption = (
-        f"{summary['repeats']} rounds of {summary['num_steps']:.0f} steps; noise ±{summary['noise']:.3f}"
-        + (": TAKEN UNDER LOAD" if summary["noise"] > 0.05 or IS_BUSY else "")
-    )
-    table.add_column("contestant")
-    for heading in ("ms/round", "time over hand-written", "speed-up over sequential"):
-        table.add_column(heading, justify="right")
-    table.add_column("found, and bar")
-    table.add_column("")
-    table.add_column("weights")
-    for row in summary["rows"]:
-        gap = row["gap"]
+        speedup = statistics.median(ratios(sequential, result.seconds))
+        gap = result.gap
         agreement = "" if gap is None else "bit for bit" if gap == 0 else f"off by {gap:.1e}"
-        table.add_row(
-            row["contestant"],
-            f"{row['seconds_per_round'] * 1e3:.1f}",
-            f"{row['ratio']:.3f}",
-            f"{row['speedup']:.2f}",
-            row["bar"],
-            row["verdict"],
-            agreement,
-        )
-    console.print(table)
+        cells = (f"{statistics.median(result.seconds) * 1e3:.1f}", f"{speedup:.2f}", agreement)
+        rows.append(Row(_shown(name), ratios(result.seconds, reference), cells=cells, is_noise=name == AGAIN))
+    rows += [Row(name, cells=("", "", reason)) for name, reason in missing.items()]
+    numbers = range(warm_up, warm_up + len(reference))
+    steps = statistics.mean(federation.num_steps(number) for number in numbers)
+    return Table(
+        federation.workload.title,
+        "time over hand-written",
+        rows,
+        ("ms per round", "speed-up over sequential", "weights"),
+        note=f"{len(reference)} rounds of {steps:.0f} steps; noise ±{noise_of(results):.3f}.",
+        is_log=True,
+    )
+
+
+def judged(workload: Workload, results: Mapping[str, Result]) -> list[Row]:
+    """Return a row for every bar of a workload whose two contestants took part."""
+    rows = []
+    for name, (other, sense, bar) in workload.bars.items():
+        if name not in results or other not in results:
+            continue
+        mine, its = results[name].seconds, results[other].seconds
+        found = ratios(its, mine) if sense == "faster" else ratios(mine, its)
+        what = "speed-up over" if sense == "faster" else "time over"
+        sign = "≤" if sense == "at most" else "≥"
+        word = verdict(found, bar, sign, noise_of(results))
+        rows.append(Row(f"{workload.name}: {_shown(name)}, {what} {_shown(other)}", found, bar, sign, word))
+    return rows
+
+
+def _shown(name: str) -> str:
+    """The name of a contestant as a table has it: whose it is, too."""
+    return name if name in (HAND, AGAIN, TWO_HANDS, PFL, FLOWER) else f"dovetail, {name}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark and return 1 when Dovetail's weights differ from the hand-written loop's."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    words = parser(__doc__)
     names = [workload.name for workload in WORKLOADS]
-    parser.add_argument("--workload", action="append", choices=names, help="only this one; may be given several times")
-    parser.add_argument("--repeats", type=int, help="rounds of each workload; its own number by default")
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch; 1 by default, for all contestants")
-    parser.add_argument("--pfl-python", help="a Python that has pfl and torch")
-    parser.add_argument("--flower-python", help="a Python that has flwr[simulation] and torch")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    options = parser.parse_args(arguments)
+    words.add_argument("--workload", action="append", choices=names, help="only this one; may be given several times")
+    words.add_argument("--repeats", type=int, help="rounds of each workload; its own number by default")
+    words.add_argument("--threads", type=int, default=1, help="threads of torch; 1 by default, for all contestants")
+    words.add_argument("--pfl-python", help="a Python that has pfl and torch")
+    words.add_argument("--flower-python", help="a Python that has flwr[simulation] and torch")
+    options = words.parse_args(arguments)
     torch.set_num_threads(options.threads)
 
-    console = Console(width=150)
-    machine = (
-        f"Python {platform.python_version()}, torch {torch.__version__}, {options.threads} threads, "
-        f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}, {date.today()}"
+    section = Section(
+        "federated",
+        "Federations",
+        "A round of ten clients of a hundred, from the weights to the next weights: a lean loop written by hand, "
+        "Dovetail's backends and compiled steps, and Apple's pfl and Flower's simulation, each in an environment of "
+        "its own on the same data. Everyone has one thread per process.",
+        is_quick=options.quick,
     )
-    console.print(f"{machine}; python {' '.join(sys.argv)}", highlight=False)
-    milliseconds, calls = around_a_client()
-    verdict = "ok" if milliseconds <= 1 else "unclear" if IS_BUSY else "MISSED"
-    console.print(
-        f"around a client's steps, 100,000 parameters: {milliseconds:.2f} ms (≤ 1: {verdict}), {calls} Python calls",
-        highlight=False,
+    milliseconds, calls = around_a_client(3 if options.quick else 25)
+    around = Row(
+        "dovetail, around a client's steps", milliseconds, 1.0, verdict=verdict(milliseconds, 1.0), cells=(str(calls),)
     )
-
-    summaries = []
+    section.add(
+        Table("A client beyond its steps, 100,000 parameters", "ms", [around], ("Python calls",), is_drawn=False)
+    )
+    bars: list[Row] = []
+    agree = True
     with tempfile.TemporaryDirectory() as folder:
         for workload in WORKLOADS:
             if options.workload and workload.name not in options.workload:
@@ -629,19 +615,18 @@ def main(arguments: list[str] | None = None) -> int:
             federation = Federation(workload, warm_up + repeats)
             rounds, missing = contestants(federation, options, Path(folder))
             try:
-                summaries.append(summarise(federation, measure(federation, rounds, repeats, warm_up), warm_up))
+                results, failed = measure(federation, rounds, repeats, warm_up)
             finally:
                 for contestant in rounds.values():
-                    if isinstance(contestant, (WithDovetail, Peer)):
+                    if isinstance(contestant, (WithDovetail, Peer, TwoHands)):
                         contestant.close()
-            show(summaries[-1], console)
-            for name, reason in missing.items():
-                console.print(f"LEFT OUT: {name}: {reason}", highlight=False)
-    if options.json:
-        found = {"machine": machine, "around_ms": milliseconds, "around_calls": calls, "workloads": summaries}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
-    rows = [row for summary in summaries for row in summary["rows"] if row["gap"] is not None]
-    return int(any(row["gap"] > (0 if row["contestant"] in (SEQUENTIAL, PROCESS) else 1e-5) for row in rows))
+            section.add(tabulate(federation, results, missing | failed, warm_up))
+            bars += judged(workload, results)
+            gaps = {name: result.gap for name, result in results.items() if result.gap is not None}
+            agree &= all(gap <= (0 if name in (SEQUENTIAL, PROCESS) else 1e-5) for name, gap in gaps.items())
+    section.add(Table("What is asked for", "ratio", bars, form="{:.2f}", is_drawn=False))
+    section.save(options)
+    return int(not agree)
 
 
 if __name__ == "__main__":

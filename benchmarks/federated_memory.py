@@ -9,21 +9,24 @@ share of it is what tracemalloc sees. A row per population: the numbers should n
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import resource
+import statistics
 import subprocess
 import sys
-import time
 import tracemalloc
 from typing import Any
+
+from report import Row, Section, Table, parser
+
+__all__ = ["main"]
 
 POPULATIONS = (1_000, 100_000, 1_000_000)
 
 
 def measured(population: int, rounds: int, per_round: int, backend: str) -> dict[str, float]:
-    """Run a federation in this process, and return what it took in megabytes and seconds."""
+    """Run a federation in this process, and return what it took in megabytes."""
     import torch
 
     from dovetail.clients import simple
@@ -51,11 +54,9 @@ def measured(population: int, rounds: int, per_round: int, backend: str) -> dict
     federation(per_round, 1).run(client())
     before = peak()
     tracemalloc.start()
-    started = time.perf_counter()
     federation(population, rounds).run(client())
-    seconds = (time.perf_counter() - started) / rounds
     traced = tracemalloc.get_traced_memory()[1] / 2**20
-    return {"grown": peak() - before, "python": traced, "whole": peak(), "seconds": seconds}
+    return {"grown": peak() - before, "python": traced, "whole": peak()}
 
 
 def peak() -> float:
@@ -63,26 +64,56 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**10 if sys.platform == "linux" else 2**20)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--per-round", type=int, default=100)
-    parser.add_argument("--backend", default="sequential")
-    parser.add_argument("--population", type=int, help="run this one alone, and print what it took as JSON")
-    options = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    words = parser(__doc__)
+    words.add_argument("--rounds", type=int, default=3)
+    words.add_argument("--per-round", type=int, default=100)
+    words.add_argument("--backend", default="sequential")
+    words.add_argument("--population", type=int, help="run this one alone, and print what it took as JSON")
+    options = words.parse_args(arguments)
     if options.population is not None:
-        found = measured(options.population, options.rounds, options.per_round, options.backend)
-        print(json.dumps(found))
-        return
-    print(f"{options.rounds} rounds of {options.per_round} clients, backend {options.backend}, MB")
-    print(f"{'clients':>10} {'growth':>8} {'of it Python':>13} {'whole process':>14} {'s per round':>12}")
-    for population in POPULATIONS:
-        command = [sys.executable, __file__, "--population", str(population), "--rounds", str(options.rounds)]
-        command += ["--per-round", str(options.per_round), "--backend", options.backend]
-        row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        memory = f"{row['grown']:>8.1f} {row['python']:>13.2f} {row['whole']:>14.0f}"
-        print(f"{population:>10,} {memory} {row['seconds']:>12.2f}")
+        print(json.dumps(measured(options.population, options.rounds, options.per_round, options.backend)))
+        return 0
+    repeats = 1 if options.quick else 3
+    found: dict[int, list[dict[str, float]]] = {population: [] for population in POPULATIONS}
+    for _ in range(repeats):
+        for population, each in found.items():
+            command = [sys.executable, __file__, "--population", str(population), "--rounds", str(options.rounds)]
+            command += ["--per-round", str(options.per_round), "--backend", options.backend]
+            each.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    section = Section(
+        "federated_memory",
+        "Memory of a federation",
+        "The same rounds in populations of a thousand to a million clients, each in a process of its own: how much "
+        "the process grows. What a client learns from is made when it is asked, so the rows should be alike.",
+        is_quick=options.quick,
+    )
+    rows = [
+        Row(
+            f"{population:,} clients",
+            [one["grown"] for one in each],
+            cells=[_middle(each, name, form) for name, form in (("python", "{:.2f}"), ("whole", "{:.0f}"))],
+        )
+        for population, each in found.items()
+    ]
+    section.add(
+        Table(
+            f"{options.rounds} rounds of {options.per_round} clients, backend {options.backend}",
+            "growth, MB",
+            rows,
+            ("of it Python's, MB", "whole process, MB"),
+            form="{:.1f}",
+            note=f"{repeats} process{'es' if repeats > 1 else ''} each.",
+            is_drawn=False,
+        )
+    )
+    section.save(options)
+    return 0
+
+
+def _middle(found: list[dict[str, float]], name: str, form: str) -> str:
+    return form.format(statistics.median(one[name] for one in found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

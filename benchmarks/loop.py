@@ -10,30 +10,24 @@ noise of this measurement.
     python benchmarks/loop.py --quick --json out.json
 
 The clock of a run starts at the first forward pass of its model, so no contestant pays for its setup, and stops when
-its entry point returns. The compiled trainer has made its graph before its clock starts, at the first epoch; its
-losses are not bit for bit those of the hand-written loop, because a compiler sums in another order.
+its entry point returns. `compile.py` has the same workloads for compiled steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
-import json
 import os
-import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
@@ -52,8 +46,9 @@ from dovetail.trainers.strategies import (
     GradientClippingStepStrategy,
 )
 from dovetail.units import Batches, Epochs
+from report import Row, Section, Table, library, parser, ratios, upper_quartile, verdict
 
-__all__ = ["Job", "Workload", "main"]
+__all__ = ["WORKLOADS", "Job", "Workload", "main", "tabulate"]
 
 SEED = 7
 HAND, AGAIN = "hand-written", "hand-written, again"
@@ -61,7 +56,6 @@ OFF, DEFAULT = "dovetail, displays off", "dovetail, as a new user gets it"
 STRATEGIES = "dovetail, strategies, displays off"
 COMPILED = "dovetail, compiled step, displays off"
 SEVERAL = "dovetail, 8 compiled steps per call, displays off"
-OURS = (OFF, DEFAULT, STRATEGIES, COMPILED, SEVERAL)
 
 
 @dataclass
@@ -241,11 +235,15 @@ class Workload:
     def job(self, contestant: str, *, quick: bool) -> Job:
         """Make a new job from the one seed."""
         torch.manual_seed(SEED)
-        job = self.prepare("dovetail" if contestant in OURS else "torch", self.num_batches[quick])
+        job = self.prepare("dovetail" if _is_ours(contestant) else "torch", self.num_batches[quick])
         job.epochs = self.epochs
         # Dropout is to draw the same numbers, however many the model's first weights took.
         torch.manual_seed(SEED)
         return job
+
+
+def _is_ours(contestant: str) -> bool:
+    return contestant.startswith("dovetail")
 
 
 def _mlp_from_list(loader: str, num_batches: int) -> Job:
@@ -330,27 +328,27 @@ WORKLOADS = (
         "list",
         "(a) two-layer MLP of width 10, batch 32, SGD, batches in a list",
         _mlp_from_list,
-        num_batches=(1000, 100),
+        num_batches=(250, 25),
         epochs=2,
-        repeats=(21, 7),
+        repeats=(15, 3),
         bars={OFF: 1.05, DEFAULT: 1.10, COMPILED: 0.30, SEVERAL: 0.20},
     ),
     Workload(
         "memory",
         "(b) the same from a dataset in memory, shuffled; the hand-written loop on torch's DataLoader",
         _mlp_from_memory,
-        num_batches=(1000, 100),
+        num_batches=(250, 25),
         epochs=2,
-        repeats=(21, 5),
+        repeats=(15, 3),
         bars={OFF: 0.65, DEFAULT: 0.65, COMPILED: 0.30, SEVERAL: 0.20},
     ),
     Workload(
         "cnn",
         "(c) small CNN on 28×28 images, batch 64, SGD with momentum",
         _cnn,
-        num_batches=(10, 5),
+        num_batches=(10, 2),
         epochs=2,
-        repeats=(25, 5),
+        repeats=(15, 3),
         bars={OFF: 1.00, DEFAULT: 1.00, COMPILED: 0.90},
         within_noise=True,
     ),
@@ -358,9 +356,9 @@ WORKLOADS = (
         "transformer",
         "(d) transformer of 3.2 M parameters, AdamW, cosine schedule, clipping, validation",
         _transformer,
-        num_batches=(10, 3),
+        num_batches=(10, 2),
         epochs=2,
-        repeats=(9, 3),
+        repeats=(7, 2),
         bars={OFF: 1.00, DEFAULT: 1.00},
         within_noise=True,
     ),
@@ -408,10 +406,6 @@ class Result:
         """Per step, the median of all rounds."""
         return statistics.median(self.seconds) / self.num_steps * 1e6
 
-    def ratios(self, reference: Result) -> list[float]:
-        """The time over that of the reference, round by round."""
-        return [mine / its for mine, its in zip(self.seconds, reference.seconds, strict=True)]
-
 
 _GRAPHS = (with_compiled, with_several)
 
@@ -437,6 +431,9 @@ def compare(result: Result, reference: Result) -> str:
     if result.losses == reference.losses and torch.equal(result.weights, reference.weights):
         return "bit for bit"
     gap = max(abs(mine - its) for mine, its in zip(result.losses, reference.losses, strict=True))
+    if gap == 0:
+        # The last step shows in the weights alone.
+        return f"weights off by {float((result.weights - reference.weights).abs().max()):.1e}"
     return f"off by {gap:.1e}"
 
 
@@ -463,17 +460,19 @@ def timed(contestant: Contestant, job: Job) -> float:
         gc.enable()
 
 
-def measure(workload: Workload, contestants: dict[str, Contestant], repeats: int, quick: bool) -> dict[str, Result]:
-    """Let all contestants take turns, after one rehearsal each."""
-    results = {}
+def measure(
+    workload: Workload, contestants: Mapping[str, Contestant], repeats: int, quick: bool
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Let all contestants take turns, after one rehearsal each; say why some peers do not."""
+    results, missing = {}, {}
     for name, contestant in contestants.items():
         try:
             results[name] = rehearse(contestant, workload.job(name, quick=quick))
         except Exception as error:
-            if name in (HAND, AGAIN, *OURS):
+            if name in (HAND, AGAIN) or _is_ours(name):
                 raise
-            reason = str(error).partition("\n")[0]
-            print(f"{name} is left out of {workload.name}: {type(error).__name__}: {reason}", file=sys.stderr)
+            kind = "left out" if isinstance(error, NotImplementedError) else f"failed: {type(error).__name__}"
+            missing[name] = f"{kind}: {str(error).partition(chr(10))[0]}"
             continue
         results[name].agreement = compare(results[name], results[HAND]) if name != HAND else "reference"
         results[name].num_steps = results[HAND].num_steps
@@ -483,123 +482,80 @@ def measure(workload: Workload, contestants: dict[str, Contestant], repeats: int
         random.Random(number).shuffle(names)
         for name in names:
             results[name].seconds.append(timed(contestants[name], workload.job(name, quick=quick)))
-    return results
+    return results, missing
 
 
 # ------------------------------------------------------------------ reporting
 
 
-def summarise(workload: Workload, results: dict[str, Result]) -> dict[str, Any]:
-    """Return all numbers of a workload by name, the verdicts on the bars among them."""
+def tabulate(workload: Workload, results: Mapping[str, Result], missing: Mapping[str, str]) -> Table:
+    """Return the table of a workload, with the verdicts on its bars and those who took no part."""
     reference = results[HAND]
     # Three times in four the hand-written loop was no further from itself than this.
-    noise = _upper_quartile([abs(ratio - 1) for ratio in results[AGAIN].ratios(reference)])
+    noise = upper_quartile([abs(ratio - 1) for ratio in ratios(results[AGAIN].seconds, reference.seconds)])
     rows = []
     for name, result in results.items():
-        ratios = result.ratios(reference)
-        ratio, bar = statistics.median(ratios), workload.bars.get(name)
-        rows.append(
-            {
-                "contestant": name,
-                "microseconds_per_step": result.microseconds,
-                "ratio": ratio,
-                "spread": _spread(ratios),
-                "bar": bar,
-                "verdict": None if bar is None else _verdict(ratio, bar, noise, within_noise=workload.within_noise),
-                "agreement": result.agreement,
-                "seconds": result.seconds,
-            }
-        )
-    return {
-        "workload": workload.name,
-        "title": workload.title,
-        "num_steps": reference.num_steps,
-        "repeats": len(reference.seconds),
-        "noise": noise,
-        "rows": rows,
-    }
-
-
-def _verdict(ratio: float, bar: float, noise: float, *, within_noise: bool) -> str:
-    if noise > 0.05 and abs(ratio - bar) <= noise * max(ratio, bar):
-        # A busy machine: neither a pass nor a failure would mean anything.
-        return "unclear"
-    return "ok" if ratio <= bar + (noise if within_noise else 0.0) else "over"
-
-
-def _spread(ratios: list[float]) -> float:
-    """Three times in four a ratio was no further from the median than this; slow moments do not stretch it."""
-    middle = statistics.median(ratios)
-    return _upper_quartile([abs(ratio - middle) for ratio in ratios])
-
-
-def _upper_quartile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=4, method="inclusive")[2] if len(values) > 1 else values[0]
-
-
-def show(summary: dict[str, Any], console: Console) -> None:
-    table = Table(title=summary["title"], title_justify="left", caption_justify="left")
-    table.caption = f"{summary['repeats']} rounds of {summary['num_steps']} steps; noise ±{summary['noise']:.3f}"
-    table.add_column("contestant")
-    for heading in ("µs/step", "ratio", "±", "bar"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    table.add_column("losses, weights")
-    for row in summary["rows"]:
-        table.add_row(
-            row["contestant"],
-            f"{row['microseconds_per_step']:.1f}",
-            f"{row['ratio']:.3f}",
-            f"{row['spread']:.3f}",
-            "" if row["bar"] is None else f"≤ {row['bar']:.2f}",
-            row["verdict"] or "",
-            row["agreement"],
-        )
-    console.print(table)
+        samples = ratios(result.seconds, reference.seconds)
+        bar = workload.bars.get(name)
+        if bar is not None and workload.within_noise:
+            bar += noise
+        judged = "" if bar is None else verdict(samples, bar, noise=noise)
+        cells = (f"{result.microseconds:.1f}", result.agreement)
+        rows.append(Row(name, samples, bar, verdict=judged, cells=cells, is_noise=name == AGAIN))
+    rows += [Row(name, verdict=reason) for name, reason in missing.items()]
+    return Table(
+        workload.title,
+        "time over hand-written",
+        rows,
+        ("µs per step", "losses and weights"),
+        note=f"{len(reference.seconds)} rounds of {reference.num_steps} steps; noise ±{noise:.3f}"
+        + ("; the bars are 1 and this noise." if workload.within_noise else "."),
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark and return 1 when Dovetail's losses differ from the hand-written loop's."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    words = parser(__doc__)
     names = [workload.name for workload in WORKLOADS]
-    parser.add_argument("--workload", action="append", choices=names, help="only this one; may be given several times")
-    parser.add_argument("--repeats", type=int, help="rounds of each workload; its own number by default")
-    parser.add_argument("--quick", action="store_true", help="short epochs and few rounds: to see that it works")
-    parser.add_argument("--threads", type=int, help="threads of torch; its own choice by default")
-    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    options = parser.parse_args(arguments)
+    words.add_argument("--workload", action="append", choices=names, help="only this one; may be given several times")
+    words.add_argument("--repeats", type=int, help="rounds of each workload; its own number by default")
+    words.add_argument("--threads", type=int, help="threads of torch; its own choice by default")
+    words.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+    options = words.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
 
+    found, missing = ({}, {}) if options.no_peers else peers.adapters()
+    versions = [f"{name} {library(name)}" for name in peers.PACKAGES if library(name)]
+    section = Section(
+        "loop",
+        "The loop",
+        "The same model, batches, optimizer and seed, trained by the loop that everyone writes by hand, by Dovetail, "
+        "and by every peer that is installed, each in its own usual style: the time of a run from its first forward "
+        "pass to its end. *Displays off* is a library with nothing on that can be turned off; *as a new user gets it* "
+        "is Dovetail with its display, its history and a look at every loss. "
+        + (f"Peers: {', '.join(versions)}." if versions else "No peer is installed (`pip install '.[bench]'`)."),
+        is_quick=options.quick,
+    )
     contestants: dict[str, Contestant] = {
         HAND: by_hand,
         AGAIN: by_hand,
         OFF: with_dovetail_off,
         DEFAULT: with_dovetail,
         STRATEGIES: with_strategies,
-        COMPILED: with_compiled,
-        SEVERAL: with_several,
+        **found,
     }
-    found: dict[str, Contestant] = {} if options.no_peers else peers.installed()
-    console = Console(width=120)
-    machine = f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    console.print(f"{machine}; peers: {', '.join(found) or 'none'}", highlight=False)
-
-    summaries = []
+    agree = True
     for workload in WORKLOADS:
         if options.workload and workload.name not in options.workload:
             continue
-        repeats = options.repeats or workload.repeats[options.quick]
-        # Several steps per call are for tiny steps.
-        taking_part = {name: it for name, it in contestants.items() if name != SEVERAL or name in workload.bars}
-        summaries.append(summarise(workload, measure(workload, taking_part | found, repeats, options.quick)))
-        show(summaries[-1], console)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "workloads": summaries}, indent=2) + "\n")
-    bit_equal = {OFF, DEFAULT, STRATEGIES}
-    ours = [row for summary in summaries for row in summary["rows"] if row["contestant"] in bit_equal]
-    return int(any(row["agreement"] != "bit for bit" for row in ours))
+        results, absent = measure(
+            workload, contestants, options.repeats or workload.repeats[options.quick], options.quick
+        )
+        section.add(tabulate(workload, results, absent | missing))
+        agree &= all(results[name].agreement == "bit for bit" for name in (OFF, DEFAULT, STRATEGIES))
+    section.save(options)
+    return int(not agree)
 
 
 if __name__ == "__main__":

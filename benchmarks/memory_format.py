@@ -7,7 +7,6 @@ The second ratio compares plain training with itself: the noise of this measurem
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 
@@ -16,30 +15,41 @@ from torch import nn
 
 from dovetail.trainers import Trainer
 from dovetail.units import Batches
+from report import Row, Section, Table, parser, ratios
 
-ROUNDS, STEPS, BATCH = 25, 10, 64
+__all__ = ["main"]
+
+# Rounds, and those of a quick run.
+ROUNDS, STEPS, BATCH = (25, 3), 10, 64
 
 
-def main() -> int:
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {ROUNDS} rounds of {STEPS} steps")
+def main(arguments: list[str] | None = None) -> int:
+    options = parser(__doc__).parse_args(arguments)
+    rounds = ROUNDS[options.quick]
+    section = Section(
+        "memory_format",
+        "Memory formats",
+        '`Trainer(memory_format="channels_last")` against the same trainer without it, on a small CNN on 28×28 images '
+        "with batches of 64.",
+        is_quick=options.quick,
+    )
     for depth in (1, 2):
         batches = _batches()
         _seconds("channels_last", batches, depth), _seconds(None, batches, depth)
-        gains, noise = [], []
-        for number in range(ROUNDS):
-            plain = _seconds(None, batches, depth)
+        plain, again, laid_out = [], [], []
+        for number in range(rounds):
+            plain.append(_seconds(None, batches, depth))
             # Whoever comes second in a round does so in every other one.
-            if number % 2:
-                again, laid_out = _seconds(None, batches, depth), _seconds("channels_last", batches, depth)
-            else:
-                laid_out, again = _seconds("channels_last", batches, depth), _seconds(None, batches, depth)
-            gains.append(laid_out / plain)
-            noise.append(again / plain)
-        low, middle, high = statistics.quantiles(gains, n=4)
-        print(
-            f"CNN, {depth} convolution{'s' if depth > 1 else ''} a block: {middle:.2f}x the time of plain training "
-            f"({low:.2f} to {high:.2f} in the middle half); plain again {statistics.median(noise):.2f}x"
-        )
+            sides = [(again, None), (laid_out, "channels_last")]
+            for times, memory_format in sides if number % 2 else reversed(sides):
+                times.append(_seconds(memory_format, batches, depth))
+        rows = [
+            Row("dovetail, channels_last", ratios(laid_out, plain)),
+            Row("plain, again", ratios(again, plain), is_noise=True),
+        ]
+        title = f"CNN with {depth} convolution{'s' if depth > 1 else ''} a block"
+        section.add(Table(title, "time over plain", rows, note=f"{rounds} rounds of {STEPS} steps."))
+    section.save(options)
     return 0
 
 

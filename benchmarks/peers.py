@@ -25,18 +25,33 @@ from torch.utils.data import DataLoader, TensorDataset
 if TYPE_CHECKING:
     from loop import Job
 
-__all__ = ["installed"]
+__all__ = ["PACKAGES", "adapters"]
+
+# The libraries of all adapters, as pip names them.
+PACKAGES = (
+    "lightning",
+    "accelerate",
+    "transformers",
+    "keras",
+    "pytorch-ignite",
+    "skorch",
+    "torchtnt",
+    "fastai",
+)
 
 Adapter = Callable[["Job"], None]
 
 
-def installed() -> dict[str, Adapter]:
-    """Return the adapters of the libraries that are here, by name."""
-    return {
-        name: _quietly(adapter)
-        for name, (modules, adapter) in _ADAPTERS.items()
-        if all(find_spec(module) is not None for module in modules)
-    }
+def adapters() -> tuple[dict[str, Adapter], dict[str, str]]:
+    """Return the adapters of the libraries that are here, by name, and what the others lack."""
+    found, missing = {}, {}
+    for name, (modules, adapter) in _ADAPTERS.items():
+        absent = [module for module in modules if find_spec(module) is None]
+        if absent:
+            missing[name] = "not installed"
+        else:
+            found[name] = _quietly(adapter)
+    return found, missing
 
 
 def _ignite(job: Job) -> None:
@@ -257,6 +272,35 @@ def _transformers(job: Job) -> None:
     Trainer(WithLoss(), settings, train_dataset=[0], optimizers=optimizers).train()
 
 
+def _keras(job: Job) -> None:
+    # Read when it is imported for the first time.
+    os.environ["KERAS_BACKEND"] = "torch"
+    keras = import_module("keras")
+    group = job.optimizer.param_groups[0]
+    if job.valid is not None or job.scheduler is not None:
+        raise NotImplementedError("its loop does not take torch's schedules")
+
+    def loss(targets: Tensor, outputs: Tensor) -> Tensor:
+        # It has made floats of them, as its own losses for classes know.
+        value: Tensor = job.criterion(outputs, targets.long())
+        return value
+
+    # It cannot step with an optimizer of torch's.
+    optimizer = keras.optimizers.SGD(group["lr"], momentum=float(group["momentum"]))
+    model = keras.Sequential([keras.layers.TorchModuleWrapper(job.model)])
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+
+    class Data(keras.utils.PyDataset):  # type: ignore[misc, name-defined]  # as in _run_lightning
+        def __len__(self) -> int:
+            return len(job.train)  # type: ignore[arg-type]  # a list
+
+        def __getitem__(self, index: int) -> Any:
+            return job.train[index]  # type: ignore[index]  # a list
+
+    data = Data() if isinstance(job.train, list) else job.train
+    model.fit(data, epochs=job.epochs, shuffle=False, verbose=0)
+
+
 def _fastai(job: Job) -> None:
     if job.scheduler is not None or job.valid is not None:
         raise NotImplementedError("it brings schedules and validation of its own")
@@ -342,5 +386,6 @@ _ADAPTERS: dict[str, tuple[tuple[str, ...], Adapter]] = {
     "skorch": (("skorch",), _skorch),
     "torchtnt": (("torchtnt",), _torchtnt),
     "transformers": (("transformers", "accelerate"), _transformers),
+    "keras, on torch": (("keras",), _keras),
     "fastai": (("fastai",), _fastai),
 }

@@ -7,18 +7,14 @@ Part 2: what early stopping saves. Random search and asynchronous halving look f
 draw the same hyperparameters in the same order, and halving may try three times as many. Epochs are counted, not
 seconds.
 
-Part 3: how long the command line takes to begin, on the clock.
+Part 3: how long a sampler that learns thinks about the next trial, after many of them.
 
-Part 4: how long a sampler that learns thinks about the next trial, after many of them.
-
-    python benchmarks/search.py [--trials 50] [--repeat 5] [--seeds 5] [--part 1] [--part 2] [--part 3] [--part 4]
+    python benchmarks/search.py [--trials 50] [--repeat 5] [--seeds 5] [--part 1] [--part 2] [--part 3]
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,10 +40,12 @@ from dovetail.search.searchers import make_searcher, read_searcher
 from dovetail.search.space import Space
 from dovetail.search.store import Store
 from dovetail.trainers import Trainer, TrainingContext
+from report import Row, Section, Table, parser, verdict
+
+__all__ = ["main"]
 
 LIMIT_MS = 50
 LIMIT_EPOCHS = 0.4
-LIMIT_START = 0.3
 EPOCHS = 27
 SPACE = {
     "learning_rate": {"type": "log", "minval": -4, "maxval": 0},
@@ -57,32 +55,40 @@ SPACE = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--trials", type=int, default=50)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--part", type=int, action="append", choices=(1, 2, 3, 4))
-    wishes = parser.parse_args()
-    parts = wishes.part or (1, 2, 3, 4)
+def main(arguments: list[str] | None = None) -> int:
+    words = parser(__doc__)
+    words.add_argument("--trials", type=int, help="of an experiment; 50 by default")
+    words.add_argument("--repeat", type=int, help="experiments and suggestions; 7 by default")
+    words.add_argument("--seeds", type=int, help="of a search; 5 by default")
+    words.add_argument("--part", type=int, action="append", choices=(1, 2, 3))
+    options = words.parse_args(arguments)
+    trials, repeat, seeds = options.trials or (50, 4)[options.quick], options.repeat or (7, 2)[options.quick], (5, 1)
+    parts = options.part or (1, 2, 3)
+    section = Section(
+        "search",
+        "Experiments",
+        "The runner of experiments beyond the start of its trials' processes; asynchronous halving against random "
+        "search, which draws the same hyperparameters and may try a third as many; and how long TPE thinks.",
+        is_quick=options.quick,
+    )
     if 1 in parts:
-        show_cost(wishes.trials, wishes.repeat)
+        section.add(costs(trials, repeat))
     if 2 in parts:
-        show_saving(wishes.seeds)
+        section.add(savings(options.seeds or seeds[options.quick], (30, 3)[options.quick]))
     if 3 in parts:
-        show_start(wishes.repeat)
-    if 4 in parts:
-        show_suggestion(wishes.repeat)
+        section.add(suggestions(repeat))
+    section.save(options)
+    return 0
 
 
-def show_cost(trials: int, repeat: int) -> None:
+def costs(trials: int, repeat: int) -> Table:
+    rows = []
     for concurrent in (1, 2):
-        costs = [runner_cost(trials, concurrent) for _ in range(repeat)]
-        median, least, most = statistics.median(costs), min(costs), max(costs)
-        print(
-            f"runner's own cost per trial, {concurrent} at a time: {median:5.1f} ms "
-            f"({least:.1f} to {most:.1f} over {repeat} experiments of {trials}; the limit is {LIMIT_MS})"
-        )
+        samples = [runner_cost(trials, concurrent) for _ in range(repeat)]
+        judged = verdict(samples, LIMIT_MS)
+        rows.append(Row(f"{concurrent} at a time", samples, LIMIT_MS, verdict=judged))
+    note = f"{repeat} experiments of {trials} trials that do nothing."
+    return Table("The runner's own cost per trial", "ms", rows, form="{:.1f}", note=note)
 
 
 def runner_cost(trials: int, concurrent: int) -> float:
@@ -115,42 +121,32 @@ def starting(count: int, concurrent: int) -> float:
     return time.perf_counter() - begun
 
 
-def show_saving(seeds: int) -> None:
+def savings(seeds: int, num_random: int) -> Table:
     torch.set_num_threads(1)
     epochs, values = [], []
+    halving = {"num_rungs": 4, "divisor": 3, "max_time": EPOCHS, "time_metric": "epochs"}
     for seed in range(seeds):
         used: list[int] = []
         best = []
-        halving = {"num_rungs": 4, "divisor": 3, "max_time": EPOCHS, "time_metric": "epochs"}
-        for searcher, max_trials, options in (("random", 30, {}), ("async_halving", 90, halving)):
+        for searcher, max_trials, settings in (("random", num_random, {}), ("async_halving", 3 * num_random, halving)):
             count = Count()
-            found = search(partial(train, count), SPACE, searcher, max_trials=max_trials, seed=seed, **options)
+            found = search(partial(train, count), SPACE, searcher, max_trials=max_trials, seed=seed, **settings)
             used.append(count.epochs)
             best.append(found.best_value)
         epochs.append(used[1] / used[0])
         values.append(best[1] / best[0])
-        print(
-            f"seed {seed}: random {best[0]:.4f} with {used[0]} epochs, "
-            f"halving {best[1]:.4f} with {used[1]} ({epochs[-1]:.2f} of the epochs, {values[-1]:.2f} of the loss)"
-        )
-    print(
-        f"halving against random search, median of {seeds} seeds: {statistics.median(epochs):.2f} of the epochs "
-        f"(the limit is {LIMIT_EPOCHS}), {statistics.median(values):.2f} of the best validation loss"
-    )
+    judged = verdict(epochs, LIMIT_EPOCHS)
+    rows = [
+        Row("epochs of training", epochs, LIMIT_EPOCHS, verdict=judged),
+        Row("best validation loss", values),
+    ]
+    note = f"{seeds} seeds; digits, {num_random} trials of random search and {3 * num_random} of halving."
+    return Table("Halving over random search", "ratio", rows, form="{:.2f}", note=note)
 
 
-def show_start(repeat: int) -> None:
-    times = []
-    # The first one writes bytecode.
-    for _ in range(repeat + 1):
-        begun = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "dovetail", "experiment", "--help"], capture_output=True, check=True)
-        times.append(time.perf_counter() - begun)
-    print(f"dovetail experiment --help: {statistics.median(times[1:]):.2f} s (the limit is {LIMIT_START} s)")
-
-
-def show_suggestion(repeat: int) -> None:
+def suggestions(repeat: int) -> Table:
     config = read_searcher({"name": "tpe", "metric": "loss", "max_trials": 2000})
+    rows = []
     for finished in (100, 1000):
         space, chance = Space(SPACE), random.Random(0)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -164,8 +160,10 @@ def show_suggestion(repeat: int) -> None:
         for _ in range(repeat + 1):
             begun = time.perf_counter()
             searcher.suggest(study, finished)
-            times.append(time.perf_counter() - begun)
-        print(f"a suggestion of tpe after {finished:4} trials: {1e3 * statistics.median(times[1:]):5.1f} ms")
+            times.append(1e3 * (time.perf_counter() - begun))
+        # The first one imports.
+        rows.append(Row(f"after {finished} trials", times[1:]))
+    return Table("A suggestion of TPE", "ms", rows, form="{:.1f}", note=f"{repeat} suggestions each.", is_drawn=False)
 
 
 @dataclass
@@ -195,4 +193,4 @@ DIGITS = digits()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

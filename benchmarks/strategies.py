@@ -3,14 +3,12 @@
     python benchmarks/strategies.py
 
 The model is one number, so that a step is hardly more than the loop. The bar is about whole steps. Their difference is
-given as the median of many pairs, in CPU time, with the interval that holds it with 95 % certainty; for scale, so is
-the difference of two trainers of the same class. What strategies add to real steps is a row of `benchmarks/loop.py`.
+taken pair by pair, in CPU time; for scale, so is the difference of two trainers of the same class. What strategies add
+to real steps is a row of `benchmarks/loop.py`.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 import time
 import timeit
@@ -22,9 +20,13 @@ from torch import Tensor, nn
 from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.units import Epochs
+from report import Row, Section, Table, parser, verdict
 
-ROUNDS, CALLS = 15, 20_000
-FITS, STEPS = 101, 3000
+__all__ = ["main"]
+
+# Rounds, and those of a quick run.
+ROUNDS, CALLS = (15, 3), (20_000, 500)
+FITS, STEPS = (71, 7), (3000, 50)
 BAR = 3.0
 
 
@@ -53,32 +55,47 @@ def make_composable() -> Trainer:
     return ComposableTrainer(Empty(), loss_strategy=same, learning_rate=0.1, **settings)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    options = parser(__doc__).parse_args(arguments)
     torch.set_num_threads(1)
-    trainers = [make_basic(), make_composable()]
+    section = Section(
+        "strategies",
+        "Strategies",
+        "`ComposableTrainer` against `basic.Trainer` on a model that is one number: what a strategy for every concern "
+        "adds to a step, in microseconds of CPU time.",
+        is_quick=options.quick,
+    )
     batch = (torch.zeros(4, 2), torch.zeros(4))
-    for trainer in trainers:
-        trainer.setup()
-    rounds = [
-        [timeit.timeit(lambda step=trainer.train_step: step(batch), number=CALLS) / CALLS * 1e6 for trainer in trainers]
-        for _ in range(ROUNDS)
-    ]
-    basic, composable = (statistics.median(times) for times in zip(*rounds, strict=True))
-    added = statistics.median(after - before for before, after in rounds)
-    print(f"train_step of basic.Trainer      {basic:6.2f} µs")
-    print(f"train_step of ComposableTrainer  {composable:6.2f} µs")
-    print(f"to train_step, strategies add {added:.2f} µs, median of {ROUNDS} rounds of {CALLS} calls")
-    whole_steps(batch)
+    section.add(single_steps(batch, ROUNDS[options.quick], CALLS[options.quick]))
+    section.add(whole_steps(batch, FITS[options.quick], STEPS[options.quick]))
+    section.save(options)
     return 0
 
 
-def whole_steps(batch: Any) -> None:
-    batches = [batch] * STEPS
+def single_steps(batch: Any, rounds: int, calls: int) -> Table:
+    trainers = [make_basic(), make_composable()]
+    for trainer in trainers:
+        trainer.setup()
+    times = [
+        [timeit.timeit(lambda step=trainer.train_step: step(batch), number=calls) / calls * 1e6 for trainer in trainers]
+        for _ in range(rounds)
+    ]
+    rows = [
+        Row("basic.Trainer", [row[0] for row in times]),
+        Row("ComposableTrainer", [row[1] for row in times]),
+        Row("what strategies add", [row[1] - row[0] for row in times]),
+    ]
+    note = f"{rounds} rounds of {calls} calls."
+    return Table("train_step alone", "µs", rows, form="{:.2f}", note=note, is_drawn=False)
+
+
+def whole_steps(batch: Any, fits: int, steps: int) -> Table:
+    batches = [batch] * steps
     sides = [make_basic(), make_composable(), make_basic()]
     for trainer in sides:
         trainer.fit(batches, max_length=Epochs(1))
     times: list[list[float]] = []
-    for number in range(FITS):
+    for number in range(fits):
         found = [0.0] * len(sides)
         # The order changes, so that none is always the first.
         for index in ([0, 1, 2], [1, 2, 0], [2, 0, 1])[number % 3]:
@@ -86,24 +103,15 @@ def whole_steps(batch: Any) -> None:
             trainer.reset()
             started = time.process_time()
             trainer.fit(batches, max_length=Epochs(1))
-            found[index] = (time.process_time() - started) / STEPS * 1e6
+            found[index] = (time.process_time() - started) / steps * 1e6
         times.append(found)
-    print(f"a whole step of basic.Trainer    {statistics.median(row[0] for row in times):6.2f} µs")
-    middle, low, high = interval([row[1] - row[0] for row in times])
-    verdict = "met" if high <= BAR else "missed" if low > BAR else "unclear"
-    print(
-        f"to a whole step, they add {middle:.2f} µs ({low:.2f} to {high:.2f}), median of {FITS} pairs of {STEPS} steps"
-    )
-    middle, low, high = interval([row[2] - row[0] for row in times])
-    print(f"two trainers of the same class differ by {middle:.2f} µs ({low:.2f} to {high:.2f})")
-    print(f"bar {BAR} µs for a whole step: {verdict}")
-
-
-def interval(differences: list[float]) -> tuple[float, float, float]:
-    """The median and, by order statistics, an interval that holds it with 95 % certainty."""
-    ordered, middle = sorted(differences), len(differences) // 2
-    reach = math.ceil(0.98 * math.sqrt(len(ordered)))
-    return ordered[middle], ordered[middle - reach], ordered[middle + reach]
+    added = [row[1] - row[0] for row in times]
+    rows = [
+        Row("what strategies add", added, BAR, verdict=verdict(added, BAR)),
+        Row("basic.Trainer, twice", [row[2] - row[0] for row in times], is_noise=True),
+        Row("a whole step of basic.Trainer", [row[0] for row in times]),
+    ]
+    return Table("A whole step of fit", "µs", rows, form="{:.2f}", note=f"{fits} pairs of {steps} steps.")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +13,22 @@ import pytest
 # Two test processes on two cores: torch's second thread would only spin. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Files whose tests share what takes long to make, and so belong into one test process, under the name of that.
+# Hundreds of processes import Dovetail, and all test processes the tests: without bytecode, each compiles them again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Tests that share what takes long to make, and so belong into one test process: how their ids begin, and its name.
 _TOGETHER = {
     "tests/trainers/test_whole_step.py": "graphs",
     "tests/trainers/capabilities/test_compiled.py": "graphs",
+    "tests/federated/test_cost.py": "graphs",
+    "tests/trainers/test_cost.py::test_a_layer_makes_at_most_8_more_python_calls_per_step[compiled": "graphs",
     "tests/search/test_store.py": "store",
+    "tests/test_site.py": "site",
+    "tests/trainers/test_processes.py::TestAfterTrainingElsewhere": "twins",
+    "tests/reliability/test_kill.py": "nursery",
+    "tests/integration/test_notebook.py": "notebooks",
+    "tests/integration/test_example_notebook.py": "notebooks",
     # Two clusters of Ray at once on one small machine: nodes that start too slowly give up.
     "tests/integration/test_ray.py": "ray",
     "tests/integration/test_federated_ray.py": "ray",
@@ -25,10 +38,21 @@ _APART = "tests/integration/test_examples.py"
 
 def _scope(nodeid: str) -> str:
     """Return the name of what a test shares with others, or its own."""
+    for start, name in _TOGETHER.items():
+        if nodeid.startswith(start):
+            return name
     file = nodeid.split("::", 1)[0]
-    if file not in _TOGETHER and file.startswith("tests/integration/") and file != _APART:
-        return file
-    return _TOGETHER.get(file, nodeid)
+    return file if file.startswith("tests/integration/") and file != _APART else nodeid
+
+
+@pytest.fixture(scope="session")
+def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile every graph once: the processes of one run of tests share what the compiler has made."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -29,6 +29,11 @@ GUIDE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDE]
 EVERYTHING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 # What torch seeds its generator with in a fresh process, where a reader runs a block.
 FRESH_SEED = 67280421310721
 
@@ -46,7 +51,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{name_of(self.page)}:{self.line}"
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
@@ -85,7 +90,7 @@ def test_code_runs_as_it_stands(chain: list[Block], tmp_path: Path, monkeypatch:
         exec(compile(source, str(block.page), "exec", dont_inherit=True), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_is_found_and_its_marker_known(page: Path) -> None:
     blocks = list(blocks_of(page))
     assert len(blocks) == page.read_text(encoding="utf-8").count("```python")
@@ -96,33 +101,46 @@ def test_every_block_is_found_and_its_marker_known(page: Path) -> None:
 # ------------------------------------------------------------------ links and commands
 
 
-@pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.name)
+def is_ours(kind: Any) -> bool:
+    return kind.__module__.startswith("dovetail.")
+
+
+@pytest.mark.parametrize("page", EVERYTHING, ids=name_of)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         goal = (page.parent / path).resolve() if path else page
-        assert goal.exists(), f"{page.name}: {target}"
+        assert goal.exists(), f"{name_of(page)}: {target}"
         if anchor:
-            assert anchor in anchors_of(goal), f"{page.name}: {target}"
+            assert anchor in anchors_of(goal), f"{name_of(page)}: {target}"
 
 
-def test_the_index_links_every_page_of_the_guide() -> None:
-    linked = set(re.findall(r"\]\(([a-z_]+\.md)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
-    assert linked == {page.name for page in GUIDE if page.parent.name == "docs"} - {"index.md"}
+# Pages that list others, a page per row. The navigation of the site is made of them.
+CONTENTS = [ROOT / "docs" / name for name in ("index.md", "algorithms.md", "migration/index.md")]
+
+
+def test_the_contents_have_one_row_for_every_page_of_the_guide() -> None:
+    rows = [
+        (contents.parent / target).resolve()
+        for contents in CONTENTS
+        for target in re.findall(r"\| \[[^\]]+\]\(([^)\s:#]+\.md)\) \|", contents.read_text(encoding="utf-8"))
+    ]
+    outside = [page for page in EVERYTHING if page not in GUIDE]
+    assert sorted(rows) == sorted({*GUIDE, *outside} - {ROOT / "docs" / "index.md"})
 
 
 def test_every_algorithm_has_a_row_and_a_page() -> None:
     rows = [row for row in table_rows("algorithms.md") if row[1].startswith("[`")]
-    assert {row[0].strip("`"): re.findall(r"`(\w+)`", row[1])[0] for row in rows} == {
-        name: algorithms.get(name).__name__ for name in algorithms.names()
-    }
+    # A how-to registers one of its own.
+    known = {name: kind.__name__ for name in algorithms.names() if is_ours(kind := algorithms.get(name))}
+    assert {row[0].strip("`"): re.findall(r"`(\w+)`", row[1])[0] for row in rows} == known
     linked = {re.findall(r"\(algorithms/(\w+\.md)\)", row[1])[0] for row in rows}
     assert linked == {page.name for page in GUIDE if page.parent.name == "algorithms"} - {"results.md"}
 
 
-@pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", EVERYTHING, ids=name_of)
 def test_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -165,11 +183,16 @@ MODULES = [
     "dovetail.federated.selection",
     "dovetail.federated.validation",
     "dovetail.history",
+    "dovetail.launch",
     "dovetail.pytorch",
     "dovetail.pytorch.samplers",
     "dovetail.search",
     "dovetail.servers",
+    "dovetail.servers.building",
+    "dovetail.servers.fedavg",
+    "dovetail.servers.reading",
     "dovetail.servers.results",
+    "dovetail.tracking",
     "dovetail.trainers",
     "dovetail.trainers.addons",
     "dovetail.trainers.composable",
@@ -179,6 +202,15 @@ MODULES = [
     "dovetail.trainers.strategies",
     "dovetail.units",
 ]
+
+
+def test_the_reference_has_every_module_that_the_guide_must_name() -> None:
+    page = ROOT / "docs" / "api" / "index.md"
+    rows = dict(re.findall(r"^\| \[`([\w.]+)`\]\(([^)]+)\)", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(MODULES) - set(rows) == set()
+    assert {name: (page.parent / target).resolve() for name, target in rows.items()} == {
+        name: Path(inspect.getfile(importlib.import_module(name))) for name in rows
+    }
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -15,6 +15,10 @@ def test_a_name_far_from_all_lists_what_is_known() -> None:
     assert message == "unknown loss 'zzz' (known: L1Loss, MSELoss)"
 
 
+def test_where_no_name_is_known_it_says_so() -> None:
+    assert str(UnknownNameError("loss", "zzz", [])) == "unknown loss 'zzz' (there are none)"
+
+
 def test_a_users_mistake_is_a_value_error() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, DovetailError)

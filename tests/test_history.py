@@ -204,8 +204,22 @@ def test_a_position_is_a_whole_number() -> None:
 
 def test_best_finds_the_row_of_the_smallest_or_largest_value() -> None:
     history = small_run()
-    assert history.best("valid_loss") is history.rows[3]
+    assert history.best("valid_loss", mode="min") is history.rows[3]
     assert history.best("valid_accuracy", mode="max") is history.rows[3]
+
+
+def test_best_goes_by_the_name_of_the_metric() -> None:
+    history = small_run()
+    assert history.best("valid_loss") is history.best("valid_loss", "min")
+    assert history.best("valid_accuracy") is history.best("valid_accuracy", "max")
+
+
+def test_best_asks_for_a_mode_where_the_name_says_none() -> None:
+    history = History()
+    history.record("valid", {"height": 2.0}, epoch=1)
+    assert history.best("valid_height", "max") is history.rows[0]
+    with pytest.raises(ConfigError, match="'valid_height': give mode='min' or mode='max'"):
+        history.best("valid_height")
 
 
 def test_best_is_the_earliest_of_equals_and_never_nan() -> None:
@@ -221,7 +235,7 @@ def test_best_of_a_metric_without_values_is_none() -> None:
 
 
 def test_best_refuses_an_unknown_mode() -> None:
-    with pytest.raises(ConfigError, match="expected 'min' or 'max', got 'maximum'"):
+    with pytest.raises(ConfigError, match="expected 'min', 'max' or None, got 'maximum'"):
         small_run().best("valid_loss", "maximum")  # type: ignore[arg-type]
 
 

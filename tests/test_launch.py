@@ -146,8 +146,8 @@ def test_a_signal_reaches_the_script(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["train.py"], "no script 'train.py' in "),
-        (["-m", "nowhere.train"], "no module 'nowhere.train'"),
+        (["train.py"], "script: expected a file, got 'train.py': there is none in "),
+        (["-m", "nowhere.train"], "script: expected a module after -m, got 'nowhere.train': there is none in "),
         (["--config", "other.yaml", "tell.py"], "other.yaml: cannot be read: No such file or directory"),
         (["--config", "tell.py", "tell.py"], "tell.py:"),
         (["--config", "config.yaml", "tell.py"], "config.yaml:7:3: hyperparameters.depth: type 'categorical' needs a"),

@@ -4,11 +4,16 @@ import pytest
 
 from dovetail import Batch, Batches, Epoch, Epochs, Progress, Record, Records, Updates
 from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.units import parse_unit
+from dovetail.units import counted, parse_unit
 
 
 def test_singular_names_are_the_same_units() -> None:
     assert (Epoch, Batch, Record) == (Epochs, Batches, Records)
+
+
+def test_one_is_told_in_the_singular() -> None:
+    assert [counted(number, "batch", "batches") for number in (0, 1, 1200)] == ["0 batches", "1 batch", "1200 batches"]
+    assert (counted(1, "trial"), counted(2, "trial")) == ("1 trial", "2 trials")
 
 
 def test_a_length_is_reached_at_its_own_counter() -> None:
@@ -36,7 +41,9 @@ def test_a_container_is_an_explicit_schedule() -> None:
 
 
 def test_a_schedule_has_no_length() -> None:
-    with pytest.raises(ConfigError, match="is a schedule"):
+    with pytest.raises(
+        ConfigError, match=r"length: expected one whole number such as Epochs\(5\), got the schedule Epochs"
+    ):
         Epochs([2, 5]).reached(Progress())
 
 

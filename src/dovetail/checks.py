@@ -105,7 +105,9 @@ class Problems:
         """Note a mistake."""
         for length in range(len(keys), 0, -1):
             if (setting := self._given.get(keys[:length])) is not None:
-                self._found.append(f"{setting}: {'.'.join(map(str, keys))}: {sentence}")
+                # The text says the whole way, or where the rest of it begins.
+                path = "" if length == len(keys) else f"{'.'.join(map(str, keys))}: "
+                self._found.append(f"{setting}: {path}{sentence}")
                 return
         self._found.append(f"{locate(self._config, *keys)}: {sentence}" if keys else sentence)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "CheckpointError",
@@ -31,6 +31,12 @@ class UnknownNameError(ConfigError):
 
     The message says what was given, the nearest known name and what else is accepted.
 
+    Args:
+        kind: What the name is of.
+        given: The name.
+        known: The names that are accepted.
+        answers: What to give in place of names that other libraries use: a known name, or a sentence.
+
     Example:
         >>> raise UnknownNameError("optimizer", "Adm", ["Adam", "SGD"])
         Traceback (most recent call last):
@@ -38,12 +44,15 @@ class UnknownNameError(ConfigError):
         dovetail.errors.UnknownNameError: unknown optimizer 'Adm': did you mean 'Adam'? (known: Adam, SGD)
     """
 
-    def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, given: str, known: Iterable[str], answers: Mapping[str, str] | None = None) -> None:
         names = sorted(known)
-        nearest = difflib.get_close_matches(given.lower(), [name.lower() for name in names], n=1, cutoff=0.5)
-        by_lower = {name.lower(): name for name in names}
-        hint = f": did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
-        super().__init__(f"unknown {kind} {given!r}{hint} (known: {', '.join(names)})")
+        answer = (answers or {}).get(given.lower())
+        if answer is None:
+            nearest = difflib.get_close_matches(given.lower(), [name.lower() for name in names], n=1, cutoff=0.5)
+            answer = {name.lower(): name for name in names}[nearest[0]] if nearest else None
+        hint = "" if answer is None else f": did you mean {answer!r}?" if answer in names else f": {answer}"
+        others = f"known: {', '.join(names)}" if names else "there are none"
+        super().__init__(f"unknown {kind} {given!r}{hint} ({others})")
 
 
 class InvalidHP(DovetailError):  # noqa: N818 - the name that trials know

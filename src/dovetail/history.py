@@ -10,6 +10,7 @@ import json
 import math
 import operator
 import os
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,15 +18,46 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
+from dovetail.units import counted
 
 if TYPE_CHECKING:
     import pandas
     from torch import Tensor
 
-__all__ = ["History", "LossTracker", "Row", "RunHistory"]
+__all__ = ["History", "LossTracker", "Mode", "Row", "RunHistory", "mode_of"]
 
 Row: TypeAlias = dict[str, str | int | float]
-"""One event: its `stage` (a string), its position (whole numbers) and its metrics (floats)."""
+"""One event, with its `stage` (a string), its position (whole numbers) and its metrics (floats)."""
+
+Mode: TypeAlias = Literal["min", "max"]
+"""Whether small or large values of a metric are good."""
+
+_SMALL_IS_GOOD = frozenset({"loss", "error", "err", "mse", "rmse", "mae", "mape", "perplexity", "ppl", "nll", "fid"})
+_LARGE_IS_GOOD = frozenset(
+    {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "score", "bleu", "rouge", "iou", "dice", "psnr"}
+)
+
+
+def mode_of(monitor: str) -> Mode:
+    """Return whether small (`min`) or large (`max`) values of a metric are good, by the words of its name.
+
+    Raises:
+        ConfigError: The name says neither or both.
+
+    Example:
+        >>> mode_of("valid_loss"), mode_of("valid_accuracy")
+        ('min', 'max')
+    """
+    mode = _mode(monitor)
+    if mode is None:
+        raise ConfigError(f"monitor {monitor!r}: give mode='min' or mode='max', its name does not say which is good")
+    return mode
+
+
+def _mode(metric: str) -> Mode | None:
+    words = set(re.findall(r"[a-z]+1?", metric.lower()))
+    falls, rises = bool(words & _SMALL_IS_GOOD), bool(words & _LARGE_IS_GOOD)
+    return None if falls == rises else "min" if falls else "max"
 
 
 class RunHistory:
@@ -181,7 +213,9 @@ class History(RunHistory):
         if stage == _BATCHES:
             raise ConfigError(f"stage {stage!r} is reserved for batch losses: use extend_losses")
         if taken := metrics.keys() & {"stage", *position}:
-            raise ConfigError(f"metric {min(taken)!r} of stage {stage!r} has the name of a position in its row")
+            raise ConfigError(
+                f"metric {min(taken)!r} of stage {stage!r} has the name of a position in its row: rename it"
+            )
         row: Row = {"stage": stage}
         row.update((name, operator.index(count)) for name, count in position.items())
         row.update((name, _number(value)) for name, value in metrics.items())
@@ -222,21 +256,23 @@ class History(RunHistory):
             raise self._unknown(name)
         return dict(_metrics(row))[name]
 
-    def best(self, name: str, mode: Literal["min", "max"] = "min") -> Row | None:
+    def best(self, name: str, mode: Mode | None = None) -> Row | None:
         """Return the row in which a metric was best, the earliest of equals; NaN is never best.
 
         Args:
             name: A metric, such as `valid_loss`.
-            mode: Whether small (`min`) or large (`max`) values are good.
+            mode: Whether small (`min`) or large (`max`) values are good; None goes by the name, as `mode_of` reads it.
 
         Returns:
             The row, or None if the metric has no value that can be compared.
         """
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode: expected 'min' or 'max', got {mode!r}")
-        pick = min if mode == "min" else max
+        if mode not in (None, "min", "max"):
+            raise ConfigError(f"mode: expected 'min', 'max' or None, got {mode!r}")
         points = [(row, value) for row, value in self._series(name) if not math.isnan(value)]
-        return pick(points, key=operator.itemgetter(1))[0] if points else None
+        if not points:
+            return None
+        pick = min if (mode or mode_of(name)) == "min" else max
+        return pick(points, key=operator.itemgetter(1))[0]
 
     def last(self, name: str) -> Row | None:
         """Return the newest row that has a metric, or None."""
@@ -271,7 +307,9 @@ class History(RunHistory):
 
     def __repr__(self) -> str:
         latest = {name: value for row in self.rows for name, value in _metrics(row)}
-        counts = f"{len(self.rows)} rows" + (f", {len(self.losses)} batch losses" if self.losses else "")
+        counts = counted(len(self.rows), "row")
+        if self.losses:
+            counts += f", {counted(len(self.losses), 'batch loss', 'batch losses')}"
         shown = ", ".join(f"{name}={value:.4g}" for name, value in latest.items())
         return f"History({counts}{': ' if shown else ''}{shown})"
 
@@ -530,8 +568,6 @@ def _write_atomically(path: Path, content: bytes) -> None:
 _STAGES = {"train": ("#0072B2", "o"), "valid": ("#D55E00", "s"), "test": ("#009E73", "^")}
 _OTHERS = (("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
 _SPELLINGS = {"val": "valid", "validation": "valid"}
-_SMALL_IS_GOOD = ("loss", "error")
-_LARGE_IS_GOOD = ("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall")
 _INK, _GRID = "#333333", "#E3E3E3"
 
 _Series: TypeAlias = list[tuple[Row, float]]
@@ -619,8 +655,7 @@ def _common_counter(curves: list[_Series]) -> str:
 def _best_index(metric: str, values: list[float]) -> int | None:
     """Return where a metric was best, or None if nobody can say what is good."""
     comparable = [index for index, value in enumerate(values) if math.isfinite(value)]
-    if comparable and metric in _SMALL_IS_GOOD:
-        return min(comparable, key=values.__getitem__)
-    if comparable and metric in _LARGE_IS_GOOD:
-        return max(comparable, key=values.__getitem__)
-    return None
+    mode = _mode(metric)
+    if mode is None or not comparable:
+        return None
+    return (min if mode == "min" else max)(comparable, key=values.__getitem__)

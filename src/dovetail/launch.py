@@ -1,5 +1,7 @@
 """`python -m dovetail.launch`: a script in several processes of this machine, or with hyperparameters, or both.
 
+Its usage:
+
     python -m dovetail.launch [--slots N] [--config FILE] [--hparam NAME=VALUE]… [--restarts N] SCRIPT ARGUMENTS…
     python -m dovetail.launch … -m MODULE ARGUMENTS…
 
@@ -95,7 +97,7 @@ def _number(least: int) -> Any:
 def _check_script(script: str, is_module: bool) -> None:
     if not is_module:
         if not Path(script).is_file():
-            raise ConfigError(f"no script {script!r} in {Path.cwd()}")
+            raise ConfigError(f"script: expected a file, got {script!r}: there is none in {Path.cwd()}")
         return
     # As `python -m` has it already, but not the command of a package that calls `main`.
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -105,7 +107,9 @@ def _check_script(script: str, is_module: bool) -> None:
     except ImportError:
         found = None
     if found is None:
-        raise ConfigError(f"no module {script!r}")
+        raise ConfigError(
+            f"script: expected a module after -m, got {script!r}: there is none in {Path.cwd()}, nor installed"
+        )
 
 
 def _config(path: str | None) -> dict[str, Any]:

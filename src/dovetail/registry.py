@@ -20,6 +20,7 @@ class Registry(Generic[T]):
     Args:
         kind: What the pieces are, for messages.
         built_in: Returns the pieces that are there from the start; called when a name is first asked for.
+        answers: What to say to those who use another library's names, by these: a name of a piece, or a sentence.
 
     Example:
         >>> colours = Registry("colour", lambda: {"red": 1})
@@ -29,8 +30,11 @@ class Registry(Generic[T]):
         (2, ['blue', 'red'])
     """
 
-    def __init__(self, kind: str, built_in: Callable[[], Mapping[str, T]] = dict) -> None:
+    def __init__(
+        self, kind: str, built_in: Callable[[], Mapping[str, T]] = dict, answers: Mapping[str, str] | None = None
+    ) -> None:
         self.kind = kind
+        self._answers = answers
         self._built_in = cache(built_in)
         self._own: dict[str, T] = {}
 
@@ -47,7 +51,7 @@ class Registry(Generic[T]):
         if piece is None:
             return lambda decorated: self.register(name, decorated)
         if name in self._table():
-            raise ConfigError(f"{self.kind} {name!r} is registered already")
+            raise ConfigError(f"{self.kind} {name!r} is registered already: choose another name")
         self._own[name] = piece
         return piece
 
@@ -60,7 +64,7 @@ class Registry(Generic[T]):
         for table in (self._own, self._built_in()):
             if name in table:
                 return table[name]
-        raise UnknownNameError(self.kind, name, self._table())
+        raise UnknownNameError(self.kind, name, self._table(), self._answers)
 
     def names(self) -> list[str]:
         """Return all names, sorted."""

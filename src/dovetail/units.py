@@ -22,6 +22,7 @@ __all__ = [
     "TrainUnit",
     "Update",
     "Updates",
+    "counted",
     "parse_unit",
 ]
 
@@ -94,7 +95,9 @@ class TrainUnit:
     def length(self) -> int:
         """The number, for a unit that is used as a length."""
         if not isinstance(self.value, int):
-            raise ConfigError(f"{self!r} is a schedule; a length needs one whole number")
+            raise ConfigError(
+                f"length: expected one whole number such as {type(self).__name__}(5), got the schedule {self!r}"
+            )
         return self.value
 
     def count(self, progress: Progress) -> int:
@@ -169,3 +172,18 @@ def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> Tr
     if unit not in _UNITS:
         raise UnknownNameError(f"unit of {name}", str(unit), _UNITS)
     return _UNITS[unit](number)
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return a number of things for people: one of them in the singular.
+
+    Args:
+        number: How many.
+        one: What one of them is called.
+        many: What several are called; None for the same with an s.
+
+    Example:
+        >>> counted(1, "batch", "batches"), counted(2, "epoch")
+        ('1 batch', '2 epochs')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -36,7 +36,7 @@ def benchmark() -> ModuleType:
 
 @pytest.mark.slow
 def test_drift_keeps_fedavg_from_the_optimum_and_neither_scaffold_nor_feddyn(benchmark: ModuleType) -> None:
-    distance = benchmark.drift(0, rounds=12, most=60).values
+    distance = benchmark.drift(0, rounds=8, most=60).values
     assert 0 < distance["SCAFFOLD"] < 0.5 * distance["FedAvg"]
     assert 0 < distance["FedDyn"] < 0.25 * distance["FedAvg"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 from pathlib import Path
@@ -84,3 +85,18 @@ def test_a_pickle_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none\.safetensors: the model could not be read: .*No such file"):
         load_model_file(tmp_path / "none.safetensors")
+
+
+def test_the_checkpoint_of_another_program_is_told_how_to_become_weights(tmp_path: Path) -> None:
+    path = tmp_path / "whole.ckpt"
+    torch.save({"epoch": 1, "state_dict": {"weight": torch.ones(2)}}, path)
+    with pytest.raises(CheckpointError, match=r"under 'state_dict'; save the weights alone by torch\.save\("):
+        load_model_file(path)
+    torch.save({"state_dict": {"weight": torch.ones(2)}, "hyper_parameters": argparse.Namespace(width=3)}, path)
+    with pytest.raises(CheckpointError) as caught:
+        load_model_file(path)
+    assert "it holds a argparse.Namespace" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    torch.save(torch.ones(2), path)
+    with pytest.raises(CheckpointError, match=r"expected weights by name, .* got a Tensor"):
+        load_model_file(path)

@@ -16,7 +16,6 @@ import torch
 from dovetail.checkpoint import list_checkpoints, save
 
 # typer 0.20 takes names from click that click 8.5 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
-pytest.importorskip("optuna_dashboard")
+if find_spec("optuna_dashboard") is None:
+    pytest.skip("optuna-dashboard is not installed", allow_module_level=True)
 
 
 @pytest.fixture

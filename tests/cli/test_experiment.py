@@ -23,8 +23,6 @@ from dovetail.search.runner import start_detached
 from dovetail.search.schema import read_experiment
 from dovetail.search.store import Store
 
-pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
-
 
 def wait_until(is_so: Callable[[], Any], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
@@ -298,7 +296,7 @@ def test_delete_asks_first(run: Any, finished: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
     code, out, _ = run("e", "delete", 1, "--home", finished.home)
     assert code == 1
-    assert out.startswith("Delete experiment 1 (demo), its 4 trials and their checkpoints? [y/N]")
+    assert out.startswith("Delete experiment 1 (demo), its 4 trials and all checkpoints? [y/N]")
     assert len(Store.open(finished.home).experiments()) == 1
 
 

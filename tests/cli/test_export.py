@@ -11,8 +11,6 @@ import torch
 from dovetail.checkpoint import load_model_file, save
 from dovetail.search.store import Store
 
-pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
-
 
 @pytest.fixture
 def trial(project: Any) -> Path:

@@ -13,8 +13,6 @@ from typer.main import get_command
 
 from dovetail.cli import app
 
-pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
-
 LOOK = """
 import contextlib, io, json, sys
 from dovetail.cli import app
@@ -57,3 +55,9 @@ def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> No
         app(["experiment", "create", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "0 fine; 1 a mistake, said in one sentence; 2 wrong usage; 3 the experiment or job ended in ERROR;" in text
+
+
+def test_arguments_are_explained_as_options_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app(["federate", "--help"])
+    assert "The YAML file." in capsys.readouterr().out

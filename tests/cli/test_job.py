@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
-
 SCRIPT = """
 import json, os, sys
 info = json.load(open(os.environ["DOVETAIL_TRIAL"]))

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
-
 
 def test_describe_shows_a_trial(run: Any, finished: Any) -> None:
     code, out, _ = run("trial", "describe", 4, "--home", finished.home)

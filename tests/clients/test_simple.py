@@ -22,7 +22,7 @@ from dovetail.federated.messages import Task, Update
 from dovetail.federated.postprocess import Chain
 from dovetail.trainers.basic import SingleProcess, Trainer
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.decorators import AMPTrainer, CompiledTrainer, TimedTrainer
+from dovetail.trainers.decorators import AMPTrainer, TimedTrainer
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 
 
@@ -239,7 +239,7 @@ def test_a_trainer_of_any_form_trains_the_same(form: str) -> None:
 
 
 def _without_dropout(client: Client) -> None:
-    # Trainers of different kinds, and graphs, draw other numbers for it.
+    # Trainers of different kinds draw other numbers for it.
     model: Any = client.trainer.context.model
     model[2].p = 0.0
 
@@ -252,17 +252,6 @@ def test_add_ons_and_precision_take_effect() -> None:
     ):
         update, _ = _begun(trainer=trainer).work(_task(3), {})
         assert not torch.equal(update.delta["0.weight"], expected.delta["0.weight"])
-
-
-@pytest.mark.slow
-def test_one_compiled_step_works_for_all_clients(compiler_cache: None) -> None:
-    client = _begun(trainer=CompiledTrainer(ComposableTrainer(**_PLAIN)))
-    plain = _begun(trainer=ComposableTrainer(**_PLAIN))
-    for each in (client, plain):
-        _without_dropout(each)
-    for client_id in (3, 5):
-        delta = _delta(client.work(_task(client_id), {})[0])
-        torch.testing.assert_close(delta, _delta(plain.work(_task(client_id), {})[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_anything_else_is_no_trainer() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -676,3 +677,42 @@ def test_a_loader_class_with_its_own_iteration_is_iterated_its_own_way() -> None
                 yield batch
 
     assert labels(iterate_from(Twice(tensors(2)), 1)) == [[0], [1], [1]]
+
+
+class Drawing(Dataset[Any]):
+    """Every sample draws from all that a worker has to draw from."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+def drawn(epoch: int = 0, start: int = 0, **options: Any) -> list[Tensor]:
+    loader = DataLoader(Drawing(), 4, shuffle=True, seed=3, **options)
+    loader.set_epoch(epoch)
+    return list(iterate_from(loader, start))
+
+
+def test_what_samples_draw_in_workers_follows_from_the_batch() -> None:
+    whole = drawn(num_workers=1)
+    assert_same(drawn(num_workers=2), whole)
+    assert_same(drawn(num_workers=2, start=3), whole[3:])
+    assert_same(drawn(num_workers=1, num_replicas=2, rank=1), whole[1::2])
+    # Neither two samples nor two epochs draw the same.
+    numbers = torch.cat([*whole, *drawn(epoch=1, num_workers=1)])[:, 1:]
+    assert len(numbers.unique()) == numbers.numel()
+
+
+def test_what_samples_draw_in_this_process_is_drawn_from_its_generators() -> None:
+    torch.manual_seed(5)
+    whole = drawn()
+    torch.manual_seed(5)
+    assert torch.equal(torch.cat(whole)[0, 3], torch.rand(()).double())
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to pin memory for")
+def test_memory_is_pinned_without_a_word_where_that_is_for_nothing() -> None:
+    batches = list(DataLoader(Counting(4), 2, pin_memory=True))
+    assert [rows.is_pinned() for rows, _ in batches] == [False, False]

@@ -382,7 +382,7 @@ def test_a_way_of_your_own_has_a_name_too() -> None:
         ("mixed", {"non_iid_clients": [5]}, r"non_iid_clients: expected ids from 1 to 4 or a number, got \[5\]"),
         ("mixed", {"non_iid_clients": -1}, "non_iid_clients: .* got -1"),
         ("orthogonal", {"num_groups": 5}, "num_groups: expected 1 to 4, .* got 5"),
-        ("orthogonal", {"class_groups": [[0], [0]]}, "class_groups: expected every label at most once"),
+        ("orthogonal", {"class_groups": [[0], [0]]}, "class_groups: expected every label at most once, got 0 twice"),
         ("orthogonal", {"class_groups": [[77]]}, "class_groups: the dataset has no label 77; it has 0, 1, 2"),
         (
             "mixed_label_quantity",

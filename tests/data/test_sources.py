@@ -154,3 +154,21 @@ def test_a_sampler_needs_a_dataset_with_indices(data: Any) -> None:
 )
 def test_the_number_of_batches_is_told_where_it_is_known(loader: Any, count: int | None) -> None:
     assert num_batches(loader) == count
+
+
+class Indexed:
+    """Samples by index, of no class that torch knows."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[int]:
+        return (index,)
+
+    def __iter__(self) -> Iterator[tuple[int]]:
+        return map(self.__getitem__, range(5))
+
+
+def test_whatever_has_samples_by_index_is_a_dataset() -> None:
+    assert [batch.tolist() for (batch,) in as_loader(Indexed(), batch_size=2)] == [[0, 1], [2, 3], [4]]
+    assert flat(as_loader(Indexed(), batch_size=2, sampler=[4, 1])) == [4, 1]

@@ -328,6 +328,13 @@ def different_noise(folder: Path) -> Any:
     return torch.rand(1).item()
 
 
+@case
+def written_after_a_run(folder: Path) -> Any:
+    trainer = layer(Trainer(model(), "cpu", **SETTINGS))
+    trainer.fit(data(24), max_length=Epochs(1))
+    return trainer.save_model(folder / f"{rank()}.safetensors").exists()
+
+
 # ------------------------------------------------------------------ checkpoints
 
 
@@ -374,7 +381,7 @@ def other_world_size(folder: Path) -> Any:
 @case
 def python_calls(folder: Path) -> Any:
     """What a layer adds to the calls of Dovetail's own functions in one step."""
-    cost = runpy.run_path(str(Path(__file__).parents[1] / "trainers" / "test_cost.py"))
+    cost = runpy.run_path(str(Path(__file__).parents[1] / "trainers" / "counting.py"))
 
     def own_calls(wrap: Callable[[Any], Any]) -> float:
         def prepare() -> Callable[[Any], Any]:

@@ -117,6 +117,11 @@ def test_every_process_draws_its_own_noise(results: Results, size: int) -> None:
 
 
 @sizes
+def test_what_is_saved_after_a_run_is_written_by_the_first_process(results: Results, size: int) -> None:
+    assert [each["written_after_a_run"] for each in results[size]] == [True] + [False] * (size - 1)
+
+
+@sizes
 def test_resumed_equals_uninterrupted_with_dropout_in_every_process(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["resumed"]["halves"] == each["resumed"]["whole"]

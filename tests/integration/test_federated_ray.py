@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
 
-import cloudpickle
 import pytest
-import torch
+from doing import Doing, Fragile, die, done, faults, hang, started, tasks
 
 from dovetail.errors import ConfigError
-from dovetail.federated.backends import Backend, Done, Outcome, Ray, Sequential, Work, Worker
+from dovetail.federated.backends import Backend, Ray, Sequential, Worker
 from dovetail.federated.backends.contract import BackendContract
-from dovetail.federated.messages import Fault, Task, Update
-from dovetail.federated.states import ClientState
+from dovetail.federated.messages import Fault
 
-ray = pytest.importorskip("ray")
+if find_spec("ray") is None:
+    pytest.skip("Ray is not installed", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,31 +25,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-# Actors cannot import what pytest has loaded from a path.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(light_ray: None) -> Iterator[None]:
+    import ray
+
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        # As where only ray itself is installed: a node whose dashboard takes 15 s to start, on a busy machine, dies.
-        patch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
-        ray.init(
-            address="local",
-            num_cpus=2,
-            object_store_memory=80_000_000,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-        processes = [it.process for each in ray._private.worker._global_node.all_processes.values() for it in each]
-        yield
-        ray.shutdown()
-        # Ray ends them, and does not look whether they do.
-        for process in processes:
-            process.wait(60)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=80_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    processes = [it.process for each in ray._private.worker._global_node.all_processes.values() for it in each]
+    yield
+    ray.shutdown()
+    # Ray ends them, and does not look whether they do.
+    for process in processes:
+        process.wait(60)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -62,47 +55,12 @@ class TestRay(BackendContract):
         return Ray(num_workers=2)
 
 
-class Doing:
-    """A client that does what it is told, by its id, and answers with the number of its process."""
-
-    def __init__(self, deeds: dict[int, Callable[[], Any]] | None = None) -> None:
-        self.deeds = deeds or {}
-
-    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
-        told = self.deeds.get(task.client_id, lambda: None)()
-        return Update(task.client_id, task.round, 1, payload={"pid": os.getpid(), "told": told}), state
-
-
-def tasks(count: int, number: int = 1) -> list[Work]:
-    weights = {"w": torch.zeros(1000)}
-    return [(Task(number, client, weights), {}) for client in range(1, count + 1)]
-
-
-@contextmanager
-def running(worker: Worker, num_workers: int = 2, timeout: float | None = None) -> Iterator[Backend]:
-    backend = Ray(num_workers, timeout)
-    backend.start(worker)
-    try:
-        yield backend
-    finally:
-        backend.close()
-
-
-def done(outcomes: list[Outcome]) -> dict[int, Any]:
-    return {it.update.client_id: it.update.payload for it in outcomes if isinstance(it, Done)}
-
-
-def faults(outcomes: list[Outcome]) -> list[Fault]:
-    return [it for it in outcomes if isinstance(it, Fault)]
-
-
-def hang() -> None:
-    while True:
-        signal.pause()
+def running(worker: Worker, num_workers: int = 2, timeout: float | None = None) -> AbstractContextManager[Backend]:
+    return started(Ray(num_workers, timeout), worker)
 
 
 def test_a_client_whose_actor_is_killed_is_left_out_and_the_round_goes_on() -> None:
-    with running(Doing({3: lambda: os.kill(os.getpid(), signal.SIGKILL)})) as backend:
+    with running(Doing({3: die})) as backend:
         first, second = list(backend.run(tasks(6))), list(backend.run(tasks(2, number=2)))
     (fault,) = faults(first)
     assert (fault.client_id, fault.round, fault.kind) == (3, 1, "crashed")
@@ -133,11 +91,6 @@ def test_a_client_that_takes_too_long_is_left_out() -> None:
 def test_there_are_never_more_actors_than_slots() -> None:
     with running(Doing(), num_workers=9) as backend:
         assert len({it["pid"] for it in done(list(backend.run(tasks(12)))).values()}) <= 2
-
-
-class Fragile(Doing):
-    def __setstate__(self, state: Any) -> None:
-        raise RuntimeError("no such disk here")
 
 
 @pytest.mark.torture

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed")
-nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
-pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+# Looked for, and imported by the tests that need them: that takes as long as to collect all others.
+if not all(map(find_spec, ("nbformat", "nbclient", "ipykernel"))):
+    pytest.skip("nbclient or ipykernel is not installed", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow]
 
@@ -58,6 +59,9 @@ def shown(cell: Any) -> Any:
 
 
 def test_weights_and_lines_come_back_into_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbclient
+    import nbformat
+
     # A kernel that finds this does not show what other processes print.
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     cells = [nbformat.v4.new_code_cell(source) for source in (DEFINITIONS, TRAINING)]

@@ -44,7 +44,6 @@ pytestmark = [
 torture = pytest.mark.skipif(os.environ.get("DOVETAIL_TORTURE") != "1", reason="takes long: `make torture` runs it")
 SCRIPT = Path(__file__).with_name("cluster_trial.py")
 SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
     # A dead node is noticed soon.
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "3000",
@@ -126,18 +125,12 @@ def own_handlers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+def nodes(light_ray: None) -> Iterator[TwoNodes]:
     import ray
 
-    # Imported by every process of Ray, if it is there: a grammar that takes three quarters of their start to build.
-    light = tmp_path_factory.mktemp("light")
-    (light / "rfc3987_syntax.py").write_text("raise ImportError\n")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():
             patch.setenv(name, value)
-        patch.setenv("PYTHONPATH", str(light), prepend=os.pathsep)
-        # As where only ray itself is installed: a node whose dashboard takes 15 s to start, on a busy machine, dies.
-        patch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
         with handlers_kept():
             nodes = TwoNodes()
         yield nodes

@@ -36,10 +36,26 @@ def test_hyperparameters_come_from_the_launcher(tmp_path: Path, monkeypatch: pyt
     assert context.directory == tmp_path / "here"
 
 
-def test_arguments_win_over_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(tmp_path, monkeypatch, hparams={"lr": 0.1}, trial_seed=11)
-    context = pytorch.init(hparams={"lr": 0.5}, seed=1)
-    assert (context.hparams["lr"], context.get_trial_seed()) == (0.5, 1)
+def test_the_launchers_hyperparameters_win_and_those_given_fill_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(tmp_path, monkeypatch, hparams={"lr": 0.1, "net": {"width": 3}, "opt": "sgd"})
+    given = {"lr": 0.5, "net": {"width": 8, "depth": 2}, "opt": {"name": "adam"}, "batch": 16}
+    context = pytorch.init(hparams=given)
+    assert context.hparams == {"lr": 0.1, "net": {"width": 3, "depth": 2}, "opt": "sgd", "batch": 16}
+    assert given["net"] == {"width": 8, "depth": 2}
+
+
+def test_a_configuration_given_in_an_experiment_does_not_win_over_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(tmp_path, monkeypatch, hparams={"lr": 0.1})
+    assert pytorch.init(exp_conf={"hyperparameters": {"lr": 0.5, "width": 3}}).hparams == {"lr": 0.1, "width": 3}
+
+
+def test_a_given_seed_wins_over_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(tmp_path, monkeypatch, trial_seed=11)
+    assert pytorch.init(seed=1).get_trial_seed() == 1
 
 
 def test_hyperparameters_come_from_a_configuration() -> None:

@@ -34,7 +34,7 @@ def test_repeating_goes_on_for_ever_and_is_as_long_as_one_pass() -> None:
 
 
 def test_repeating_nothing_is_an_error_and_not_an_endless_loop() -> None:
-    with pytest.raises(DataError, match="a sampler that gives nothing cannot be repeated"):
+    with pytest.raises(DataError, match="sampler: expected a sampler with at least one index, got none"):
         next(iter(RepeatSampler([])))
 
 

@@ -855,7 +855,7 @@ def test_a_period_by_both_names_is_refused() -> None:
 
 def test_the_context_routes_only_while_it_trains() -> None:
     trial, _ = make()
-    with pytest.raises(ConfigError, match="no run yet"):
+    with pytest.raises(ConfigError, match="backward: only while a trial trains"):
         trial.made_with.backward(torch.ones(()))
 
 

@@ -571,7 +571,7 @@ def test_a_trial_that_the_searcher_has_seen_enough_of_saves_and_leaves(lab: Any,
     ]
     assert (done.trials[1].directory / "saved").exists()
     assert (_codes(done, 1), done.trials[1].restarts) == ([code], 0)
-    assert done.trials[1].reason == "stopped early after 2 batches"
+    assert done.trials[1].reason == "the search gave it up by its value after 2 batches"
 
 
 SLOW = """

@@ -306,8 +306,8 @@ def test_what_was_given_stays_as_it_was() -> None:
         ("name=a: b", "expected a value such as 4, relu or [1, 2], got 'a: b': quote it"),
         ("name=1\nlabels: 3", "expected a value such as 4, relu or [1, 2], got '1\\nlabels: 3': quote it"),
         ("name.first=1", "expected name to be 'key: value' lines, got 'digits'"),
-        ("searcher.max_trials=0", "searcher.max_trials: expected a whole number of at least 1, got 0"),
-        ("searcher.max_trails=4", "searcher.max_trails: unknown key: did you mean 'max_trials'?"),
+        ("searcher.max_trials=0", "expected a whole number of at least 1, got 0"),
+        ("searcher.max_trails=4", "unknown key: did you mean 'max_trials'?"),
         ("searcher={name: random, metric: x}", "searcher.max_trials: missing: how many trials to run"),
     ],
 )

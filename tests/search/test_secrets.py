@@ -44,6 +44,7 @@ def test_what_opens_a_storage_is_hidden(name: str) -> None:
         ("s3://key:sec?re#t@bucket/a", "s3://***@bucket/a"),
         ("postgresql://host:5432/lab", "postgresql://host:5432/lab"),
         ("az://box?sig=abc", "az://box?***"),
+        ("postgresql://host:5432/lab?password=a@b", "postgresql://***"),
         ("/folder/what?", "/folder/what?"),
     ],
 )

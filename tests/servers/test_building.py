@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from dovetail.clients import simple
+from dovetail.data.models import cnn
 from dovetail.errors import ConfigError
 from dovetail.federated.config import FederatedConfig
 from dovetail.servers import fedavg
@@ -84,3 +87,20 @@ def test_settings_have_one_place_or_are_refused() -> None:
         config.with_settings(do_test=True)
     with pytest.raises(ConfigError, match="unknown setting 'roundz': did you mean 'rounds'"):
         config.with_settings(roundz=3)
+
+
+def test_a_model_that_does_not_take_the_data_is_told_before_training() -> None:
+    server, client = federation(read_federated({**SMALL, "trainer": {**SMALL["trainer"], "model_type": "lenet5"}}))
+    with pytest.raises(ConfigError, match=r"model_type: lenet5 does not take samples of shape \(1, 8, 8\)"):
+        server.run(client)
+
+
+def test_a_model_by_name_is_tried_on_the_data_without_a_trace() -> None:
+    parameters = {**SMALL["parameters"], "model": {"size": 8}}
+    server, client = federation(read_federated({**SMALL, "parameters": parameters}, ["trainer.model_type=cnn"]))
+    server.run(client)
+    nameless, client = federation(read_federated(SMALL))
+    by_hand = fedavg.Server(partial(cnn, size=8), trainer=nameless._given_trainer, config=nameless.config)
+    by_hand.run(client)
+    for name, value in server.weights.items():
+        assert torch.equal(value, by_hand.weights[name]), name

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from toy import federation
 
-from dovetail.algorithms import CompositeAlgorithm, FedAvg, FedNova, FedPer, FedProx
+from dovetail.algorithms import SCAFFOLD, CompositeAlgorithm, FedAvg, FedNova, FedPer, FedProx
 from dovetail.checks import ConfigErrors
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.callbacks import ServerCallback
 from dovetail.federated.records import ClientsEvaluation
 from dovetail.servers.building import federation as built
@@ -142,6 +142,13 @@ def test_a_server_without_an_algorithm_has_the_one_of_its_settings() -> None:
     config = read_federated({"algorithm": {"type": "fedprox", "mu": 0.5}})
     assert repr(Server(config=config).algorithm) == "FedProx(mu=0.5)"
     assert repr(Server(config=config, algorithm=FedAvg()).algorithm) == "FedAvg()"
+
+
+def test_a_server_takes_an_algorithm_by_its_name() -> None:
+    assert repr(Server(algorithm="scaffold").algorithm) == repr(SCAFFOLD())
+    assert Server(algorithm="scaffold").config.algorithm.type == "scaffold"
+    with pytest.raises(UnknownNameError, match="unknown algorithm 'scafold': did you mean 'scaffold'"):
+        Server(algorithm="scafold")
 
 
 class _LeftError(Exception):

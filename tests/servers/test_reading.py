@@ -91,7 +91,7 @@ def test_the_command_line_sets_keys_over_the_file(tmp_path: Path) -> None:
 
 
 def test_a_wrong_setting_is_named_by_its_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigErrors, match=r"^trainer.rounds=x: trainer.rounds: expected a whole number of at least 1"):
+    with pytest.raises(ConfigErrors, match=r"^trainer.rounds=x: expected a whole number of at least 1"):
         read_federated(written(tmp_path, PLATO), ["trainer.rounds=x"])
 
 
@@ -130,3 +130,10 @@ def test_every_misspelt_key_is_reported_with_its_line(key: tuple[str, str], tmp_
         read_federated(written(tmp_path, text))
     line = next(number for number, it in enumerate(text.splitlines(), 1) if it.startswith(f"    {name}x:"))
     assert any(f"plato.yml:{line}:5: " in problem and f"{name}x" in problem for problem in caught.value.problems)
+
+
+def test_a_label_that_is_the_name_of_a_model_is_not_taken_for_one() -> None:
+    with pytest.raises(ConfigErrors, match=r"trainer\.model_name: only a label here, .* give model_type: lenet5"):
+        read_federated({"trainer": {"model_name": "LeNet5"}})
+    assert read_federated({"trainer": {"model_name": "LeNet5", "model_type": "mlp"}}).trainer.model_type == "mlp"
+    assert read_federated({"trainer": {"model_name": "mine"}}).trainer.model_name == "mine"

@@ -56,3 +56,25 @@ def test_every_round_has_a_line_that_names_who_was_left_out() -> None:
     display.on_clients_processed(Watched())
     display.on_server_will_close(Watched())
     assert text.getvalue() == "round 1/10  1 of 2 clients  train loss 2.0000  0.5s  client 2 crashed: ValueError: x\n"
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("client 2: its node was lost", "client 2 late: its node was lost"),
+        ("client 2 has not answered", "client 2 late: it has not answered"),
+        ("client 20: no", "client 2 late: client 20: no"),
+    ],
+)
+def test_a_fault_names_its_client_once(reason: str, told: str) -> None:
+    class Watched:
+        records = (RoundRecord(1, 0.5, (2,), (), (Fault(2, 1, "late", reason),), {}),)
+        current_round = 1
+        config = fedavg.FederatedConfig()
+
+    text = io.StringIO()
+    display = RoundDisplay(Console(file=text, width=200))
+    display.on_training_will_start(Watched())
+    display.on_clients_processed(Watched())
+    display.on_server_will_close(Watched())
+    assert text.getvalue() == f"round 1/10  0 of 1 client  0.5s  {told}\n"

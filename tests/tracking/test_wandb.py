@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import struct
+from importlib.util import find_spec
 
 import pytest
 
@@ -11,7 +12,8 @@ from dovetail.errors import ConfigError
 from dovetail.tracking import Histogram, Run, Tracker, WandBLogger
 from dovetail.units import Epochs
 
-wandb = pytest.importorskip("wandb")
+if find_spec("wandb") is None:
+    pytest.skip("wandb is not installed", allow_module_level=True)
 
 
 @pytest.fixture
@@ -24,6 +26,8 @@ def read(tmp_path):
     """Reads every offline run back, the oldest first."""
 
     def read():
+        import wandb
+
         # Its process may still be writing when a run is finished; it has written all when it has ended.
         wandb.teardown()
         return [Read(path) for path in sorted(tmp_path.glob("new/wandb/offline-run-*/run-*.wandb"))]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dovetail.callbacks import Callback
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.relay import arithmetic
 from dovetail.trainers.strategies import LossCriterionStrategy, ModelUpdateStrategy
 
 
@@ -22,7 +23,7 @@ class Drift(ModelUpdateStrategy):
 
     def on_train_start(self, context: Any) -> None:
         self._before = [it.detach().clone() for it in context.model.parameters()]
-        context.state["threads"] = torch.get_num_threads()
+        context.state["computes"] = [torch.get_num_threads(), *arithmetic().values()]
 
     def get_update_payload(self, context: Any) -> dict[str, Any]:
         return {"drift": [it.detach() - old for it, old in zip(context.model.parameters(), self._before, strict=True)]}

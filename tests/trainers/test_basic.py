@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from dovetail import Batches, Epochs, Trainer, seed_everything
 from dovetail.callbacks import EMA, Callback, EarlyStopping
 from dovetail.data import DataLoader
-from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
+from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies import AdamOptimizerStrategy, MixedPrecisionStepStrategy
@@ -40,8 +41,17 @@ def test_an_unknown_keyword_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size: expected a number that is at least 1, got 0"),
-        ({"accumulation_steps": "4"}, "accumulation_steps: expected a number that is at least 1, got '4'"),
+        ({"batch_size": 0}, "batch_size: expected a whole number that is at least 1, got 0"),
+        ({"num_epochs": 1.5}, "num_epochs: expected a whole number that is at least 0, got 1.5"),
+        ({"accumulation_steps": "4"}, "accumulation_steps: expected a whole number that is at least 1, got '4'"),
+        ({"momentum": "x"}, "momentum: expected a number that is at least 0.0, got 'x'"),
+        ({"learning_rate": math.nan}, "learning_rate: expected a number that is at least 0.0, got nan"),
+        ({"keep_last": 0}, "keep_last: expected None or a whole number that is at least 1, got 0"),
+        ({"keep_every": "a"}, "keep_every: expected None or a whole number that is at least 1, got 'a'"),
+        ({"best_mode": "up"}, "best_mode: expected 'min', 'max' or None, got 'up'"),
+        ({"on_save_error": "ignore"}, "on_save_error: expected 'raise' or 'warn', got 'ignore'"),
+        ({"seed": "1"}, "seed: expected a whole number or None, got '1'"),
+        ({"early_stop": 3}, "early_stop: expected the keys 'num_epochs' and 'improv', got 3"),
         ({"nonfinite": "explode"}, "nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got 'explode'"),
         ({"loss_function": "CrosEntropyLoss"}, "unknown loss 'CrosEntropyLoss': did you mean 'CrossEntropyLoss'"),
         ({"optim_function": "Adm"}, "unknown optimizer 'Adm': did you mean 'Adam'"),
@@ -51,13 +61,52 @@ def test_an_unknown_keyword_names_the_nearest() -> None:
         ({"criterion": 3}, "criterion: expected a loss of torch.nn"),
         ({"checkpoint_dir": "x", "checkpoint_name": "../up"}, "checkpoint_name: expected a plain file name"),
         ({"max_concurrency": 2}, "max_concurrency: only a ComposableTrainer trains in a process of its own"),
-        ({"metrics": [3]}, "metrics: 'int': expected a torchmetrics object or a function"),
+        ({"lr_scheduler": "StepLR"}, r"lr_scheduler: StepLR needs step_size; give partial\(StepLR, step_size=…\)"),
+        (
+            {"metrics": "accuracy"},
+            "metrics: expected functions of outputs and targets, or torchmetrics objects, got 'acc",
+        ),
         ({"callbacks": [3]}, "callbacks: expected"),
+        ({"callbacks": print}, "callbacks: expected a list of callbacks, got <built-in function print>"),
+        ({"device": "cuda:99"}, "device: 'cuda:99' is not available here; use 'cpu' or 'auto'"),
     ],
 )
 def test_a_bad_option_gets_one_clear_sentence(problem: Problem, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         quiet(problem.model(), **options).fit(problem.batches, max_length=Epochs(1))
+
+
+def test_a_resume_that_names_no_checkpoint_is_refused(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="resume: expected 'auto' or the path of a checkpoint, got True"):
+        quiet(problem.model()).fit(problem.batches, resume=True)  # type: ignore[arg-type] # the mistake under test
+
+
+def test_a_schedule_is_no_length(problem: Problem) -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_length: expected one whole number such as Epochs\(5\), got the schedule"
+    ):
+        quiet(problem.model()).fit(problem.batches, max_length=Epochs([1, 5]))
+
+
+def test_data_without_a_sample_is_refused(problem: Problem) -> None:
+    with pytest.raises(DataError, match="data: expected at least one sample, got none"):
+        quiet(problem.model()).fit((problem.x[:0], problem.y[:0]))
+
+
+def test_an_add_on_that_looks_at_validations_needs_no_data_for_them(problem: Problem) -> None:
+    class Looks:
+        def val_epoch(self) -> Any:
+            measured = super().val_epoch()  # type: ignore[misc] # that of what it is mounted on
+            seen.append(dict(measured))
+            return measured
+
+    seen: list[dict[str, float]] = []
+    trainer = Trainer.add_on(Looks)(problem.model(), verbose=False)
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    assert seen == [{}]
+    assert trainer.history.get_metric_names() == {"train_loss", "train_lr"}
+    trainer.fit(problem.batches, problem.batches, max_length=Epochs(2))
+    assert seen[1].keys() == {"loss", "accuracy"}
 
 
 def test_a_trainer_without_a_model_says_so(problem: Problem) -> None:
@@ -350,6 +399,30 @@ def test_a_checkpoint_of_another_number_of_optimizers_is_refused(problem: Proble
     trainer.save_checkpoint(tmp_path / "two")
     with pytest.raises(CheckpointError, match="its optimizers are SGD, SGD, the trainer's are Adam"):
         quiet(problem.model()).load_checkpoint(tmp_path / "two")
+
+
+def test_a_checkpoint_of_a_trainer_that_has_not_trained_is_loaded_like_any_other(
+    problem: Problem, tmp_path: Path
+) -> None:
+    first = quiet(problem.model(), seed=1, lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1))
+    first.save_checkpoint(tmp_path / "begun")
+    second = quiet(problem.model(seed=8), seed=2, lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1))
+    second.fit(problem.batches, max_length=Epochs(1))
+    second.load_checkpoint(tmp_path / "begun")
+    for trainer in (first, second):
+        trainer.fit(problem.batches, max_length=Epochs(2))
+    assert_same_weights(first.model, second.model)
+    assert first.history.losses == second.history.losses
+
+
+def test_weights_of_another_model_are_refused_by_their_first_difference(problem: Problem, tmp_path: Path) -> None:
+    quiet(nn.Linear(2, 2)).save_model(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"of something else: 'weight' has shape \(2, 2\) in it and \(3, 2\)"):
+        quiet(nn.Linear(2, 3)).load_model(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match="of something else: it has 'weight', which the model lacks"):
+        quiet(nn.Sequential(nn.Linear(2, 2))).load_model(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match="of something else: 'weight' has shape"):
+        quiet(nn.Bilinear(2, 2, 3)).load_model(tmp_path / "weights.safetensors", strict=False)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.ckpt"])

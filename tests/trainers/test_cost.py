@@ -5,24 +5,20 @@ from __future__ import annotations
 import gc
 import io
 import os
-import sys
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from compiling import needs_compiler
+from counting import NUM_STEPS, calls_per_step, code_called, make_batches, make_model, make_trainer
 from rich.console import Console
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import dovetail
 from dovetail.callbacks import Callback, ProgressDisplay
-from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.decorators import (
     AMPTrainer,
@@ -33,74 +29,12 @@ from dovetail.trainers.decorators import (
     TimedTrainer,
 )
 from dovetail.trainers.strategies import SGDOptimizerStrategy
-from dovetail.trainers.whole_step import CannotCompileError, check_compiler
 from dovetail.units import Batches, Epochs
 
-try:
-    check_compiler()
-    COMPILER = True
-except CannotCompileError:
-    COMPILER = False
-needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled steps are not counted")
-
-NUM_STEPS = 100
 MANY_STEPS = 10_000 if os.environ.get("DOVETAIL_TORTURE") == "1" else 4_000
-HOME = str(Path(dovetail.__file__).parent)
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
-
-
-def make_batches(number: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(32, 10, generator=generator), torch.randint(10, (32,), generator=generator)
-    return [(inputs, targets)] * number
-
-
-def make_trainer(**settings: Any) -> Trainer:
-    model = make_model()
-    settings = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "verbose": False, **settings}
-    return Trainer(model, "cpu", criterion=nn.CrossEntropyLoss(), **settings)
 
 
 # ------------------------------------------------------------------ calls
-
-
-def calls_per_step(prepare: Callable[[], Callable[[Any], Any]]) -> tuple[float, float]:
-    """The Python calls that one more batch costs, in all and of Dovetail's own; a run's start and end are not in it."""
-    # Torch imports some of itself when it is first used, and then need not be looked through for what is left over.
-    prepare()(make_batches(1))
-    gc.freeze()
-    few, many = make_batches(NUM_STEPS), make_batches(2 * NUM_STEPS)
-    run = prepare()
-    calls = code_called(lambda: run(few))
-    run = prepare()
-    more = code_called(lambda: run(many))
-    more.subtract(calls)
-    own = sum(number for code, number in more.items() if code.co_filename.startswith(HOME))
-    return sum(more.values()) / NUM_STEPS, own / NUM_STEPS
-
-
-def code_called(run: Callable[[], Any]) -> Counter[CodeType]:
-    """Every Python function that a run calls, by its code, and how often."""
-    calls: Counter[CodeType] = Counter()
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            calls[frame.f_code] += 1
-
-    # A finaliser that runs in between would be counted, too.
-    gc.collect()
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls
 
 
 def by_hand(accumulation_steps: int = 1) -> Callable[[Any], None]:

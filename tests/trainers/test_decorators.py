@@ -157,7 +157,11 @@ def test_an_unknown_keyword_names_the_nearest(problem: Problem) -> None:
 def test_the_same_capability_twice_is_refused(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="the trainer has mixed precision already"):
         AMPTrainer(DDPTrainer(AMPTrainer(make_trainer(problem))))
-    with pytest.raises(ConfigError, match="the trainer has data parallel already"):
+    with pytest.raises(
+        ConfigError, match="DDPTrainer and FSDPTrainer cannot be combined: the trainer has data parallel"
+    ):
+        DDPTrainer(FSDPTrainer(make_trainer(problem)))
+    with pytest.raises(ConfigError, match="DDPTrainer and MultiGPUAddon cannot be combined"):
         DDPTrainer(make_trainer(problem, Trainer.add_on(MultiGPUAddon)))
 
 

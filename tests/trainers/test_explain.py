@@ -209,7 +209,9 @@ def test_the_rest_of_a_running_epoch_is_told(problem: Problem) -> None:
 def test_a_trainer_at_its_end_says_so(problem: Problem) -> None:
     trainer = trainer_of(problem, num_epochs=1)
     trainer.fit()
-    assert trainer.explain().endswith("nothing to train: Epochs(1) is reached")
+    lines = trainer.explain().splitlines()
+    place = lines.index("└── nothing to train: Epochs(1) is reached; one more epoch would be")
+    assert lines[place + 1 : place + 3] == ["    ├── 12 batches of 8 samples", "    ├── 12 updates"]
 
 
 @pytest.mark.parametrize("gives_objects", [True, False])

@@ -10,10 +10,11 @@ import pytest
 import torch
 from problem import Problem
 
-from dovetail import Epochs, Trainer
+from dovetail import Batches, Epochs, Trainer
 from dovetail.errors import ConfigError
 from dovetail.trainers import DDPTrainer
 from dovetail.trainers.addons import MultiGPUAddon
+from dovetail.trainers.relay import arithmetic, set_arithmetic, share_of_threads
 
 pytestmark = pytest.mark.slow
 
@@ -33,21 +34,33 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
 
 
-def test_weights_history_and_metrics_come_back_into_the_callers_objects(problem: Problem, data: Any) -> None:
-    alone, launched = make_trainer(problem, batch_size=16), DDPTrainer(make_trainer(problem), num_processes=2)
+def test_weights_history_metrics_and_rate_come_back_into_the_callers_objects_without_a_warning(
+    problem: Problem, data: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def make(batch_size: int) -> tuple[Any, Any]:
+        model = problem.model(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        pieces = {"optimizer": optimizer, "scheduler": scheduler, "verbose": False, "seed": 1}
+        return Trainer(model, "cpu", batch_size=batch_size, **pieces), optimizer
+
+    (alone, _), (here, optimizer) = make(16), make(8)
+    launched = DDPTrainer(here, num_processes=2)
     model, history = launched.model, launched.history
-    for length in (1, 3):
+    for length in (1, 2):
         for trainer in (alone, launched):
             trainer.fit(data, data, max_length=Epochs(length))
         # The second time goes on with the momentum that the first has left.
         same(launched.model, alone.model)
     assert launched.model is model
     assert launched.history is history
+    assert optimizer.param_groups[0]["lr"] == 0.025
     assert launched.context.progress == alone.context.progress
     for name in ("train_loss", "valid_loss", "valid_accuracy"):
         assert history.get_metric_values(name) == pytest.approx(alone.history.get_metric_values(name), abs=1e-12)
     assert launched.evaluate(data) == pytest.approx(alone.evaluate(data), abs=1e-12)
     assert torch.equal(launched.predict(data[0]), launched.unwrap().predict(data[0]))
+    assert "Warning" not in capfd.readouterr().err
 
 
 def test_other_spellings_and_the_add_on_launch_too(problem: Problem, data: Any) -> None:
@@ -58,17 +71,26 @@ def test_other_spellings_and_the_add_on_launch_too(problem: Problem, data: Any) 
     same(add_on.model, alone.model)
 
 
-def test_a_scheduler_that_is_sent_moves_the_rate_without_a_warning(
-    problem: Problem, data: Any, capfd: pytest.CaptureFixture[str]
+def test_workers_compute_as_the_caller_does_with_their_share_of_the_cores(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = problem.model(dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    pieces = {"optimizer": optimizer, "scheduler": scheduler}
-    launched = DDPTrainer(Trainer(model, "cpu", batch_size=8, verbose=False, **pieces), num_processes=2)
-    launched.fit(data, max_length=Epochs(2))
-    assert optimizer.param_groups[0]["lr"] == 0.025
-    assert "Warning" not in capfd.readouterr().err
+    def tells(trainer: Any, batch: Any) -> Any:
+        trainer.context.state["found"] = [*arithmetic().values(), torch.get_num_threads()]
+        return {"loss": trainer.model(batch[0]).sum()}
+
+    # What torch would begin with in a new process.
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    trainer = DDPTrainer(make_trainer(problem, train_step=tells), num_processes=2)
+    before = arithmetic()
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        trainer.fit((problem.x.double(), problem.y), max_length=Batches(1))
+        expected = [*arithmetic().values(), share_of_threads(2)]
+    finally:
+        set_arithmetic(before, torch.get_num_threads())
+    assert trainer.context.state["found"] == expected == ["float64", True, True, "high", share_of_threads(2)]
 
 
 def test_an_error_of_a_worker_arrives_with_its_own_traceback(problem: Problem, data: Any) -> None:

@@ -605,7 +605,7 @@ def test_a_bad_loss_is_explained(problem: Problem, output: Any, message: str) ->
 
 
 def test_batches_without_targets_say_what_to_do(problem: Problem) -> None:
-    with pytest.raises(DataError, match="override train_step"):
+    with pytest.raises(DataError, match=r"give pairs \(inputs, targets\)"):
         quiet(problem.model()).fit(problem.x, max_length=Epochs(1))
 
 

@@ -72,6 +72,9 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
     temporary.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(temporary))
+        # How torch computes reaches the other process.
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
         trainers, rng, seconds = [], [], 0.0
         for name, limit in (("here", None), ("elsewhere", 2)):
             trainer = make_trainer(
@@ -85,6 +88,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
             rng.append(rng_state())
             trainer.close()
             trainers.append(trainer)
+        torch.set_float32_matmul_precision(before)
         torn_down_by = [int(line) for line in (folder / "elsewhere").read_text().split()]
         yield Twins(*trainers, module, rng, torn_down_by, [it.name for it in temporary.glob("dovetail-*")], seconds)
 
@@ -280,5 +284,5 @@ def test_more_processes_than_cores_have_one_thread_each() -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5])
 def test_a_limit_that_cannot_be_meant_is_refused(problem: Problem, limit: Any) -> None:
-    with pytest.raises(ConfigError, match="max_concurrency: expected a number that is at least 1, or None"):
+    with pytest.raises(ConfigError, match="max_concurrency: expected None or a whole number that is at least 1"):
         ComposableTrainer(problem.model(), max_concurrency=limit)

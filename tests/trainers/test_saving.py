@@ -18,7 +18,7 @@ from torch import nn
 from dovetail import Batches, Epochs, Trainer
 from dovetail import checkpoint as store
 from dovetail.callbacks import EMA, Callback
-from dovetail.errors import CheckpointError, ConfigError
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.interruption import Interrupted
 from dovetail.trainers.saving import Saver
@@ -370,3 +370,9 @@ def test_nothing_warns_in_a_usual_run(problem: Problem, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet(problem.model(), checkpoint_dir=tmp_path, keep_last=1).fit(problem.batches, problem.batches)
+
+
+def test_a_best_metric_that_does_not_exist_names_the_nearest(problem: Problem, tmp_path: Path) -> None:
+    trainer = quiet(problem.model(), checkpoint_dir=tmp_path, best_metric="val_loss")
+    with pytest.raises(UnknownNameError, match="unknown metric for best_metric 'val_loss': did you mean 'valid_loss'"):
+        trainer.fit(problem.batches, problem.batches, max_length=Epochs(1))

@@ -262,10 +262,10 @@ def test_the_long_names_are_the_same_classes() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: Triangular(stepsize=0), "Triangular: stepsize must be positive, got 0"),
-        (lambda: LinearDecay(num_iters=-1), "LinearDecay: num_iters must be positive, got -1"),
+        (lambda: Triangular(stepsize=0), "Triangular: stepsize: expected a number above 0, got 0"),
+        (lambda: LinearDecay(num_iters=-1), "LinearDecay: num_iters: expected a number above 0, got -1"),
         (lambda: Triangular(lr_min=1.0, lr_max=0.1), "expected 0 <= lr_min <= lr_max, got 1.0 and 0.1"),
-        (lambda: LogDecay(lr_min=0.0), "LogDecay: lr_min must be positive"),
+        (lambda: LogDecay(lr_min=0.0), "LogDecay: lr_min: expected a number above 0, got 0.0: no factor leads to 0"),
         (lambda: EpochSet({5: 0.1}), r"expected epochs, with 0 among them, as keys, got \{5: 0.1\}"),
         (lambda: EpochSet({0: 1.0, "5": 0.1}), "expected epochs, with 0 among them"),  # type: ignore[dict-item]
         (lambda: TriangularMtm(mtm_max=1.5), "expected 0 <= mtm_min <= mtm_max < 1, got 0.001 and 1.5"),
@@ -595,5 +595,5 @@ def test_a_chain_has_a_scheduler() -> None:
 
 
 def test_a_chained_scheduler_has_a_length() -> None:
-    with pytest.raises(ConfigError, match="WarmUpScheduler: total_iters must be positive, got 0"):
+    with pytest.raises(ConfigError, match="WarmUpScheduler: total_iters: expected a number above 0, got 0"):
         WarmUpScheduler(SGD([parameter()], lr=1.0), 0)

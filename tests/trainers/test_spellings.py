@@ -93,7 +93,7 @@ def test_momentum_reaches_the_optimizers_that_take_it(problem: Problem, name: st
 
 def test_an_optimizer_without_momentum_says_so(problem: Problem) -> None:
     trainer = quiet(problem.model(), optim_function="Adagrad")
-    with pytest.raises(ConfigError, match="Adagrad has no momentum"):
+    with pytest.raises(ConfigError, match="momentum: Adagrad has none to set"):
         trainer.momentum = 0.5
 
 

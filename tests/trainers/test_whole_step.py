@@ -9,22 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import needs_compiler
 from problem import Problem
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from dovetail.trainers.whole_step import CannotCompileError, WholeStep, check_compiler
+from dovetail.trainers.whole_step import CannotCompileError, WholeStep
 
 Batch = tuple[Tensor, Tensor]
 MAX_NORM = 0.5
-
-try:
-    check_compiler()
-    COMPILER = True
-except CannotCompileError:
-    COMPILER = False
-needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled steps are not tested")
 
 pytestmark = pytest.mark.usefixtures("compiler_cache")
 torture = pytest.mark.torture
@@ -73,6 +67,11 @@ def shorter(batch: Batch, size: int) -> Batch:
 
 def assert_near(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def linear_for(problem: Problem) -> nn.Module:
+    """A model whose graphs are soon compiled, for what does not depend on it."""
+    return nn.Linear(problem.x.shape[1], int(problem.y.max()) + 1)
 
 
 # Every term of every update. A graph takes seconds to compile, so that most tests share the second one.
@@ -185,8 +184,8 @@ def test_numbers_of_the_optimizer_move_without_a_new_graph(problem: Problem) -> 
 @needs_compiler
 @pytest.mark.slow
 def test_another_form_of_batch_is_compiled_at_its_eighth_appearance(problem: Problem) -> None:
-    model = Model()
-    step = whole_step(model, make_adam(model))
+    model = linear_for(problem)
+    step = whole_step(model, SGD(model.parameters(), lr=0.1))
     full = problem.batches[0]
     found = []
     for _ in range(8):
@@ -200,8 +199,8 @@ def test_another_form_of_batch_is_compiled_at_its_eighth_appearance(problem: Pro
 @needs_compiler
 @pytest.mark.slow
 def test_a_form_that_comes_twice_in_a_row_is_compiled_also_after_a_resume(problem: Problem) -> None:
-    model = Model()
-    optimizer = make_adam(model)
+    model = linear_for(problem)
+    optimizer = SGD(model.parameters(), lr=0.1)
     step = whole_step(model, optimizer)
     full = problem.batches[0]
     assert step(full) is not None

@@ -85,7 +85,7 @@ class CompositeAlgorithm(Described, Algorithm):
         for algorithm in self.algorithms:
             added = algorithm.payload(client_id)
             if twice := sorted(sent.keys() & added.keys()):
-                raise ConfigError(f"algorithms: two of {self!r} send {twice[0]!r}")
+                raise ConfigError(f"algorithms: two of {self!r} send {twice[0]!r}; leave one of them out")
             sent |= added
         return sent
 

@@ -89,7 +89,10 @@ class FlowerStrategy(Algorithm):
                 replies.append(Message(RecordDict({"arrays": _arrays(trained), "metrics": counted}), reply_to=message))
             arrays, _ = self.strategy.aggregate_train(self._round, replies)
         if arrays is None:
-            raise ConfigError(f"{type(self.strategy).__name__} made nothing of {len(updates)} updates")
+            raise ConfigError(
+                f"{type(self.strategy).__name__} made nothing of {len(updates)} updates; look at the numbers of "
+                "clients that it wants"
+            )
         made = {name: torch.from_numpy(array.numpy()).to(weights[name]) for name, array in arrays.items()}
         return {**moved(weights, {name: value for name, value in mean.items() if name not in real}), **made}
 

@@ -182,14 +182,10 @@ class FedAdam(AdaptiveServer):
 
 
 @dataclass(eq=False, repr=False)
-class FedYogi(AdaptiveServer):
+class FedYogi(FedAdam):
     """v ← v − (1 − β₂) Δ² sign(v − Δ²): as FedAdam, but v shrinks no faster than by Δ² (Reddi et al., 2021).
 
-    Args:
-        server_learning_rate: η.
-        beta_1: How much of m stays from round to round.
-        beta_2: How much of v stays.
-        tau: The least that a step is divided by: the larger, the less steps adapt.
+    The arguments are those of `FedAdam`.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean
@@ -197,11 +193,6 @@ class FedYogi(AdaptiveServer):
         >>> FedYogi().aggregate({"w": torch.zeros(2)}, [update], weighted_mean)
         {'w': tensor([0.0980, 0.0000])}
     """
-
-    server_learning_rate: float = 0.1
-    beta_1: float = 0.9
-    beta_2: float = 0.99
-    tau: float = 1e-3
 
     def second_moment(self, v: Tensor, squares: Tensor) -> Tensor:
         """Return v, a step nearer to Δ²."""

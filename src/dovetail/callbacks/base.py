@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -209,14 +210,55 @@ class Callbacks:
             yield (kind if number == 1 else f"{kind}#{number}"), callback
 
 
+# What Lightning, Keras and Transformers call these moments.
+FOREIGN_HOOKS: Mapping[str, str] = {
+    "on_fit_start": "on_train_start",
+    "on_fit_end": "on_train_end",
+    "on_train_begin": "on_train_start",
+    "on_train_epoch_start": "on_epoch_start",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_epoch_begin": "on_epoch_start",
+    "on_train_batch_start": "on_step_start",
+    "on_train_batch_begin": "on_step_start",
+    "on_batch_begin": "on_step_start",
+    "on_batch_start": "on_step_start",
+    "on_step_begin": "on_step_start",
+    "on_train_batch_end": "on_step_end",
+    "on_batch_end": "on_step_end",
+    "on_before_optimizer_step": "on_gradients",
+    "on_pre_optimizer_step": "on_gradients",
+    "on_optimizer_step": "on_update",
+    "on_log": "on_report",
+    "on_validation_epoch_start": "on_validation_start",
+    "on_validation_epoch_end": "on_validation_end",
+    "on_evaluate": "on_validation_end",
+    "on_test_begin": "on_validation_start",
+    "on_test_end": "on_validation_end",
+    "on_validation_batch_end": "on_test_step_end",
+    "on_test_batch_end": "on_test_step_end",
+    "on_save": "on_checkpoint",
+    "on_save_checkpoint": "on_checkpoint",
+}
+
+
 def _as_callback(candidate: Any) -> Callback:
     from dovetail.callbacks.plato import PlatoAdapter, TrainerCallback
 
     made = candidate() if isinstance(candidate, type) else candidate
     if isinstance(made, Callback):
+        _warn_of_unheard(type(made))
         return made
     if isinstance(made, TrainerCallback):
         return PlatoAdapter(made)
     raise ConfigError(
         f"callbacks: expected a dovetail.callbacks.Callback or TrainerCallback (class or instance), got {candidate!r}"
     )
+
+
+def _warn_of_unheard(kind: type[Callback]) -> None:
+    """Say which methods look like hooks and are none; those of a class beside `Callback` are its own business."""
+    for cls in kind.__mro__:
+        for name in vars(cls) if issubclass(cls, Callback) else ():
+            if name.startswith("on_") and name not in _HOOKS and callable(getattr(kind, name)):
+                unknown = UnknownNameError(f"hook of {cls.__name__}", name, _HOOKS, FOREIGN_HOOKS)
+                warnings.warn(f"the loop never calls an {unknown}", UserWarning, stacklevel=4)

@@ -125,7 +125,8 @@ class EarlyStopping(_Stopper):
             return None
         best = "no best value" if self.best is None else f"best: {self.best:.4g} in epoch {self.best_epoch}"
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return f"{self.monitor} has not improved{by} {self._num_worse} times in a row ({best})"
+        row = "" if self._num_worse == 1 else f" {self._num_worse} times in a row"
+        return f"{self.monitor} has not improved{by}{row} ({best})"
 
     def _forget(self) -> None:
         self._num_worse = 0

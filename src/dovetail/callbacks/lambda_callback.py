@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dovetail.callbacks.base import Callback
+from dovetail.callbacks.base import FOREIGN_HOOKS, Callback
 from dovetail.errors import ConfigError, UnknownNameError
 
 __all__ = ["LambdaCallback"]
@@ -31,7 +31,7 @@ class LambdaCallback(Callback):
         """Make a class with just these hooks, since the loop calls what a class overrides and nothing else."""
         for name, function in hooks.items():
             if name not in _HOOKS:
-                raise UnknownNameError("hook", name, _HOOKS)
+                raise UnknownNameError("hook", name, _HOOKS, FOREIGN_HOOKS)
             if not callable(function):
                 raise ConfigError(f"LambdaCallback: {name}: expected a function, got {function!r}")
         functions = {name: staticmethod(function) for name, function in hooks.items()}

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dovetail.callbacks.base import Callback
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.history import Mode, mode_of
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
 __all__ = ["Mode", "Monitor", "mode_of"]
-
-Mode = Literal["min", "max"]
-
-_SMALL_IS_GOOD = frozenset({"loss", "error", "err", "mse", "rmse", "mae", "mape", "perplexity", "ppl", "nll", "fid"})
-_LARGE_IS_GOOD = frozenset(
-    {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "score", "bleu", "rouge", "iou", "dice", "psnr"}
-)
-
-
-def mode_of(monitor: str) -> Mode:
-    """Return whether small (`min`) or large (`max`) values of a metric are good, by the words of its name.
-
-    Raises:
-        ConfigError: The name says neither or both.
-
-    Example:
-        >>> mode_of("valid_loss"), mode_of("valid_accuracy")
-        ('min', 'max')
-    """
-    words = set(re.findall(r"[a-z]+1?", monitor.lower()))
-    falls, rises = bool(words & _SMALL_IS_GOOD), bool(words & _LARGE_IS_GOOD)
-    if falls == rises:
-        raise ConfigError(f"monitor {monitor!r}: give mode='min' or mode='max', its name does not say which is good")
-    return "min" if falls else "max"
 
 
 class Monitor(Callback, ABC):

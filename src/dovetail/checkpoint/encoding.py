@@ -72,7 +72,7 @@ def encode(state: Mapping[str, Any]) -> Encoded:
         CheckpointError: Something in `state` has no stored form; the message says where and what.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"a checkpoint holds a dict, got {type(state).__name__}")
+        raise CheckpointError(f"state: expected a dict, got {type(state).__name__}")
     encoder = _Encoder()
     tree = encoder.value(state, None, 0)
     return Encoded(dump_json(tree), encoder.blocks, encoder.shards)
@@ -243,7 +243,7 @@ class _Decoder:
 
     def value(self, node: Any, depth: int) -> Any:
         if depth > 3 * _MAX_DEPTH:
-            raise CheckpointError("nested too deeply")
+            raise CheckpointError(f"nested deeper than {3 * _MAX_DEPTH} levels")
         if isinstance(node, list):
             return self._items(node, depth)
         if not isinstance(node, dict):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, cast
@@ -69,7 +71,7 @@ def load_model_file(
     Of the latter only tensors and plain values are accepted (`torch.load` with `weights_only=True`).
 
     Raises:
-        CheckpointError: There is no such file, or it is damaged.
+        CheckpointError: There is no such file, it is damaged, or it holds something else than weights by name.
     """
     import torch
 
@@ -80,12 +82,44 @@ def load_model_file(
                 size = os.fstat(file.fileno()).st_size
                 tensors = read_tensors(file, size, str(source), Digest())
             return {name: tensor.to(map_location) for name, tensor in tensors.items()}
-        return cast("dict[str, torch.Tensor]", torch.load(source, map_location=map_location, weights_only=True))
+        return _weights(source, torch.load(source, map_location=map_location, weights_only=True))
     except CheckpointError:
         raise
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found is None:
+            raise CheckpointError(
+                f"{source}: the model could not be read: expected safetensors, or torch.save of a model's state_dict()"
+            ) from error
+        raise CheckpointError(
+            f"{source}: the model could not be read: it holds a {found[1]}, and only tensors and plain values are "
+            f"ever unpickled; if you trust it, {_convert(source, 'state_dict', ', weights_only=False')}"
+        ) from error
     # torch.load meets a damaged file with anything from EOFError to its own assertion.
     except Exception as error:
         raise CheckpointError(f"{source}: the model could not be read: {error}") from error
+
+
+def _weights(source: Path, loaded: Any) -> dict[str, torch.Tensor]:
+    """Return what a file holds, unless it is the checkpoint of a program of its own, with weights somewhere in it."""
+    import torch
+
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"{source}: expected weights by name, as of model.state_dict(), got a {type(loaded).__name__}"
+        )
+    if not any(isinstance(value, torch.Tensor) for value in loaded.values()):
+        for name, value in loaded.items():
+            if isinstance(value, Mapping) and any(isinstance(it, torch.Tensor) for it in value.values()):
+                raise CheckpointError(
+                    f"{source}: expected weights by name, got a whole checkpoint with the weights under {name!r}; "
+                    f"{_convert(source, name)}"
+                )
+    return cast("dict[str, torch.Tensor]", loaded)
+
+
+def _convert(source: Path, key: str, how: str = "") -> str:
+    return f"save the weights alone by torch.save(torch.load({source.name!r}{how})[{key!r}], 'weights.pt')"
 
 
 def _blocks(state_dict: Mapping[str, Any]) -> list[Block]:

@@ -500,7 +500,9 @@ def _try_database(path: Path) -> None:
 
 
 def _check_server(url: str) -> Check:
-    shown = _shown(url)
+    from dovetail.search.secrets import masked_url
+
+    shown = masked_url(url)
     scheme, separator, rest = url.partition("://")
     if not separator:
         return Check("experiments", "store", "problem", "--store is no URL such as postgresql://user@host/name")
@@ -527,15 +529,6 @@ def _check_server(url: str) -> Check:
         problem = _without_secrets(_shortened(str(getattr(error, "orig", None) or error)), url)
         return Check("experiments", "store", "problem", f"{shown} cannot be opened: {problem}")
     return Check("experiments", "store", "ok", f"{shown} answers")
-
-
-def _shown(url: str) -> str:
-    """Return a URL without its secrets, also where a password has signs that it should not have."""
-    from dovetail.search.secrets import HIDDEN, masked_url
-
-    scheme, _, rest = url.partition("://")
-    account, at, place = rest.rpartition("@")
-    return masked_url(f"{scheme}://{HIDDEN if '?' in account else f'{HIDDEN}@{place}' if at else place}")
 
 
 def _without_secrets(text: str, url: str) -> str:

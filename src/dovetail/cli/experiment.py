@@ -29,6 +29,7 @@ from dovetail.cli.output import (
 )
 from dovetail.errors import ConfigError
 from dovetail.info import TEST_MODE
+from dovetail.units import counted
 
 if TYPE_CHECKING:
     from dovetail.search.records import ExperimentRecord
@@ -219,7 +220,8 @@ def delete(
     opened = open_store(home, store)
     record = opened.experiment(id)
     if not yes:
-        question = f"Delete experiment {id} ({record.name}), its {len(record.trials)} trials and their checkpoints?"
+        trials = counted(len(record.trials), "trial")
+        question = f"Delete experiment {id} ({record.name}), its {trials} and all checkpoints?"
         typer.confirm(question, abort=True)
     opened.delete(id)
     print(f"deleted experiment {id}")
@@ -240,6 +242,7 @@ def best(
     record = open_store(home, store).experiment(id)
     config, trial = best_config(record), record.best_trial
     assert trial is not None
+    assert trial.best_at is not None
     checkpoint = best_checkpoint(trial.directory)
     if as_yaml:
         return print(to_yaml(config), end="")
@@ -248,7 +251,7 @@ def best(
     return print_facts(
         {
             "trial": f"{trial.number} (id {trial.id})",
-            record.metric: f"{shown(trial.best)} after {trial.best_at} batches",
+            record.metric: f"{shown(trial.best)} after {counted(trial.best_at, 'batch', 'batches')}",
             "hyperparameters": hparams_text(trial.hparams),
             "checkpoint": "none" if checkpoint is None else str(checkpoint),
         }

@@ -17,6 +17,7 @@ from dovetail.errors import ConfigError
 from dovetail.search.charts import shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
 from dovetail.search.report import duration, flat, searched
+from dovetail.units import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -130,7 +131,7 @@ def summary(record: ExperimentRecord) -> str:
     best = record.best_trial
     parts = [
         f"experiment {record.id} ({record.name}) {record.state}" + (f": {record.reason}" if record.reason else ""),
-        f"{len(record.trials)} trials" + (f" ({trials})" if trials else ""),
+        counted(len(record.trials), "trial") + (f" ({trials})" if trials else ""),
         *([] if best is None else [f"best {record.metric} {shown(best.best)} (trial {best.number}, id {best.id})"]),
         str(duration(record.created, record.ended)),
     ]
@@ -156,7 +157,7 @@ def changes(before: ExperimentRecord | None, after: ExperimentRecord) -> list[st
         if old is None:
             lines.append(f"{name} RUNNING: {hparams_text(trial.hparams)}")
         lines += [
-            f"{name} {after.metric} {shown(value)} after {steps} batches"
+            f"{name} {after.metric} {shown(value)} after {counted(steps, 'batch', 'batches')}"
             for steps, value in trial.values.items()
             if old is None or steps not in old.values
         ]

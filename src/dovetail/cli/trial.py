@@ -23,6 +23,7 @@ from dovetail.cli.output import (
     print_json,
 )
 from dovetail.errors import UnknownNameError
+from dovetail.units import counted
 
 __all__ = ["app"]
 
@@ -59,7 +60,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
             "state": record.state + (f": {record.reason}" if record.reason else ""),
             "hyperparameters": hparams_text(record.hparams),
             f"best {metric}": shown(record.best)
-            + ("" if record.best_at is None else f" after {record.best_at} batches"),
+            + ("" if record.best_at is None else f" after {counted(record.best_at, 'batch', 'batches')}"),
             f"latest {metric}": shown(record.latest),
             "batches": str(record.steps) + ("" if record.progress is None else f" ({record.progress:.0%} done)"),
             "restarts": str(record.restarts),

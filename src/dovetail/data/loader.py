@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
+import numpy as np
 import torch
 import torch.utils.data as torch_data
 from torch import Generator, Tensor
@@ -49,7 +51,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         batch_sampler: Lists of indices, one per batch.
         num_workers: Processes that read samples.
         collate_fn: Makes a batch of a list of samples.
-        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+        pin_memory: Hand out batches in pinned memory, where there is an accelerator.
         drop_last: Leave out a last batch that is not full.
         timeout: Seconds to wait for a worker.
         worker_init_fn: Called in each worker first.
@@ -60,7 +62,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         pin_memory_device: Deprecated by torch.
         in_order: Hand out batches in the order of the sampler.
         seed: Makes the order of `shuffle` a function of this seed and the epoch alone, and leaves the global
-            random state untouched.
+            random state untouched. What samples draw in workers follows from seed, epoch and batch.
         num_replicas: Number of loaders that share the batches of each epoch.
         rank: Which of them this is: it gets batches `rank`, `rank + num_replicas`, and so on. Together they
             hand out exactly the batches of one loader alone; some may get one batch more than others.
@@ -120,7 +122,8 @@ class DataLoader(torch_data.DataLoader[T_co]):
             batch_sampler,
             num_workers,
             collate_fn,
-            pin_memory,
+            # Torch warns of what it would leave out.
+            pin_memory and torch.accelerator.is_available(),
             drop_last,
             timeout,
             worker_init_fn,
@@ -304,6 +307,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
             # seeded from elsewhere, since the other one drew nothing for them in this epoch.
             self.generator = Generator().manual_seed(self._next_epoch)
         self._share.start = start
+        self._share.seeds = (cast(int, self.seed), self._next_epoch) if self._seeded and self.num_workers else None
         try:
             batches: Iterator[Any] = super().__iter__()
         finally:
@@ -388,6 +392,9 @@ class _EpochSampler(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
 
 
+# What a seed is mixed with for the random numbers of samples; 0 and 1 are the generators of a loader.
+_IN_WORKERS = 2
+
 # They have no epoch, and need not be asked: a look at a protocol takes a while.
 _TORCH_SAMPLERS = (type(None), SequentialSampler, RandomSampler, BatchSampler)
 
@@ -397,6 +404,8 @@ class _Share(Sampler[Any]):
 
     def __init__(self, whole: Iterable[Any], num_replicas: int, rank: int) -> None:
         self.start = 0
+        # What the random numbers of a batch follow from, besides its number; None to leave them to torch.
+        self.seeds: tuple[int, int] | None = None
         self._whole = whole
         self._num_replicas = num_replicas
         self._rank = rank
@@ -407,13 +416,43 @@ class _Share(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         first = self._rank + self.start * self._num_replicas
-        self._latest = _Indices(islice(iter(self._whole), first, None, self._num_replicas))
+        rest: Iterator[Any] = islice(enumerate(self._whole), first, None, self._num_replicas)
+        if self.seeds is None:
+            self._latest = _Indices(indices for _, indices in rest)
+        else:
+            seeds = self.seeds
+            self._latest = _Indices(
+                _Seeding(indices, _mixed(*seeds, _IN_WORKERS, number)) if type(indices) is list else indices
+                for number, indices in rest
+            )
         return self._latest
 
     def draw(self) -> None:
         """Make the latest iteration draw its order now, rather than when its first item is asked for."""
         assert self._latest is not None
         self._latest.draw()
+
+
+class _Seeding(list[Any]):
+    """The indices of a batch. The worker that begins to read them draws from generators that follow from the batch.
+
+    So a sample is cropped in the same way whichever worker reads it, and whatever that worker has read before: also in
+    a run that goes on in the middle of an epoch.
+    """
+
+    def __init__(self, indices: Iterable[Any], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        if torch_data.get_worker_info() is not None:
+            random.seed(self.seed)
+            np.random.seed(self.seed % 2**32)
+            torch.default_generator.manual_seed(self.seed)
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self[:], self.seed)
 
 
 class _Indices(Iterator[Any]):

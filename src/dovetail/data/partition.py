@@ -77,7 +77,7 @@ class Partition:
         """Return the partition that gives each client the samples listed for it."""
         runs = [torch.as_tensor(samples, dtype=torch.int64) for samples in clients]
         if not runs:
-            raise ConfigError("a partition needs at least one client")
+            raise ConfigError("partition: expected at least one client, got none")
         return cls._of_runs(torch.cat(runs), torch.tensor([len(run) for run in runs]))
 
     @classmethod
@@ -116,7 +116,7 @@ class Partition:
             labels: The labels of the whole dataset.
 
         Returns:
-            Counts: a row per client, a column per label in ascending order.
+            Counts, with a row per client and a column per label in ascending order.
         """
         data = _Labelled.of(labels)
         # Runs that clients share are counted once.
@@ -392,9 +392,10 @@ def orthogonal(
         groups = [data.codes_of(group, "class_groups") for group in class_groups]
         if not 1 <= len(groups) <= num_clients:
             raise ConfigError(f"class_groups: expected 1 to {num_clients} groups, one per client, got {len(groups)}")
-        flat = np.concatenate(groups)
-        if len(np.unique(flat)) != len(flat):
-            raise ConfigError("class_groups: expected every label at most once")
+        codes, times = np.unique(np.concatenate(groups), return_counts=True)
+        if any(times > 1):
+            label = data.names[codes[times > 1][0]]
+            raise ConfigError(f"class_groups: expected every label at most once, got {label} twice")
     owners = np.full(len(data), -1)
     for number, group in enumerate(groups):
         members = rng.permutation(np.flatnonzero(np.isin(data.codes, group)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, Subset, TensorDa
 from dovetail.data.loader import DataLoader
 from dovetail.errors import DataError
 
-__all__ = ["SamplerSource", "as_loader", "num_batches"]
+__all__ = ["SamplerSource", "as_loader", "holds_samples", "num_batches"]
 
 
 @runtime_checkable
@@ -22,6 +22,15 @@ class SamplerSource(Protocol):
 
     def get(self) -> Any:
         """Return a sampler of torch, or indices."""
+
+
+@runtime_checkable
+class _Indexed(Protocol):
+    """What torch asks of a dataset, whatever its class."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> Any: ...
 
 
 def as_loader(
@@ -41,8 +50,9 @@ def as_loader(
     """Return an iterable of batches for whatever `data` is.
 
     Args:
-        data: A torch `Dataset`; a tensor or NumPy array; a tuple of them with equal first dimension; or an
-            iterable of batches (any loader, a list), which comes back as it is, none of the options applied.
+        data: A torch `Dataset`, or any other object with samples by index, such as one of Hugging Face; a tensor or
+            NumPy array; a tuple of them with equal first dimension; or an iterable of batches (any loader, a list),
+            which comes back as it is, none of the options applied.
         batch_size: Samples per batch.
         shuffle: Draw a new order every epoch. A stream, or a sampler of torch, has an order of its own.
         drop_last: Leave out a last batch that is not full.
@@ -56,7 +66,7 @@ def as_loader(
         rank: The rank of this process among them.
 
     Raises:
-        DataError: `data` or `sampler` is of no form listed here.
+        DataError: `data` or `sampler` is of no form listed here, or there is nothing to shuffle.
 
     Example:
         >>> loader = as_loader((torch.zeros(5, 2), torch.arange(5)), batch_size=3, sampler=[4, 2, 0, 1])
@@ -68,7 +78,7 @@ def as_loader(
     if isinstance(data, (tuple, Tensor, np.ndarray)):
         dataset: Dataset[Any] = _tensor_dataset(data if isinstance(data, tuple) else (data,))
         num_workers = 0
-    elif isinstance(data, Dataset):
+    elif holds_samples(data):
         dataset = data
     elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
         if sampler is not None:
@@ -88,19 +98,37 @@ def as_loader(
             shuffle = False
         else:
             dataset, sampler = Subset(dataset, _indices(sampler)), None
-    return DataLoader(
-        dataset,
-        batch_size,
-        shuffle,
-        sampler,
-        num_workers=num_workers,
-        collate_fn=collate_fn,
-        pin_memory=pin_memory,
-        drop_last=drop_last,
-        seed=seed,
-        num_replicas=num_replicas,
-        rank=rank,
-    )
+    try:
+        return DataLoader(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            seed=seed,
+            num_replicas=num_replicas,
+            rank=rank,
+        )
+    except ValueError as error:
+        # Torch speaks of a sampler that the user never made.
+        if shuffle and not len(cast(Sized, dataset)):
+            raise DataError("data: expected at least one sample, got none") from error
+        raise
+
+
+def holds_samples(data: Any) -> bool:
+    """Return whether batches are to be formed of `data`; else it holds batches already, as a list or a loader does.
+
+    Example:
+        >>> holds_samples(torch.zeros(3)), holds_samples([torch.zeros(3)])
+        (True, False)
+    """
+    if isinstance(data, (Dataset, tuple, Tensor, np.ndarray)):
+        return True
+    return isinstance(data, _Indexed) and not isinstance(data, (Sequence, Mapping))
 
 
 def num_batches(loader: Iterable[Any]) -> int | None:

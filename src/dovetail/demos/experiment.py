@@ -11,6 +11,7 @@ from dovetail.search import Experiment, Store
 from dovetail.search.charts import shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
 from dovetail.search.report import report, searched
+from dovetail.units import counted
 
 __all__ = ["run"]
 
@@ -84,7 +85,7 @@ class _Lines:
             if trial.number not in self._said and trial.state not in ("RUNNING", "WAITING"):
                 self._said.add(trial.number)
                 print(
-                    f"trial {trial.number} {trial.state.lower()} after {trial.steps} batches: "
+                    f"trial {trial.number} {trial.state.lower()} after {counted(trial.steps, 'batch', 'batches')}: "
                     f"accuracy {shown(trial.best)}",
                     flush=True,
                 )

@@ -52,10 +52,12 @@ def init(
     """Seed everything, and return the context that trials are made with. It may be used in a `with` statement.
 
     What is not given comes from whoever launched the script (`python -m dovetail.launch --config …`, a search), and
-    else from the experiment configuration.
+    else from the experiment configuration. Hyperparameters are the other way round: in an experiment every trial must
+    train with what the search chose for it.
 
     Args:
-        hparams: Hyperparameters by name.
+        hparams: Hyperparameters by name, for a run that nobody launched. Those that a launcher or a search gives win;
+            these fill in what it does not name.
         exp_conf: An experiment configuration, as its YAML file has it.
         distributed: The processes of the run; None for those that a launcher started, or just this one.
         aggregation_frequency: Batches that share one update; None for that of the configuration, which is 1 by default.
@@ -74,7 +76,9 @@ def init(
     info = get_cluster_info()
     config: Mapping[str, Any] = exp_conf if exp_conf is not None else (info.config if info is not None else {})
     if hparams is None:
-        hparams = info.hparams if info is not None and exp_conf is None else hyperparameters(config)
+        hparams = {} if info is not None and exp_conf is None else hyperparameters(config)
+    if info is not None:
+        hparams = _filled(info.hparams, hparams)
     if seed is None:
         seed = info.trial_seed if info is not None else None
     if seed is None:
@@ -234,7 +238,8 @@ class PyTorchTrialContext:
         from dovetail.pytorch.loading import checkpoint_of, load_into
 
         if (trial_id is None) == (path is None):
-            raise ConfigError("load_checkpoint_trial: expected either a trial_id or a path")
+            given = "neither" if path is None else "both"
+            raise ConfigError(f"load_checkpoint_trial: expected either a trial_id or a path, got {given}")
         found = Path(path) if path is not None else checkpoint_of(self.checkpoint_root, int(trial_id or 0))
         return load_into(self, trial_class, found, kwargs)
 
@@ -335,9 +340,10 @@ class PyTorchTrialContext:
     ) -> None:
         """Differentiate a loss, in the precision and the window of batches that the run has."""
         if gradient is None and not retain_graph and not create_graph:
-            self._run.backward(loss)
+            self._run("backward").backward(loss)
         else:
-            self._run.backward(loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph)
+            options = {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph}
+            self._run("backward").backward(loss, **options)
 
     def step_optimizer(
         self,
@@ -361,7 +367,7 @@ class PyTorchTrialContext:
                 f"got {'none' if scaler is None else 'another one'}"
             )
         self.clips[optimizer] = clip_grads
-        self._run.step(optimizer, zero_grad=auto_zero_grads)
+        self._run("step_optimizer").step(optimizer, zero_grad=auto_zero_grads)
 
     def to_device(self, data: Any) -> Any:
         """Return data with every tensor on the device."""
@@ -369,20 +375,20 @@ class PyTorchTrialContext:
 
     def is_epoch_start(self) -> bool:
         """Whether the running batch is the first of its epoch."""
-        return self._run.progress.batch == 0
+        return self._run("is_epoch_start").progress.batch == 0
 
     def is_epoch_end(self) -> bool:
         """Whether the running batch is the last of its epoch, where the data has a length."""
-        trainer = self._run.trainer
-        return trainer is not None and self._run.progress.batch + 1 == trainer.num_batches("train")
+        run = self._run("is_epoch_end")
+        return run.trainer is not None and run.progress.batch + 1 == run.trainer.num_batches("train")
 
     def current_train_epoch(self) -> int:
         """The running epoch, from 0."""
-        return self._run.progress.epoch
+        return self._run("current_train_epoch").progress.epoch
 
     def current_train_batch(self) -> int:
         """Batches that training has done."""
-        return self._run.progress.batches
+        return self._run("current_train_batch").progress.batches
 
     def get_initial_batch(self) -> int:
         """Batches that were done when this training began."""
@@ -393,13 +399,14 @@ class PyTorchTrialContext:
         if not isinstance(stop_requested, bool):
             raise ConfigError(f"set_stop_requested: expected True or False, got {stop_requested!r}")
         if stop_requested:
-            self._run.stop("the trial asked for it")
+            self._run("set_stop_requested").stop("the trial asked for it")
         elif self.get_stop_requested():
             raise ConfigError("set_stop_requested: a request to stop cannot be taken back")
 
     def get_stop_requested(self) -> bool:
         """Whether training is asked to end."""
-        return self._run.stop_reason is not None or self._run.wish is not None
+        run = self._run("get_stop_requested")
+        return run.stop_reason is not None or run.wish is not None
 
     # ------------------------------------------------------------------ settings
 
@@ -485,7 +492,7 @@ class PyTorchTrialContext:
 
     def note_start(self) -> None:
         """Remember where the run begins."""
-        self._initial_batch = self._run.progress.batches
+        self._initial_batch = self._run("get_initial_batch").progress.batches
 
     def close_writer(self) -> None:
         """Write out what TensorBoard was given; a later run goes on in a new file."""
@@ -503,10 +510,9 @@ class PyTorchTrialContext:
         self._trainers.append((trial, made))
         return made
 
-    @property
-    def _run(self) -> TrainingContext:
+    def _run(self, wanted: str) -> TrainingContext:
         if self._training is None:
-            raise ConfigError("the context has no run yet: this is there while a trial trains")
+            raise ConfigError(f"{wanted}: only while a trial trains")
         return self._training
 
 
@@ -575,6 +581,16 @@ class Hyperparameters(dict[str, Any]):
             "in the hyperparameters of the configuration",
         )
         raise error
+
+
+def _filled(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with those of the defaults that they lack, also inside mappings of both."""
+    nested = {
+        name: _filled(value, defaults[name])
+        for name, value in hparams.items()
+        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping)
+    }
+    return {**defaults, **hparams, **nested}
 
 
 def _checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: Mapping[str, Any]) -> Path | None:

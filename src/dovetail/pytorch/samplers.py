@@ -71,7 +71,7 @@ class RepeatSampler(_Wrapper[T]):
                 is_empty = False
                 yield item
             if is_empty:
-                raise DataError("a sampler that gives nothing cannot be repeated")
+                raise DataError("sampler: expected a sampler with at least one index, got none")
 
 
 class RepeatBatchSampler(RepeatSampler[list[Any]]):

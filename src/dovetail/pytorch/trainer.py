@@ -22,7 +22,7 @@ from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, Profiler
 from dovetail.checkpoint.manifest import USER
 from dovetail.core import ExitedReason, TrainContext
-from dovetail.errors import ConfigError, InvalidHP
+from dovetail.errors import CheckpointError, ConfigError, InvalidHP
 from dovetail.info import TEST_MODE
 from dovetail.pytorch.callback import PyTorchCallback
 from dovetail.pytorch.context import PyTorchTrialContext, current_checkpoint
@@ -351,7 +351,7 @@ class TrialTrainer(CoreTrainer):
         """Take it back."""
         own = state.get("trial")
         if own is None:
-            raise ConfigError("the checkpoint is of a trainer, not of a trial")
+            raise CheckpointError("the checkpoint is of a trainer, not of a trial")
         view = {**self._view(state), **own["added"]}
         for callback in self.trial_callbacks.values():
             callback.on_checkpoint_load_start(view)

@@ -43,6 +43,7 @@ from dovetail.search.searchers import Searcher, SearcherConfig, Suggestion, make
 from dovetail.search.secrets import masked, masked_url
 from dovetail.search.space import Space
 from dovetail.search.store import HOME, STORE, WISHES, Store, best_step, experiment_record
+from dovetail.units import counted
 
 __all__ = ["Observer", "Runner", "backend_for", "command_of", "main", "request", "start_detached", "trial_seed"]
 
@@ -288,8 +289,9 @@ class Runner:
         return True
 
     def _stopped(self, trial: _Trial) -> TrialState | None:
-        early = trial.verdict == "STOPPED"
-        trial.reason = f"stopped early after {trial.told} batches" if early else None
+        # The report that decided: the trial has trained on until it heard of it.
+        seen = counted(trial.told, "batch", "batches")
+        trial.reason = f"the search gave it up by its value after {seen}" if trial.verdict == "STOPPED" else None
         return trial.verdict
 
     def _remember(self, pending: Mapping[str, Any] | None = None) -> None:

@@ -46,6 +46,8 @@ def masked_url(url: str) -> str:
         >>> masked_url("s3://key:secret@bucket/runs?token=abc"), masked_url("s3://bucket/runs")
         ('s3://***@bucket/runs?***', 's3://bucket/runs')
     """
+    # An @ behind a query belongs to what it says, or all before it to a password.
+    url = re.sub(r"(?<=://).*\?.*=.*@.*", HIDDEN, url)
     # A password may have signs that should have been quoted, such as the slashes in keys of AWS.
     url = re.sub(r"(?<=://)(?:[^/?#:@]*:.*|[^/?#]*)@", f"{HIDDEN}@", url)
     return re.sub(r"(?<=\?).+", HIDDEN, url) if "://" in url else url

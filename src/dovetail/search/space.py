@@ -376,10 +376,10 @@ def _values(value: Any) -> list[Any]:
         raise Refused("expected a list of values")
     flat = [_flat(choice) for choice in value]
     if any(choice != choice for choice in flat):
-        raise Refused("expected values that equal themselves")
+        raise Refused("expected values other than NaN")
     if len(set(flat)) < len(flat):
         # True equals 1, and 1.0 does: a study could not tell them apart.
-        raise Refused("expected values that differ")
+        raise Refused("expected every value once")
     return value
 
 

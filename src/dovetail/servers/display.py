@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dovetail.federated.callbacks import ServerCallback
+from dovetail.federated.messages import Fault
 from dovetail.federated.records import RoundRecord
+from dovetail.units import counted
 
 __all__ = ["RoundDisplay"]
 
@@ -67,12 +69,12 @@ class RoundDisplay(ServerCallback):
         """Leave a line for what clients have become."""
         assert self._console is not None
         found = server.personalized
-        words = [f"{len(found.metrics)} clients for themselves"]
+        words = [f"{counted(len(found.metrics), 'client')} for themselves"]
         for name in ("accuracy", "loss"):
             if any(name in each for each in found.metrics.values()):
                 spread = found.spread(name)
                 words += [f"{name} {spread.mean:.4f}", f"worst tenth {spread.worst:.4f}"]
-        words += [f"client {fault.client_id} {fault.kind}: {fault.reason}" for fault in found.faults]
+        words += map(_told, found.faults)
         self._console.print("  ".join(words), soft_wrap=True, markup=False)
 
     def on_server_will_close(self, server: Any) -> None:
@@ -84,13 +86,22 @@ class RoundDisplay(ServerCallback):
 
 def _line(record: RoundRecord, rounds: int) -> str:
     asked = len(record.reported) + len(record.faults)
-    words = [f"round {record.round}/{rounds}", f"{len(record.reported)} of {asked} clients"]
+    words = [f"round {record.round}/{rounds}", f"{len(record.reported)} of {counted(asked, 'client')}"]
     words += [f"{_LABELS[name]} {record.metrics[name]:.4f}" for name in _LABELS if name in record.metrics]
     if record.staleness:
         words.append(f"staleness up to {record.staleness}")
     words.append(f"{record.elapsed_time:.1f}s")
-    words += [f"client {fault.client_id} {fault.kind}: {fault.reason}" for fault in record.faults]
+    words += map(_told, record.faults)
     return "  ".join(words)
+
+
+def _told(fault: Fault) -> str:
+    """A fault in one sentence, which names its client once."""
+    who = f"client {fault.client_id}"
+    reason = fault.reason.removeprefix(f"{who}: ")
+    if reason.startswith(f"{who} "):
+        reason = f"it{reason.removeprefix(who)}"
+    return f"{who} {fault.kind}: {reason}"
 
 
 _LABELS = {

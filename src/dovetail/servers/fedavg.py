@@ -13,12 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dovetail import checkpoint as store
 from dovetail.algorithms import Algorithm, FedAvg
 from dovetail.algorithms.registry import algorithm_of
 from dovetail.clients.simple import Client, as_trainer, load_weights
+from dovetail.data import as_loader, split_batch
 from dovetail.data.federated import Datasource, datasource
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.federated.averaging import Average
@@ -61,8 +63,8 @@ class Server:
     Args:
         model: A module, or a class or function that makes one; None for the trainer's, or one that fits the data.
         datasource: The data of all clients and of the server's test; None for what the configuration names.
-        algorithm: What the server makes of updates, and what clients do; a copy of it is used. None for what the
-            settings name: FedAvg, unless they say otherwise.
+        algorithm: What the server makes of updates, and what clients do: a name, or an algorithm, of which a copy is
+            used. None for what the settings name: FedAvg, unless they say otherwise.
         trainer: Tests the global model; a copy of a trainer, or what a class or function makes.
         callbacks: Who hears what happens here.
         config: All settings at once.
@@ -84,7 +86,7 @@ class Server:
         self,
         model: nn.Module | Callable[[], nn.Module] | None = None,
         datasource: Any = None,
-        algorithm: Algorithm | Callable[[], Algorithm] | None = None,
+        algorithm: Algorithm | Callable[[], Algorithm] | str | None = None,
         trainer: Trainer | Callable[..., Trainer] | None = None,
         callbacks: Iterable[Any] | None = None,
         *,
@@ -101,7 +103,10 @@ class Server:
             settings["aggregator"], aggregator = aggregator, None
         if postprocessors is not None:
             settings["outbound_processors"] = tuple(postprocessors)
-        self.config = config = (config or FederatedConfig()).with_settings(**settings)
+        config = (config or FederatedConfig()).with_settings(**settings)
+        if isinstance(algorithm, str):
+            config, algorithm = replace(config, algorithm=replace(config.algorithm, type=algorithm)), None
+        self.config = config
         self.callbacks = [_as_server_callback(it) for it in callbacks or ()]
         self.algorithm: Algorithm = _made(algorithm) or algorithm_of(config.algorithm)
         self.selection = selection or selections.get(config.server.selection)(config.server.random_seed)
@@ -484,6 +489,8 @@ class Server:
         seed_everything(mix(self.config.server.random_seed, "model"))
         trainer: Any = as_trainer(self._given_trainer or client._given_trainer)
         self._initial_model = copy.deepcopy(self._first_model(client, trainer))
+        if self.config.trainer.model_type is not None:
+            _check_takes(self.config.trainer.model_type, self._initial_model, self.datasource)
         trainer.model = copy.deepcopy(self._initial_model)
         self._trainer = trainer
         self.weights = {name: value.detach().clone() for name, value in self._initial_model.state_dict().items()}
@@ -667,10 +674,28 @@ def _named_data(config: FederatedConfig) -> Datasource:
     )
 
 
+def _check_takes(name: str, model: nn.Module, datasource: Datasource) -> None:
+    """Refuse a model of a configuration that does not take the data of it, before anybody trains."""
+    # A loader with a seed leaves all randomness as it is.
+    batch = next(iter(as_loader(datasource.train_data(1), batch_size=2, seed=0)), None)
+    inputs = split_batch(batch)[0]
+    if not isinstance(inputs, Tensor):
+        return
+    try:
+        with torch.inference_mode():
+            copy.deepcopy(model).eval()(inputs)
+    except (RuntimeError, TypeError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"trainer.model_type: {name} does not take samples of shape {tuple(inputs.shape[1:])}, which the data "
+            f"are made of; give another one, or its parameters.model ({reason})"
+        ) from error
+
+
 def _made(algorithm: Any) -> Algorithm | None:
     made = algorithm() if isinstance(algorithm, type) else algorithm
     if made is not None and not isinstance(made, Algorithm):
-        raise ConfigError(f"algorithm: expected an Algorithm (class or instance), got {algorithm!r}")
+        raise ConfigError(f"algorithm: expected a name or an Algorithm (class or instance), got {algorithm!r}")
     # What the server's half keeps belongs to one federation.
     return copy.deepcopy(made)
 

@@ -144,12 +144,24 @@ def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) 
         value = sections[section].get(key)
         for each in value if isinstance(value, tuple) else [value]:
             name = next(iter(each)) if isinstance(each, Mapping) else each
-            if name is not None and name not in table.names():
-                problems.add((section, key), str(UnknownNameError(table.kind, name, table.names())))
+            if name is not None:
+                try:
+                    table.get(name)
+                except UnknownNameError as error:
+                    problems.add((section, key), str(error))
+    trainer = sections["trainer"]
+    label = str(trainer.get("model_name")).lower()
+    if trainer.get("model_type") is None and label in models.names():
+        problems.add(
+            ("trainer", "model_name"),
+            f"only a label here, with which the default model trains; give model_type: {label}",
+        )
     for section, known in _known_options(sections).items():
         for name in sections[section]["options"]:
             if name not in known:
-                problems.extend([unknown_key(name, [*_SECTIONS[section], *known])], section)
+                # What is free need not be written below `options`.
+                keys = [key for key in _SECTIONS[section] if key != "options"]
+                problems.extend([unknown_key(name, [*keys, *known])], section)
     for key in ("inbound_processors", "outbound_processors"):
         for item in clients.get(key, ()):
             name = item if isinstance(item, str) else next(iter(item))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.data import batch_length
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.history import History
-from dovetail.trainers import loop, saving
+from dovetail.trainers import foreign, loop, saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext
 from dovetail.trainers.metrics import Meter
 from dovetail.units import TrainUnit
@@ -132,6 +133,7 @@ class Trainer(ABC):
         checkpoint_period: TrainUnit | Mapping[str, int] | None = None,
         resume: str | Path | None = None,
         dry_run: bool = False,
+        **unknown: NoReturn,
     ) -> History:
         """Train, and return the history of the run.
 
@@ -146,7 +148,10 @@ class Trainer(ABC):
                 a path goes on from that checkpoint.
             dry_run: Only try one update, one validation batch and one checkpoint, say what was found, and put
                 everything back; the history is that of the trial.
+            unknown: Nothing else is accepted; what other libraries call these arguments is answered with their names.
         """
+        for name in unknown:
+            raise UnknownNameError("keyword of fit", name, _FIT_KEYWORDS, foreign.FIT)
         if dry_run:
             # Imported here because it looks at trainers from outside.
             from dovetail.trainers.dry_run import dry_run as try_out
@@ -181,6 +186,11 @@ class Trainer(ABC):
 
     def evaluate(self, data: Any = None, stage: Stage = "test") -> dict[str, float]:
         """Return the metrics over `data`, leaving modes, randomness, counters and logs as they were."""
+        if not isinstance(stage, str):
+            raise ConfigError(
+                f"stage: expected 'train', 'valid', 'test' or 'predict', got a {type(stage).__name__}; inputs and "
+                "targets are a pair, evaluate((x, y))"
+            )
         return cast("dict[str, float]", self._enter("evaluate", data=data, stage=stage))
 
     def predict(self, data: Any = None) -> Any:
@@ -242,6 +252,13 @@ class Trainer(ABC):
     def _spoken_to(self) -> Trainer:
         """The layer that runs; else the one that the caller spoke to when a layer below it answers; else this one."""
         return self.context.trainer or self.context.addressed or self
+
+
+_FIT_KEYWORDS = tuple(
+    name
+    for name, parameter in inspect.signature(Trainer.fit).parameters.items()
+    if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+)
 
 
 def _mount(add_on: type[Any], base: type[Any]) -> type[Any]:

@@ -269,6 +269,7 @@ class TrainingContext:
         optimizers: In the order in which the loop steps them.
         schedulers: With their intervals.
         metrics: Metrics over whole passes, by name.
+        loss_is_default: Whether nobody asked for the loss: what it makes of a model that it does not suit is told.
         metrics_are_default: Whether nobody asked for them, so that a `test_step` need not serve them.
         validation: The metrics of the last validation, by their full names.
         window: The accumulation window.
@@ -308,6 +309,7 @@ class TrainingContext:
         "is_fleet",
         "is_main",
         "is_personal",
+        "loss_is_default",
         "meter",
         "metrics",
         "metrics_are_default",
@@ -363,6 +365,7 @@ class TrainingContext:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[BoundScheduler] = []
         self.metrics: dict[str, Metric] = {}
+        self.loss_is_default = False
         self.metrics_are_default = False
         self.window = Window()
         self.num_items: Any = 0

@@ -6,7 +6,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, ImprovementWindow, NonFiniteLoss, ProgressDisplay, StopWhen
@@ -35,12 +34,13 @@ from dovetail.data import (
     to_device,
 )
 from dovetail.data.batches import map_tensors
+from dovetail.data.sources import holds_samples
 from dovetail.distributed import part_of, whole
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.history import History
 from dovetail.trainers import base, loop
 from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
-from dovetail.trainers.fitting import check_fits, kinds_of
+from dovetail.trainers.fitting import check_fits, kinds_of, weights_difference
 from dovetail.trainers.metrics import Meter, accuracy, as_metrics
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.pieces import (
@@ -51,6 +51,8 @@ from dovetail.trainers.pieces import (
     as_optimizers,
     as_scheduler,
     bind_scheduler,
+    check_device,
+    check_owned,
     classifies,
     forward,
     requires_closure,
@@ -69,6 +71,8 @@ from dovetail.trainers.strategies.coerce import (
     as_testing_strategy,
     as_update_strategy,
 )
+from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
+from dovetail.trainers.strategies.training_step import is_plain
 from dovetail.units import Batches, Epochs, Progress, TrainUnit, parse_unit
 
 __all__ = ["CoreTrainer"]
@@ -159,7 +163,17 @@ class CoreTrainer(base.Trainer):
         )
         pieces = {"criterion": criterion, "optimizer": optimizer, "scheduler": scheduler}
         refuse_both(self.strategies, {*options, *(name for name, piece in pieces.items() if piece is not None)})
-        if isinstance(callbacks, str):
+        self._refuse_two_steps(self.strategies.training_step)
+        if self._steps_by_default and type(self).get_loss_criterion is CoreTrainer.get_loss_criterion:
+            loss, step = self.strategies.loss, self.strategies.training_step
+            if loss is None:
+                check_owned(self._wanted_optimizer, context.model, self._wanted_criterion)
+            context.loss_is_default = (
+                (criterion is None and "loss_function" not in options)
+                and (loss is None or (type(loss) is DefaultLossCriterionStrategy and loss.loss_fn is None))
+                and (step is None or is_plain(step))
+            )
+        if isinstance(callbacks, str) or not isinstance(callbacks, Iterable | None):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
         seed = self.options.seed
         context.state["order_seed"] = torch.initial_seed() % 2**63 if seed is None else seed
@@ -237,11 +251,10 @@ class CoreTrainer(base.Trainer):
     def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of a `fit`: its arguments, or else the options."""
         options, context = self.options, self.context
-        length, validation, saving = (wishes.get(name) for name in _WISHES)
+        length, validation, saving = map(wishes.get, _WISHES)
         validates = context.data.get("valid") is not None or type(self).val_epoch is not CoreTrainer.val_epoch
-        by_options = {-1: Epochs(1), 0: None}.get(options.save_every, Batches(max(options.save_every, 1)))
-        if saving is None and self._saves_by_options():
-            saving = by_options
+        if saving is None and self._saves_by_options() and options.save_every != 0:
+            saving = Epochs(1) if options.save_every == -1 else Batches(options.save_every)
         save = _period(saving, "checkpoint_period")
         asks_for_none = saving is not None and save is None
         if asks_for_none:
@@ -267,7 +280,7 @@ class CoreTrainer(base.Trainer):
                 on_error=options.on_save_error,
                 in_background=options.save_in_background,
             )
-        planned = Epochs(self.num_epochs) if length is None else parse_unit(length, "max_length")
+        planned = Epochs(self.num_epochs) if length is None else _length(length)
         return Plan(
             max_length=self._in_phases(planned),
             validate=_period(validation or Epochs(1), "validation_period") if validates else None,
@@ -297,7 +310,7 @@ class CoreTrainer(base.Trainer):
             if isinstance(metric, nn.Module):
                 metric.to(context.device)
         if not self.strategies.is_set_up:
-            raise ConfigError("the trainer is closed: its strategies are torn down")
+            raise ConfigError("the trainer is closed: its strategies are torn down; make a new one")
         self._step_strategy = self.strategies.training_step
         if context.stage == "train":
             self._build_optimizers()
@@ -350,6 +363,8 @@ class CoreTrainer(base.Trainer):
         """Return model, optimizers, schedulers, counters, history, callbacks, randomness and the place in the data."""
         context = self.context
         assert context.model is not None
+        # A trainer that has not trained yet is to be loaded like any other.
+        self._build_optimizers()
         return {
             "model": context.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in context.optimizers],
@@ -433,8 +448,9 @@ class CoreTrainer(base.Trainer):
         return loop.train_epoch(self.context)
 
     def val_epoch(self) -> Mapping[str, float] | None:
-        """Run one validation pass. An override may be `pass`."""
-        return loop.val_epoch(self.context)
+        """Run one validation pass, which measures nothing without data. An override may be `pass`."""
+        # One is planned where this is overridden, as an override may have data of its own, or only look on.
+        return {} if self.context.data.get("valid") is None else loop.val_epoch(self.context)
 
     def reduce(self, meter: Meter) -> Meter:
         """One process: its sums are all there is."""
@@ -458,12 +474,12 @@ class CoreTrainer(base.Trainer):
                 loss = strategy.training_step(model, optimizer, inputs, targets, self.criterion, context)
             except TypeError as error:
                 if targets is None:
-                    add_note(error, "the batch has no targets: give a loss or a step strategy that needs none")
+                    add_note(error, self._no_targets("give a loss or a step strategy that needs none"))
                 raise
             state["last_loss"] = loss.detach()
             return {"loss": loss}
         if targets is None:
-            raise DataError(_NO_TARGETS)
+            raise DataError(self._no_targets(_NEED_TARGETS))
         return {"loss": self.criterion(forward(self.context.model, inputs), targets)}
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
@@ -472,7 +488,7 @@ class CoreTrainer(base.Trainer):
             return self._test_step(self, batch)
         inputs, targets = split_batch(batch)
         if targets is None:
-            raise DataError(_NO_TARGETS)
+            raise DataError(f"the batch has no targets: {_NEED_TARGETS}")
         with self._autocast():
             outputs = self.process_outputs(forward(self.context.model, inputs))
             return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
@@ -618,7 +634,15 @@ class CoreTrainer(base.Trainer):
         assert self.context.model is not None
         present = self.context.model.state_dict()
         state = {name: part_of(value, present.get(name)) for name, value in store.load_model_file(Path(path)).items()}
-        self.context.model.load_state_dict(state, strict=strict)
+        try:
+            self.context.model.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            # What is in one of them only is no reason unless it must not be.
+            names = state.keys() | present.keys() if strict else state.keys() & present.keys()
+            difference = weights_difference(_of(state, names), _of(present, names))
+            if difference is None:
+                raise
+            raise CheckpointError(f"{path}: the weights are of something else: {difference}") from error
 
     def loader(self, stage: Stage) -> Any:
         """Return the batches of a stage, formed once from the data that the stage was given."""
@@ -627,7 +651,12 @@ class CoreTrainer(base.Trainer):
             raise DataError(f"no {stage} data: pass it to the call, or {_DATASET_OPTION[stage]}=… to the trainer")
         known, loader = self._loaders.get(stage, (None, None))
         if known is not source:
-            if not isinstance(source, (Dataset, tuple, Tensor, np.ndarray)):
+            # Most data are a tuple, and every call counts for a client of a few steps.
+            if not isinstance(source, tuple) and not holds_samples(source):
+                if isinstance(source, list) and (
+                    self._steps_by_default if stage == "train" else self._tests_by_default
+                ):
+                    _refuse_samples(source)
                 loader = as_loader(source, batch_size=self.batch_size)
             elif stage == "train":
                 loader = self.get_train_loader(self.batch_size, source, self.sampler)
@@ -648,7 +677,7 @@ class CoreTrainer(base.Trainer):
         if not isinstance(participant, Stateful):
             raise ConfigError(f"register: {name!r} needs state_dict and load_state_dict, got {participant!r}")
         if name in self.context.participants:
-            raise ConfigError(f"register: {name!r} is registered already")
+            raise ConfigError(f"register: {name!r} is registered already: choose another name")
         self.context.participants[name] = participant
 
     def as_strategies(self) -> Strategies:
@@ -673,8 +702,10 @@ class CoreTrainer(base.Trainer):
         if context.trainer is not None:
             raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
         check_roles(strategies)
+        self._refuse_two_steps(strategies.get("training_step"))
+        context.loss_is_default &= "loss" not in strategies
         if not self.strategies.is_set_up:
-            raise ConfigError("equip: the trainer is closed: its strategies are torn down")
+            raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")
         self._closing.detach()
         if self._strategy_hooks is not None:
             context.callbacks.remove(self._strategy_hooks)
@@ -731,12 +762,38 @@ class CoreTrainer(base.Trainer):
 
     # ------------------------------------------------------------------ private
 
+    @property
+    def _steps_by_default(self) -> bool:
+        return self._train_step is None and type(self).train_step is CoreTrainer.train_step
+
+    @property
+    def _tests_by_default(self) -> bool:
+        return self._test_step is None and type(self).test_step is CoreTrainer.test_step
+
+    def _refuse_two_steps(self, strategy: TrainingStepStrategy | None) -> None:
+        """Refuse a strategy whose step would never be used; one that accumulates or clips goes with any step."""
+        if self._train_step is not None and strategy is not None and not is_plain(strategy):
+            raise ConfigError(
+                f"train_step: {strategy!r} decides this; give one or the other, or a layer such as AMPTrainer"
+            )
+
+    def _no_targets(self, advice: str) -> str:
+        train, valid = (self.context.data.get(stage) for stage in ("train", "valid"))
+        arrays = (Tensor, np.ndarray)
+        if isinstance(train, arrays) and isinstance(valid, arrays) and train.shape[:1] == valid.shape[:1]:
+            advice = "give inputs and targets as a pair, fit((x, y))"
+        return f"the batch has no targets: {advice}"
+
     def _place_model(self, model: nn.Module) -> None:
         device, placed = self.context.device, self._placed
         is_known = placed is not None and placed() is model and self.options.memory_format is None
-        if is_known and all(it.device == device for it in chain(model.parameters(), model.buffers())):
-            # A client's run may be a few steps long, and to move what is there takes as long as to train on a batch.
+        # A client's run may be a few steps long, and to move what is there takes as long as to train on a batch.
+        if is_known and (
+            not torch.accelerator.is_available()
+            or all(it.device == device for it in chain(model.parameters(), model.buffers()))
+        ):
             return
+        check_device(device)
         self._placed = weakref.ref(model)
         model.to(device)
         if self.options.memory_format is not None:
@@ -863,7 +920,7 @@ _DATASET_OPTION = {
     "predict": "test_dataset",
 }
 
-_NO_TARGETS = "the batch has no targets: override train_step and test_step, or pass train_step=… and test_step=…"
+_NEED_TARGETS = "give pairs (inputs, targets), or a train_step and test_step that need none"
 
 
 _KEEP = ("keep_last", "keep_best", "keep_every")
@@ -879,8 +936,27 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
+def _refuse_samples(batches: list[Any]) -> None:
+    targets = split_batch(batches[0])[1] if batches else None
+    is_number = isinstance(targets, (int, float, np.generic))
+    if is_number or (isinstance(targets, (Tensor, np.ndarray)) and not targets.ndim):
+        raise DataError("a list holds batches, and its first item looks like a single sample: give (x, y) or a Dataset")
+
+
 def _if_given(coerce: Callable[[Any], _S], piece: Any) -> _S | None:
     return None if piece is None else coerce(piece)
+
+
+def _length(value: TrainUnit | Mapping[str, int]) -> TrainUnit:
+    unit = parse_unit(value, "max_length")
+    if not isinstance(unit.value, int):
+        example = f"{type(unit).__name__}(5)"
+        raise ConfigError(f"max_length: expected one whole number such as {example}, got the schedule {unit!r}")
+    return unit
+
+
+def _of(weights: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in weights.items() if name in names}
 
 
 def _period(value: TrainUnit | Mapping[str, int] | None, name: str) -> TrainUnit | None:

@@ -396,7 +396,7 @@ def _shown_epoch(trainer: Trainer, ahead: Outlook) -> _Node:
     if progress.batch:
         label += f", from batch {progress.batch + 1} on"
     if length.reached(progress):
-        return f"nothing to train: {length} is reached"
+        label = f"nothing to train: {length} is reached; one more epoch would be"
     if not ahead.has_data:
         return label, ["no training data yet: pass it to fit"]
     return label, [

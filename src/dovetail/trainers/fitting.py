@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.errors import CheckpointError
 from dovetail.trainers.context import TrainingContext
 
-__all__ = ["check_fits", "kinds_of"]
+__all__ = ["check_fits", "kinds_of", "weights_difference"]
 
 
 def kinds_of(context: TrainingContext) -> dict[str, list[str]]:
@@ -27,15 +27,19 @@ def check_fits(context: TrainingContext, state: Mapping[str, Any]) -> None:
     """
     assert context.model is not None
     difference = (
-        _first_tensor_difference(state["model"], context.model.state_dict())
+        weights_difference(state["model"], context.model.state_dict())
         or _first_kind_difference(state["kinds"], kinds_of(context))
         or _first_group_difference(state["optimizers"], [optimizer.state_dict() for optimizer in context.optimizers])
     )
     if difference is not None:
-        raise CheckpointError(f"the checkpoint is of something else: {difference}")
+        raise CheckpointError(
+            f"the checkpoint is of something else: {difference}; make the trainer as it was, or name another "
+            "checkpoint_dir"
+        )
 
 
-def _first_tensor_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+def weights_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+    """Return the first thing in which saved weights are not those of the model, or None."""
     for name, value in saved.items():
         if name not in present:
             return f"it has {name!r}, which the model lacks"

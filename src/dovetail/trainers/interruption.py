@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from dovetail.trainers.context import TrainingContext
+from dovetail.units import counted
 
 __all__ = ["Interrupted", "heeding_signals", "listening"]
 
@@ -120,6 +121,6 @@ def leave_if_signalled(context: TrainingContext) -> None:
         saved = "nothing is saved (the checkpoint could not be written)"
     else:
         saved = f"the checkpoint is in {saver.directory}, and fit(resume='auto') goes on from it"
-    place = f"{progress.epoch} epochs and {progress.batches} batches"
+    place = f"{counted(progress.epoch, 'epoch')} and {counted(progress.batches, 'batch', 'batches')}"
     print(f"interrupted by {signal.Signals(number).name} after {place}: {saved}", file=sys.stderr)
     raise Interrupted(number)

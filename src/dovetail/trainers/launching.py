@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
@@ -30,7 +30,15 @@ from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.interruption import Interrupted
 from dovetail.trainers.randomness import rng_state, set_rng_state
-from dovetail.trainers.relay import TrainingProcessError, described, is_storable, rebuilt, share_of_threads
+from dovetail.trainers.relay import (
+    TrainingProcessError,
+    arithmetic,
+    described,
+    is_storable,
+    rebuilt,
+    set_arithmetic,
+    share_of_threads,
+)
 
 __all__ = ["ProcessLauncher", "work"]
 
@@ -60,9 +68,15 @@ class ProcessLauncher:
         """
         cargo = _packed(trainer, entry, arguments)
         with TemporaryDirectory(prefix="dovetail-run-", ignore_cleanup_errors=True) as folder:
-            program = ("-m", "dovetail.trainers.worker", folder, str(share_of_threads(self.num_processes)))
-            with _handing_out(cargo, Path(folder, "socket")):
-                outcome = run_workers(program, self.num_processes, folder, self.max_restarts)
+            circumstances = {
+                "path": sys.path,
+                "arithmetic": arithmetic(),
+                "num_threads": share_of_threads(self.num_processes),
+            }
+            with _handing_out((json.dumps(circumstances).encode(), cargo), Path(folder, "socket")):
+                outcome = run_workers(
+                    ("-m", "dovetail.trainers.worker", folder), self.num_processes, folder, self.max_restarts
+                )
             if isinstance(outcome, RunResult) and outcome.is_failed():
                 raise _failure(Path(folder), outcome)
             result = Path(folder, _RESULT)
@@ -82,7 +96,9 @@ def work(folder: Path) -> None:
     warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden", UserWarning)
     try:
         with Client(str(folder / "socket"), "AF_UNIX") as caller:
-            sys.path[:] = json.loads(caller.recv_bytes())
+            circumstances = json.loads(caller.recv_bytes())
+            sys.path[:] = circumstances["path"]
+            set_arithmetic(circumstances["arithmetic"], circumstances["num_threads"])
             trainer, entry, arguments, state, rng = cloudpickle.loads(caller.recv_bytes())
         if state is not None:
             trainer.load_state_dict(state)
@@ -172,8 +188,8 @@ def _signal_in(folder: Path) -> int | None:
 
 
 @contextmanager
-def _handing_out(cargo: bytes, address: Path) -> Iterator[None]:
-    """Give the cargo to every worker that asks for it, at a socket in a folder that is this user's alone."""
+def _handing_out(messages: Sequence[bytes], address: Path) -> Iterator[None]:
+    """Give the messages to every worker that asks for them, at a socket in a folder that is this user's alone."""
     listener = Listener(str(address), "AF_UNIX")
 
     def serve() -> None:
@@ -181,8 +197,8 @@ def _handing_out(cargo: bytes, address: Path) -> Iterator[None]:
         with suppress(OSError):
             while True:
                 with listener.accept() as worker, suppress(OSError):
-                    worker.send_bytes(json.dumps(sys.path).encode())
-                    worker.send_bytes(cargo)
+                    for message in messages:
+                        worker.send_bytes(message)
 
     threading.Thread(target=serve, daemon=True).start()
     try:

@@ -24,7 +24,7 @@ from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradie
 from dovetail.trainers.interruption import heeding_signals, leave_if_signalled
 from dovetail.trainers.metrics import MeanOf, Meter, compute_metrics, warn_if_empty
 from dovetail.trainers.randomness import rng_state, set_rng_state
-from dovetail.units import Batches, Epochs, Progress, TrainUnit
+from dovetail.units import Batches, Epochs, Progress, TrainUnit, counted
 
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
@@ -48,6 +48,7 @@ def fit(
     The whole of it, in the order in which things happen:
 
         setup, resume
+        on_train_start
         validation, if one is to come first
         until max_length or stop:
             on_epoch_start
@@ -91,8 +92,8 @@ def fit(
             context.plan = plan = trainer.plan(**wishes)
         elif plan.max_length.reached(progress):
             warnings.warn(
-                f"nothing to train: {plan.max_length} is reached already "
-                f"({progress.epoch} epochs, {progress.batches} batches done); max_length counts from the start",
+                f"nothing to train: {plan.max_length} is reached already ({counted(progress.epoch, 'epoch')}, "
+                f"{counted(progress.batches, 'batch', 'batches')} done); max_length counts from the start",
                 UserWarning,
                 stacklevel=3,
             )
@@ -202,6 +203,9 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         output = train_step(batch)
         if is_first:
             _check_output(output, optimized=notes.optimized)
+            # Of a batch without samples any loss is 0.
+            if context.loss_is_default and progress.batches == 0 and not notes.optimized and notes.num_samples:
+                _check_default_loss(trainer, batch, output["loss"])
             is_first = False
         if not notes.optimized:
             if "num_items" in output:
@@ -248,8 +252,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     _report(context)
     if not window.closes:
         raise DataError(
-            f"the training data ended after {progress.batch} batches, though its length is {total}: the last updates "
-            "would miss batches; give the loader its true length, or none"
+            f"the training data ended after {counted(progress.batch, 'batch', 'batches')}, though its length is "
+            f"{total}: the last updates would miss batches; give the loader its true length, or none"
         )
     if progress.batch == 0:
         warn_if_empty(0, "training")
@@ -302,7 +306,7 @@ def _validate(trainer: Trainer) -> dict[str, float]:
         on_validation_start(context)
     means = trainer.val_epoch()
     context.validated_at = context.progress.batches
-    if means is not None:
+    if means:
         context.history.record("valid", means, **_position(context.progress))
     context.validation = metrics = {f"valid_{name}": float(value) for name, value in (means or {}).items()}
     for on_validation_end in context.callbacks.on_validation_end:
@@ -403,6 +407,8 @@ def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
         failure = error
         if is_ready:
             add_note(error, f"while {_DOING[stage]}{_place(context)}")
+        if isinstance(error, NotImplementedError) and "training_step" in dir(context.model):
+            add_note(error, _LIGHTNING)
         for on_exception in context.callbacks.on_exception:
             on_exception(context, error)
         raise
@@ -413,6 +419,11 @@ def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
             context.trainer, context.closure = None, None
             context.notes.stepped.clear()
 
+
+_LIGHTNING = (
+    "the trainer calls the model's forward, and never its training_step: docs/migration/lightning.md shows what a "
+    "LightningModule becomes"
+)
 
 _DOING = {"train": "training", "valid": "validating", "test": "testing", "predict": "predicting"}
 
@@ -483,7 +494,28 @@ def _check_output(output: Any, *, optimized: bool) -> None:
             f"train_step: the loss must be one number, got a tensor of shape {tuple(loss.shape)}; take its mean()"
         )
     if not loss.requires_grad:
-        raise ConfigError("train_step: the loss does not depend on any parameter that requires a gradient")
+        raise ConfigError(
+            "train_step: the loss does not depend on any parameter that requires a gradient: look for .detach(), "
+            ".item() or torch.no_grad()"
+        )
+
+
+def _check_default_loss(trainer: Trainer, batch: Any, loss: Tensor) -> None:
+    """Look at the outputs whose loss is exactly 0, since that of one class, whatever it is, always is."""
+    if loss.item() != 0:
+        return
+    context = trainer.context
+    with _evaluating(context, "train"):
+        outputs = trainer.predict_step(batch)
+    if isinstance(outputs, Tensor) and outputs.ndim > 1 and outputs.shape[1] == 1 and not context.config.get(_LOSS_KEY):
+        raise ConfigError(
+            f"criterion: the default, cross entropy, learns nothing from one output per sample, got outputs of shape "
+            f"{tuple(outputs.shape)}; give criterion='MSELoss', 'BCEWithLogitsLoss', …"
+        )
+
+
+# The loss that a configuration names, for a strategy that has none of its own.
+_LOSS_KEY = "loss_criterion"
 
 
 def _train_mode(model: nn.Module | None) -> None:

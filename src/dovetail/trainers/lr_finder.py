@@ -15,7 +15,7 @@ from dovetail.extras import require
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.untouched import untouched
-from dovetail.units import Batches
+from dovetail.units import Batches, counted
 
 __all__ = ["LRFinder", "LogFinder"]
 
@@ -100,9 +100,8 @@ class LRFinder:
             )
         self.rates, self.losses = sweep.rates, sweep.losses
         if len(self.rates) < 4:
-            raise ConfigError(
-                f"LRFinder: the loss exploded after {len(self.rates)} batches: lower lr_min, or make smaller batches"
-            )
+            after = counted(len(self.rates), "batch", "batches")
+            raise ConfigError(f"LRFinder: the loss exploded after {after}: lower lr_min, or make smaller batches")
         low, high = self._falling()
         if self.lr_select_method == "max_range":
             return self.rates[low], self.rates[high] * self.lr_max_scale

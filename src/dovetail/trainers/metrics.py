@@ -141,11 +141,10 @@ def as_metrics(metrics: Any) -> dict[str, Metric]:
         return {}
     if isinstance(metrics, Mapping):
         named: Iterable[tuple[str, Any]] = metrics.items()
-    elif isinstance(metrics, (list, tuple)):
-        named = [(_name(metric), metric) for metric in metrics]
     else:
-        named = [(_name(metrics), metrics)]
-    return {name: _as_metric(name, metric) for name, metric in named}
+        several = metrics if isinstance(metrics, (list, tuple)) else [metrics]
+        named = [(_name(metric), metric) for metric in several]
+    return {name: _as_metric(metric) for name, metric in named}
 
 
 class MeanOf:
@@ -175,14 +174,12 @@ class MeanOf:
         return self._meter
 
 
-def _as_metric(name: str, metric: Any) -> Metric:
+def _as_metric(metric: Any) -> Metric:
     if isinstance(metric, Metric):
         return metric
     if callable(metric):
         return MeanOf(metric)
-    raise ConfigError(
-        f"metrics: {name!r}: expected a torchmetrics object or a function of outputs and targets, got {metric!r}"
-    )
+    raise ConfigError(f"metrics: expected functions of outputs and targets, or torchmetrics objects, got {metric!r}")
 
 
 def _name(metric: Any) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers import foreign
 
 __all__ = ["TrainerOptions"]
 
@@ -26,7 +27,8 @@ class TrainerOptions:
         lr_scheduler: A schedule of `dovetail.trainers.schedules`, a callable of the optimizer such as
             `partial(StepLR, step_size=3)`, a name in `torch.optim.lr_scheduler` that needs no argument, or a scheduler.
         mtm_scheduler: The same for momentum (`momentum` or `betas[0]`).
-        scheduler_step_on_batch: Step a plain torch scheduler after every update instead of every epoch.
+        scheduler_step_on_batch: Step a plain torch scheduler by batches instead of epochs: at every update, once for
+            each batch since the last.
         gradient_clip: Largest norm of the gradients; 0 clips nothing.
         accumulation_steps: Batches that share one update.
         seed: Sets python, numpy, torch and the order of the data; None leaves the first three alone and
@@ -113,19 +115,31 @@ class TrainerOptions:
     max_concurrency: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, least in _WHOLE.items():
+            self._check_number(name, "a whole number", (int,), least)
+        for name in _NUMBERS:
+            self._check_number(name, "a number", (int, float), 0.0)
+        for name in _COUNTS:
+            if getattr(self, name) is not None:
+                self._check_number(name, "None or a whole number", (int,), 1)
+        for name, accepted in _ACCEPTED.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-                raise ConfigError(f"{name}: expected a number that is at least {least}, got {value!r}")
-        limit = self.max_concurrency
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise ConfigError(f"max_concurrency: expected a number that is at least 1, or None, got {limit!r}")
-        if self.nonfinite not in ("raise", "stop", "warn", "ignore"):
-            raise ConfigError(f"nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got {self.nonfinite!r}")
-        if self.memory_format not in (None, "channels_last"):
-            raise ConfigError(f"memory_format: expected 'channels_last' or None, got {self.memory_format!r}")
-        if self.early_stop is not None and set(self.early_stop) != {"num_epochs", "improv"}:
-            raise ConfigError(f"early_stop: expected the keys 'num_epochs' and 'improv', got {sorted(self.early_stop)}")
+            if value not in accepted:
+                *others, last = map(repr, accepted)
+                raise ConfigError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, SupportsIndex)):
+            raise ConfigError(f"seed: expected a whole number or None, got {self.seed!r}")
+        window = self.early_stop
+        if window is not None and (not isinstance(window, Mapping) or set(window) != {"num_epochs", "improv"}):
+            shown = sorted(window) if isinstance(window, Mapping) else repr(window)
+            raise ConfigError(f"early_stop: expected the keys 'num_epochs' and 'improv', got {shown}")
+
+    def _check_number(self, name: str, what: str, kinds: tuple[type, ...], least: float) -> None:
+        value: Any = getattr(self, name)
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        # Not `value < least`, which NaN is not.
+        if not is_number or not value >= least:
+            raise ConfigError(f"{name}: expected {what} that is at least {least}, got {value!r}")
 
     @classmethod
     def from_keywords(cls, given: Mapping[str, Any], also_known: Collection[str]) -> TrainerOptions:
@@ -133,15 +147,12 @@ class TrainerOptions:
         known = {field.name for field in fields(cls)}
         for name in given:
             if name not in known:
-                raise UnknownNameError("keyword", name, known.union(also_known))
+                raise UnknownNameError("keyword", name, known.union(also_known), foreign.OPTIONS)
         return cls(**given)
 
 
-_LEAST = {
+_WHOLE = {
     "num_epochs": 0,
-    "learning_rate": 0.0,
-    "weight_decay": 0.0,
-    "gradient_clip": 0.0,
     "accumulation_steps": 1,
     "batch_size": 1,
     "val_batch_size": 0,
@@ -150,5 +161,12 @@ _LEAST = {
     "print_every": 1,
     "save_every": -1,
     "device_id": -1,
-    "stop_when_acc": 0.0,
+}
+_NUMBERS = ("learning_rate", "momentum", "weight_decay", "gradient_clip", "stop_when_acc")
+_COUNTS = ("keep_last", "keep_best", "keep_every", "max_concurrency")
+_ACCEPTED: dict[str, tuple[str | None, ...]] = {
+    "nonfinite": ("raise", "stop", "warn", "ignore"),
+    "memory_format": ("channels_last", None),
+    "best_mode": ("min", "max", None),
+    "on_save_error": ("raise", "warn"),
 }

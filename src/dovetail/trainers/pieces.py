@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 
 from dovetail.errors import ConfigError
 from dovetail.registry import Registry
+from dovetail.trainers import foreign
 from dovetail.trainers.context import BoundScheduler, Interval
 from dovetail.trainers.optimizers import LARS, AdaHessian
 from dovetail.trainers.schedules import Schedule, ScheduleLR
@@ -30,6 +31,8 @@ __all__ = [
     "as_optimizers",
     "as_scheduler",
     "bind_scheduler",
+    "check_device",
+    "check_owned",
     "classifies",
     "forward",
     "forward_with",
@@ -41,7 +44,7 @@ __all__ = [
 ]
 
 
-losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss))
+losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss), foreign.LOSSES)
 optimizers: Registry[Any] = Registry(
     "optimizer", lambda: {**_classes(torch.optim, Optimizer), "AdaHessian": AdaHessian, "LARS": LARS}
 )
@@ -85,6 +88,13 @@ def as_device(device: Any, device_id: int | None = None) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device: expected a name such as 'cpu', 'cuda:0' or 'auto', got {device!r}") from error
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse to train on what this machine does not have."""
+    lacks_cuda = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    if lacks_cuda or (device.type == "mps" and not torch.backends.mps.is_available()):
+        raise ConfigError(f"device: {str(device)!r} is not available here; use 'cpu' or 'auto'")
 
 
 def as_mode(mode: str) -> Literal["train", "test"]:
@@ -136,6 +146,20 @@ def as_optimizers(optimizer: Any, model: nn.Module, settings: Mapping[str, Any])
     return [made]
 
 
+def check_owned(optimizer: Any, model: nn.Module | None, criterion: Any) -> None:
+    """Refuse optimizers that are there already, and all of whose parameters are somebody else's."""
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if model is None or not all(isinstance(it, Optimizer) for it in given):
+        return
+    modules = [it for it in (model, criterion) if isinstance(it, nn.Module)]
+    owned = {parameter for module in modules for parameter in module.parameters()}
+    if owned.isdisjoint(parameter for it in given for group in it.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "optimizer: none of its parameters is one of the model's: make it of the model that the trainer is given, "
+            "or give a callable such as partial(SGD, lr=0.1)"
+        )
+
+
 def as_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | ReduceLROnPlateau | None:
     """Return a scheduler of `optimizer` from an object, one of our schedules, a name, or a callable of it."""
     if scheduler is None or isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
@@ -144,6 +168,9 @@ def as_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | ReduceLR
         return scheduler.bind(optimizer)
     if isinstance(scheduler, str):
         scheduler = schedulers.get(scheduler)
+    if isinstance(scheduler, type) and (missing := _missing_arguments(scheduler)):
+        name, settings = scheduler.__name__, ", ".join(f"{it}=…" for it in missing)
+        raise ConfigError(f"lr_scheduler: {name} needs {' and '.join(missing)}; give partial({name}, {settings})")
     made = scheduler(optimizer) if callable(scheduler) else scheduler
     if not isinstance(made, (LRScheduler, ReduceLROnPlateau)):
         raise ConfigError(
@@ -228,6 +255,13 @@ def requires_closure(optimizer: Optimizer) -> bool:
 def _requires_closure(step: Callable[..., Any]) -> bool:
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _missing_arguments(scheduler: type[Any]) -> list[str]:
+    """What a scheduler has to be told beside its optimizer."""
+    _, *further = inspect.signature(scheduler).parameters.values()
+    ordinary = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [it.name for it in further if it.kind in ordinary and it.default is inspect.Parameter.empty]
 
 
 def _classes(module: Any, kind: type[Any]) -> dict[str, type[Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
+from dovetail.trainers import foreign
 
 __all__ = ["Precision", "PrecisionName"]
 
@@ -28,7 +29,8 @@ class Precision:
 
     Args:
         name: `fp32` changes nothing; `bf16` needs no scaling; `fp16` scales; `auto` is `bf16` where the device computes
-            in it, `fp16` on older CUDA devices, and `fp32` on the CPU.
+            in it, `fp16` on older CUDA devices, and `fp32` elsewhere. Where it is a CPU, `AMPTrainer` and the add-on
+            say `bf16` instead.
         device_type: `cpu` or `cuda`.
         init_scale: Where the scaler starts.
 
@@ -39,7 +41,8 @@ class Precision:
 
     def __init__(self, name: PrecisionName = "auto", device_type: str = "cpu", init_scale: float = 65536.0) -> None:
         if name != "auto" and name not in _DTYPES:
-            raise ConfigError(f"precision: expected 'auto', 'fp32', 'fp16' or 'bf16', got {name!r}")
+            hint = foreign.did_you_mean(name, foreign.PRECISIONS)
+            raise ConfigError(f"precision: expected 'auto', 'fp32', 'fp16' or 'bf16', got {name!r}{hint}")
         self.dtype = _best_dtype(device_type) if name == "auto" else _DTYPES[name]
         self.device_type = device_type
         self.scaler = torch.amp.GradScaler(device_type, init_scale=init_scale) if self.dtype is torch.float16 else None

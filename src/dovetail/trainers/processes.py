@@ -24,14 +24,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from dovetail import checkpoint as store
 from dovetail.callbacks import ProgressDisplay
 from dovetail.errors import ConfigError
 from dovetail.trainers.basic import Trainer
 from dovetail.trainers.randomness import rng_state, set_rng_state
-from dovetail.trainers.relay import TrainingProcessError, described, is_storable, rebuilt, share_of_threads
+from dovetail.trainers.relay import (
+    TrainingProcessError,
+    arithmetic,
+    described,
+    is_storable,
+    rebuilt,
+    set_arithmetic,
+    share_of_threads,
+)
 
 __all__ = ["Errand", "Seats", "TrainingProcessError", "train_in_process"]
 
@@ -242,7 +248,8 @@ def _spawn(cargo: bytes, folder: str, num_threads: int) -> int:
     spawn = multiprocessing.get_context("spawn")
     theirs, ours = spawn.Pipe(duplex=False)
     # Not a daemon: those may have no children, and so no loader with workers.
-    child = spawn.Process(target=_work, args=(theirs, folder, num_threads), name="dovetail-training", daemon=False)
+    given = theirs, folder, arithmetic(), num_threads
+    child = spawn.Process(target=_work, args=given, name="dovetail-training", daemon=False)
     with ours:
         with theirs:
             child.start()
@@ -267,12 +274,11 @@ def _end(child: SpawnProcess) -> None:
         child.join()
 
 
-def _work(cargo: Connection, folder: str, num_threads: int) -> None:
+def _work(cargo: Connection, folder: str, found: Mapping[str, Any], num_threads: int) -> None:
     """The whole life of a child."""
     # Ctrl-C reaches every process of a terminal. The caller hears it, and passes it on as SIGTERM, once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    torch.set_num_threads(num_threads)
+    set_arithmetic(found, num_threads)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
         store.save(Path(folder, _RESULT), Errand.unpack(cargo.recv_bytes()).run())

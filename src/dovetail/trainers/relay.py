@@ -1,4 +1,4 @@
-"""How the work of another process arrives: what can be brought back, and its errors as if they had been raised here."""
+"""Between processes: how torch computes there, what can be brought back, and errors as if they had been raised here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from dovetail import errors
 from dovetail.checkpoint.encoding import encode
 from dovetail.errors import CheckpointError, DovetailError, add_note
 
-__all__ = ["TrainingProcessError", "described", "is_storable", "rebuilt", "share_of_threads"]
+__all__ = [
+    "TrainingProcessError",
+    "arithmetic",
+    "described",
+    "is_storable",
+    "rebuilt",
+    "set_arithmetic",
+    "share_of_threads",
+]
 
 
 class TrainingProcessError(DovetailError):
@@ -27,6 +35,33 @@ def share_of_threads(limit: int) -> int:
     """Threads for each of `limit` processes; more than there are cores wait for each other, spinning."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), cores // limit))
+
+
+def arithmetic() -> dict[str, Any]:
+    """Return how torch computes here, as plain values, for `set_arithmetic` in another process.
+
+    Example:
+        >>> arithmetic()["dtype"]
+        'float32'
+    """
+    return {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def set_arithmetic(found: Mapping[str, Any], num_threads: int) -> None:
+    """Compute as another process does, with so many threads."""
+    # For what is started from here; torch has read it when it was imported.
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    torch.set_num_threads(num_threads)
+    torch.set_default_dtype(getattr(torch, found["dtype"]))
+    # It imports a compiler, which is not done for nothing.
+    if any(found[name] != value for name, value in arithmetic().items() if name in ("deterministic", "warn_only")):
+        torch.use_deterministic_algorithms(found["deterministic"], warn_only=found["warn_only"])
+    torch.set_float32_matmul_precision(found["precision"])
 
 
 def is_storable(name: str, value: Any) -> bool:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from dovetail import checkpoint as store
 from dovetail.callbacks import mode_of
 from dovetail.checkpoint.files import DISK, sweep
-from dovetail.errors import CheckpointError, ConfigError
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.history import History
+from dovetail.trainers import foreign
 from dovetail.units import Progress
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Saver:
         self.validated = True
         monitor = self._monitor(metrics)
         value = metrics.get(monitor)
+        if value is None and metrics and self.monitor is not None:
+            raise UnknownNameError("metric for best_metric", monitor, metrics)
         if value is None or value != value:
             return
         mode = self.mode or mode_of(monitor)
@@ -195,7 +198,11 @@ def load(trainer: Trainer, path: Path) -> None:
 
 def resume(trainer: Trainer, source: str | Path) -> None:
     """Go on from a checkpoint: a path, or with `"auto"` the newest intact one of the trainer's directory, if any."""
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(f"resume: expected 'auto' or the path of a checkpoint, got {source!r}")
     if source != "auto":
+        if str(source) in foreign.CHECKPOINTS and not Path(source).exists():
+            raise CheckpointError(f"resume: no checkpoint at {str(source)!r}; {foreign.CHECKPOINTS[str(source)]}")
         load(trainer, Path(source))
         return
     context, saver = trainer.context, trainer.context.saver

@@ -99,7 +99,7 @@ class Schedule(ABC):
     def __post_init__(self) -> None:
         for name in _LENGTHS.intersection(option.name for option in fields(self)):
             if not (length := getattr(self, name)) > 0:
-                raise ConfigError(f"{type(self).__name__}: {name} must be positive, got {length!r}")
+                raise ConfigError(f"{type(self).__name__}: {name}: expected a number above 0, got {length!r}")
 
     @abstractmethod
     def at(self, count: float) -> float:
@@ -220,7 +220,7 @@ class LogDecay(LRSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lr_min == 0:
-            raise ConfigError("LogDecay: lr_min must be positive, no factor leads to 0")
+            raise ConfigError(f"LogDecay: lr_min: expected a number above 0, got {self.lr_min!r}: no factor leads to 0")
 
     def at(self, count: float) -> float:
         """Return the value `count` updates after the start."""
@@ -678,7 +678,7 @@ class SchedulerBase(LRScheduler, ABC):
 
     def __init__(self, optimizer: Optimizer, total_iters: int, eta_min: float = 0.0) -> None:
         if total_iters <= 0:
-            raise ConfigError(f"{type(self).__name__}: total_iters must be positive, got {total_iters}")
+            raise ConfigError(f"{type(self).__name__}: total_iters: expected a number above 0, got {total_iters!r}")
         self.total_iters = total_iters
         self.eta_min = eta_min
         super().__init__(optimizer)

@@ -129,7 +129,10 @@ class ClassicSpelling(CoreTrainer):
             elif "momentum" in group:
                 group["momentum"] = value
             else:
-                raise ConfigError(f"{type(self.optimizer).__name__} has no momentum to set")
+                raise ConfigError(
+                    f"momentum: {type(self.optimizer).__name__} has none to set; use an optimizer with 'momentum' or "
+                    "'betas'"
+                )
 
     def set_learning_rate(self, rate: float, param_zero: bool = True) -> None:
         """Set the rate of the first parameter group, or of all."""
@@ -208,6 +211,7 @@ class RunSpelling(CoreTrainer):
     loss_buffer: float = math.inf
     weight_buffer: dict[str, Any] | None = None
     run_log: _RunLog | None = None
+    best_weights: _BestWeights | None = None
 
     def run(self, n_epoch: int, loader: Any, valid_loader: Any = None) -> History:
         """Train `n_epoch` *more* epochs; in mode `"test"`, evaluate once.
@@ -300,7 +304,22 @@ class RunSpelling(CoreTrainer):
         if self.run_log is None:
             self.run_log = _RunLog(self)
             self.context.callbacks.add(self.run_log)
+            self._follow_best()
         return self.run_log
+
+    def _follow_best(self) -> None:
+        """Ask `check_better` after every epoch from now on, and keep what it says in checkpoints."""
+        if self.best_weights is None:
+            self.best_weights = _BestWeights(self)
+        # Asked last: `check_better` may look at the metrics of the log.
+        self.context.callbacks.remove(self.best_weights)
+        self.context.callbacks.add(self.best_weights)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken, with the best weights so far if they were followed."""
+        if any(entry["name"] == _BestWeights.__name__ for entry in state["callbacks"]):
+            self._follow_best()
+        super().load_state_dict(state)
 
 
 class ProgressChecker:
@@ -472,25 +491,32 @@ def _whole_step(trainer: Any, batch: Any) -> dict[str, Any]:
     return {"loss": loss}
 
 
-class _RunLog(Callback):
-    """What the steps of `run` returned, copied to the host, and the best weights."""
+class _OfARun(Callback):
+    """A callback that belongs to one trainer."""
 
     def __init__(self, trainer: RunSpelling) -> None:
         # Held weakly: the trainer holds its context, which holds this.
         self._reference = weakref.ref(trainer)
-        self.log_train: dict[str, list[Any]] = defaultdict(list)
-        self.log_test: dict[str, list[Any]] = defaultdict(list)
-        self.train_metrics: dict[str, float] = {}
-        self.test_metrics: dict[str, float] = {}
 
     @property
     def _trainer(self) -> RunSpelling:
         trainer = self._reference()
-        assert trainer is not None, "the log is written by the trainer that it belongs to"
+        assert trainer is not None, "only the trainer that it belongs to calls it"
         return trainer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _RunLog, (self._trainer,)
+        return type(self), (self._trainer,)
+
+
+class _RunLog(_OfARun):
+    """What the steps of `run` returned, copied to the host."""
+
+    def __init__(self, trainer: RunSpelling) -> None:
+        super().__init__(trainer)
+        self.log_train: dict[str, list[Any]] = defaultdict(list)
+        self.log_test: dict[str, list[Any]] = defaultdict(list)
+        self.train_metrics: dict[str, float] = {}
+        self.test_metrics: dict[str, float] = {}
 
     def on_epoch_start(self, context: TrainingContext) -> None:
         self.log_train.clear()
@@ -519,8 +545,18 @@ class _RunLog(Callback):
             for name, value in further.items():
                 context.history.update_metric(prefix + name, value)
         trainer.toggle(mode)
+
+
+class _BestWeights(_OfARun):
+    """Asks `check_better` after every epoch, and keeps what it has found."""
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        validates = context.plan is not None and context.plan.validate is not None
+        # The loss of training says nothing beside those of validation.
+        if validates and context.validated_at != context.progress.batches:
+            return
         loss = metrics.get("valid_loss", metrics.get("train_loss", math.nan))
-        trainer.check_better(context.progress.epoch, loss)
+        self._trainer.check_better(context.progress.epoch, loss)
 
     def state_dict(self) -> dict[str, Any]:
         return {"loss_buffer": self._trainer.loss_buffer, "weight_buffer": self._trainer.weight_buffer}

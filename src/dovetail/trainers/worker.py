@@ -1,4 +1,4 @@
-"""One process of a run that a `ProcessLauncher` started: `python -m dovetail.trainers.worker FOLDER THREADS`."""
+"""One process of a run that a `ProcessLauncher` started: `python -m dovetail.trainers.worker FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from pathlib import Path
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    folder, threads = Path(sys.argv[1]), sys.argv[2]
-    # Before torch is imported, which reads them once. More threads than cores wait for each other, spinning.
-    os.environ["OMP_NUM_THREADS"] = threads
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -20,7 +17,7 @@ if __name__ == "__main__":
 
     code = 0
     try:
-        work(folder)
+        work(Path(sys.argv[1]))
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:

@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import cloudpickle
 import psutil
 import pytest
 import torch
+from doing import Doing, Fragile, die, done, faults, hang, started, tasks
 from forked import run, start
 
 from dovetail.errors import ConfigError
-from dovetail.federated.backends import Backend, Done, Outcome, Process, Sequential, Work, Worker, WorkerError
+from dovetail.federated.backends import Backend, Done, Process, Sequential, Worker, WorkerError
 from dovetail.federated.backends import nursery as nurseries
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
@@ -32,38 +33,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SCRIPT = Path(__file__).with_name("unguarded.py")
 
 
-class Doing:
-    """A client that does what it is told, by its id, and answers with the number of its process."""
-
-    def __init__(self, deeds: dict[int, Callable[[], Any]] | None = None) -> None:
-        self.deeds = deeds or {}
-
-    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
-        told = self.deeds.get(task.client_id, lambda: None)()
-        return Update(task.client_id, task.round, 1, payload={"pid": os.getpid(), "told": told}), state
-
-
-def tasks(count: int, number: int = 1) -> list[Work]:
-    weights = {"w": torch.zeros(1000)}
-    return [(Task(number, client, weights), {}) for client in range(1, count + 1)]
-
-
-@contextmanager
-def running(worker: Worker, num_workers: int = 2, timeout: float | None = None) -> Iterator[Backend]:
-    backend = Process(num_workers, timeout)
-    backend.start(worker)
-    try:
-        yield backend
-    finally:
-        backend.close()
-
-
-def done(outcomes: list[Outcome]) -> dict[int, Any]:
-    return {it.update.client_id: it.update.payload for it in outcomes if isinstance(it, Done)}
-
-
-def faults(outcomes: list[Outcome]) -> list[Fault]:
-    return [it for it in outcomes if isinstance(it, Fault)]
+def running(worker: Worker, num_workers: int = 2, timeout: float | None = None) -> AbstractContextManager[Backend]:
+    return started(Process(num_workers, timeout), worker)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 120) -> Any:
@@ -79,15 +50,6 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def die(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
-def hang() -> None:
-    while True:
-        signal.pause()
 
 
 def test_workers_are_started_once() -> None:
@@ -110,7 +72,7 @@ def test_clients_are_at_work_at_the_same_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_client_whose_process_is_killed_is_left_out_and_the_round_goes_on(num_workers: int) -> None:
-    with running(Doing({3: lambda: die(signal.SIGKILL)}), num_workers) as backend:
+    with running(Doing({3: die}), num_workers) as backend:
         first, second = list(backend.run(tasks(6))), list(backend.run(tasks(2, number=2)))
     reason = "its process was ended by SIGKILL (the system does so when memory is short)"
     assert faults(first) == [Fault(3, 1, "crashed", reason)]
@@ -236,11 +198,6 @@ def test_a_client_that_cannot_be_sent_is_refused_in_one_sentence() -> None:
         Process(1).start(worker)
 
 
-class Fragile(Doing):
-    def __setstate__(self, state: Any) -> None:
-        raise RuntimeError("no such disk here")
-
-
 def test_a_client_that_cannot_be_received_is_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"the client cannot be received by another process: .*no such disk here"):
         Process(1).start(Fragile())
@@ -248,7 +205,7 @@ def test_a_client_that_cannot_be_received_is_refused_in_one_sentence() -> None:
 
 class Deadly(Doing):
     def __setstate__(self, state: Any) -> None:
-        die(signal.SIGKILL)
+        die()
 
 
 def test_workers_that_never_get_ready_are_given_up() -> None:
@@ -260,7 +217,7 @@ def test_nothing_is_left_open() -> None:
     nurseries.nursery()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    with running(Doing({1: lambda: die(signal.SIGKILL)})) as backend:
+    with running(Doing({1: die})) as backend:
         pids = {it["pid"] for it in done(list(backend.run(tasks(5)))).values()}
         assert len(os.listdir("/proc/self/fd")) > before
     assert all(map(is_gone, pids))

@@ -395,7 +395,7 @@ class TestApps:
 
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
-        trainer = ComposableTrainer(num_epochs=1, batch_size=4, learning_rate=0.1, loss_strategy=None)
+        trainer = ComposableTrainer(num_epochs=1, batch_size=4, learning_rate=0.1, criterion=nn.MSELoss())
         client = simple.Client(model=model, datasource=Line(), algorithm=Algorithm(), trainer=trainer)
         backend = _started(LocalGrid([client_app(client)]), 1)
         (found,) = backend.run([(Task(1, 1, dict(model.state_dict())), {})])

@@ -19,9 +19,9 @@ from dovetail.servers import fedavg
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import MSELossStrategy
 
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 # Where the node of a client is killed.
-KILLED_ROUND, KILLED_CLIENT = 3, 2
+KILLED_ROUND, KILLED_CLIENT = 2, 2
 
 
 class Lines(Datasource):

@@ -44,13 +44,29 @@ def test_a_restored_state_trains_on_exactly(problem: Problem, tmp_path: Path) ->
     whole.run(4, problem.batches, problem.batches)
     make(problem, extended, save_path=tmp_path / "cut").run(2, problem.batches, problem.batches)
     resumed = make(problem, extended, save_path=tmp_path / "cut")
-    _ = resumed.log_train
     resumed.load_state()
     resumed.run(2, problem.batches, problem.batches)
     assert_same_weights(resumed.model, whole.model)
     assert resumed.history == whole.history
     assert resumed.loss_buffer == whole.loss_buffer
     assert resumed.save_state() == tmp_path / "cut" / "state"
+
+
+def test_the_state_manager_keeps_the_best_weights_of_fit(problem: Problem, tmp_path: Path) -> None:
+    trainer = make(problem, Trainer.add_on(StateManagerAddon), save_path=tmp_path, num_epochs=2)
+    trainer.fit(problem.batches, problem.batches)
+    weights = store.load_model_file(tmp_path / "model.ckpt")
+    assert all(torch.equal(weights[key], value) for key, value in trainer.weight_buffer["weight"].items())
+
+
+def test_a_restored_state_remembers_the_best_so_far(problem: Problem, tmp_path: Path) -> None:
+    extended = Trainer.add_on(StateManagerAddon)
+    first = make(problem, extended, save_path=tmp_path)
+    first.run(1, problem.batches, problem.batches)
+    again = make(problem, extended, save_path=tmp_path)
+    again.load_state()
+    assert again.loss_buffer == first.loss_buffer
+    assert not again.check_better(2, first.loss_buffer + 1)
 
 
 def test_mistakes_are_named(problem: Problem, tmp_path: Path) -> None:

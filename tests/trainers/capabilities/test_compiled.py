@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiling import needs_compiler
 from problem import Problem, assert_same_weights
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
@@ -23,15 +24,7 @@ from dovetail.trainers.capabilities.compiled import Compiled
 from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.decorators import TrainerDecorator
-from dovetail.trainers.whole_step import CannotCompileError, check_compiler
 from dovetail.units import Batches, Epochs, Progress, Records, Updates
-
-try:
-    check_compiler()
-    COMPILER = True
-except CannotCompileError:
-    COMPILER = False
-needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is NO C++ COMPILER: compiled training is not tested")
 
 pytestmark = pytest.mark.usefixtures("compiler_cache")
 torture = pytest.mark.torture

@@ -509,7 +509,7 @@ def test_data_whose_sampling_is_not_known_is_refused(data: Any) -> None:
 
 @pytest.mark.parametrize("other", [Compiled, AutoBatch])
 def test_layers_that_would_break_the_guarantee_are_refused(other: type[Capability]) -> None:
-    with pytest.raises(ConfigError, match=f"DifferentialPrivacy and {other.__name__} cannot be combined: "):
+    with pytest.raises(ConfigError, match=f"PrivateTrainer and {other.__name__} cannot be combined: "):
         PrivateTrainer(Trainer.add_on(other)(PROBLEM.model(), "cpu"))
     with pytest.raises(ConfigError, match=f"{other.__name__} and DifferentialPrivacy cannot be combined: "):
         Trainer.add_on(DifferentialPrivacy, other)(PROBLEM.model(), "cpu")

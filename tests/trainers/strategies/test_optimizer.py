@@ -155,7 +155,7 @@ def test_clipping_passes_on_what_its_base_wants_to_hear(context: TrainingContext
 
 
 def test_a_limit_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_norm must be positive"):
+    with pytest.raises(ConfigError, match="max_norm: expected a number above 0"):
         GradientClippingOptimizerStrategy(SGDOptimizerStrategy(), max_norm=0)
 
 

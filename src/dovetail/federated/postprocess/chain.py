@@ -78,7 +78,7 @@ class Chain:
             state: The client's state: what steps keep is put into it.
 
         Returns:
-            The update to send. Its metrics tell its size before and after: `raw_bytes` and `sent_bytes`.
+            The update to send. Its metrics tell its size before (`raw_bytes`) and after (`sent_bytes`).
         """
         if not self.steps:
             return update

@@ -12,7 +12,8 @@ class PrecisionMixerAddon(MixedPrecision, AddOnBase):
     """Trains in mixed precision: the capability of `AMPTrainer`, mounted on a class.
 
     Args:
-        precision: `bf16`, `fp16` or `fp32`; `auto` for the best of the device; or a list in order of preference.
+        precision: `bf16`, `fp16` or `fp32`; `auto` for the best of the device, which is `bf16` on a CPU; or a list in
+            order of preference.
         init_scale: Where the scaler of float16 starts.
 
     Example:

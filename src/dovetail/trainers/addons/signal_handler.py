@@ -9,6 +9,7 @@ from typing import Any
 
 from dovetail.trainers.addons.core import AddOnBase
 from dovetail.trainers.interruption import Interrupted
+from dovetail.units import counted
 
 __all__ = ["SignalHandlerAddon"]
 
@@ -44,9 +45,8 @@ class SignalHandlerAddon(AddOnBase):
                 self.signal_log_path.parent.mkdir(parents=True, exist_ok=True)
                 now = datetime.now(timezone.utc).isoformat(timespec="seconds")
                 progress = self.context.progress
+                place = f"{counted(progress.epoch, 'epoch')} and {counted(progress.batches, 'batch', 'batches')}"
                 with self.signal_log_path.open("a", encoding="utf-8") as log:
-                    log.write(
-                        f"{now} {signal.Signals(error.number).name} after {progress.epoch} epochs and "
-                        f"{progress.batches} batches: saved to {self.signal_save_path}\n"
-                    )
+                    name = signal.Signals(error.number).name
+                    log.write(f"{now} {name} after {place}: saved to {self.signal_save_path}\n")
         super().teardown(error)

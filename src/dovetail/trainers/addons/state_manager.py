@@ -17,6 +17,9 @@ _SUFFIXES = {"ckpt": ".ckpt", "safetensors": ".safetensors", "safetensor": ".saf
 class StateManagerAddon(AddOnBase):
     """Writes a whole checkpoint after every epoch, and the weights alone whenever they are the best so far.
 
+    The best ones have the smallest loss at the end of an epoch: that of validation, or of training where nothing is
+    validated.
+
     Args:
         save_path: The folder.
         save_format: How the best weights, `model.<format>`, are written: `"ckpt"` or `"safetensors"`.
@@ -48,6 +51,7 @@ class StateManagerAddon(AddOnBase):
         kwargs.setdefault("checkpoint_dir", self.save_path)
         kwargs.setdefault("keep_last", 1)
         super().__init__(*args, **kwargs)
+        self._follow_best()
 
     def check_better(self, epoch: int, loss: float) -> bool:
         """Write the weights, too, when they are the best so far."""

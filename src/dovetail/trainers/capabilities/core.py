@@ -50,7 +50,7 @@ class Capability(Mounted):
 
 def capabilities_of(trainer: Trainer) -> list[type[Capability]]:
     """Return the capability classes of a trainer and of those it decorates, the outermost first."""
-    return [cls for layer in _layers(trainer) for cls in type(layer).__mro__ if "kind" in vars(cls)]
+    return [capability for _, capability in _named(trainer)]
 
 
 def _layers(trainer: Trainer) -> Iterator[Trainer]:
@@ -60,11 +60,26 @@ def _layers(trainer: Trainer) -> Iterator[Trainer]:
         layer = vars(layer).get("trainer")
 
 
+def _named(trainer: Trainer) -> list[tuple[str, type[Capability]]]:
+    """The capabilities, each with the name that its user knows: of the layer, or of the add-on."""
+    return [
+        (type(layer).__name__ if "trainer" in vars(layer) else _add_on(layer, cls), cls)
+        for layer in _layers(trainer)
+        for cls in type(layer).__mro__
+        if "kind" in vars(cls)
+    ]
+
+
+def _add_on(trainer: Trainer, capability: type[Capability]) -> str:
+    derived = (cls for cls in type(trainer).__mro__ if issubclass(cls, capability) and not issubclass(cls, Trainer))
+    return next(derived, capability).__name__
+
+
 def _check(trainer: Trainer) -> None:
-    found = capabilities_of(trainer)
-    for number, outer in enumerate(found):
-        for inner in found[number + 1 :]:
-            names = f"{outer.__name__} and {inner.__name__}"
+    found = _named(trainer)
+    for number, (outer_name, outer) in enumerate(found):
+        for inner_name, inner in found[number + 1 :]:
+            names = f"{outer_name} and {inner_name}"
             if outer.kind == inner.kind:
                 raise ConfigError(f"{names} cannot be combined: the trainer has {inner.kind} already")
             reason = outer.conflicts.get(inner.kind) or inner.conflicts.get(outer.kind)

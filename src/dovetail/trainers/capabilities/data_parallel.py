@@ -127,8 +127,8 @@ class DataParallel(Capability):
                 self._group = None
                 done = context.progress.batch
                 context.share = Share(begun=done, used=context.share.position(done))
-                context.is_main, context.has_peers = True, False
-                context.callbacks.mute(is_main=True)
+                # Who writes and tells stays who it was: what follows a run, such as `save_model`, is done once, too.
+                context.has_peers = False
 
     def state_dict(self) -> dict[str, Any]:
         """Add the randomness of every process."""

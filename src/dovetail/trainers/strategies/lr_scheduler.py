@@ -17,6 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers import foreign
 from dovetail.trainers.pieces import schedulers
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.strategies.base import LRSchedulerStrategy, Strategy
@@ -90,7 +91,8 @@ class TimedSchedulerStrategy(Described, LRSchedulerStrategy):
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "update", "batch"):
-            raise ConfigError(f"interval: expected 'epoch', 'update' or 'batch', got {self.interval!r}")
+            hint = foreign.did_you_mean(self.interval, foreign.INTERVALS)
+            raise ConfigError(f"interval: expected 'epoch', 'update' or 'batch', got {self.interval!r}{hint}")
         if self.frequency < 1:
             raise ConfigError(f"frequency: expected a number that is at least 1, got {self.frequency!r}")
 

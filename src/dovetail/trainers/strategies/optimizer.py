@@ -261,7 +261,9 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
 
     def __post_init__(self) -> None:
         if not self.max_norm > 0:
-            raise ConfigError(f"GradientClippingOptimizerStrategy: max_norm must be positive, got {self.max_norm!r}")
+            raise ConfigError(
+                f"GradientClippingOptimizerStrategy: max_norm: expected a number above 0, got {self.max_norm!r}"
+            )
 
     @property
     def parts(self) -> Sequence[Strategy]:

@@ -38,6 +38,7 @@ __all__ = [
     "SplitStepStrategy",
     "ValidateBeforeStepStrategy",
     "compose_steps",
+    "is_plain",
 ]
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -242,10 +243,7 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
     create_graph: bool = False
 
     def __post_init__(self) -> None:
-        if self.accumulation_steps < 1:
-            raise ConfigError(
-                f"accumulation_steps: expected a number that is at least 1, got {self.accumulation_steps}"
-            )
+        _check_count("accumulation_steps", self.accumulation_steps)
         self.backward_options = _wanted(create_graph=self.create_graph)
 
     def setup(self, context: TrainingContext) -> None:
@@ -363,7 +361,9 @@ class GradientClippingStepStrategy(NestingStepStrategy):
 
     def __post_init__(self) -> None:
         if not self.max_norm > 0:
-            raise ConfigError(f"GradientClippingStepStrategy: max_norm must be positive, got {self.max_norm!r}")
+            raise ConfigError(
+                f"GradientClippingStepStrategy: max_norm: expected a number above 0, got {self.max_norm!r}"
+            )
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Clip what the optimizer is about to use."""
@@ -432,8 +432,7 @@ class MultipleForwardPassStepStrategy(NestingStepStrategy):
     aggregate_fn: Callable[[list[Tensor]], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.num_passes < 1:
-            raise ConfigError(f"num_passes: expected a number that is at least 1, got {self.num_passes}")
+        _check_count("num_passes", self.num_passes)
 
     def loss(
         self,
@@ -556,6 +555,24 @@ def compose_steps(*strategies: TrainingStepStrategy) -> TrainingStepStrategy:
     return nested
 
 
+def is_plain(strategy: TrainingStepStrategy) -> bool:
+    """Whether a step is forward, loss, backward and step, and the strategy only sets something up, or listens.
+
+    Example:
+        >>> is_plain(GradientAccumulationStepStrategy(4)), is_plain(MultipleForwardPassStepStrategy(2))
+        (True, False)
+    """
+    return all(
+        not step.backward_options
+        and type(step).loss is NestingStepStrategy.loss
+        and type(step).differentiate is NestingStepStrategy.differentiate
+        and type(step).training_step is SplitStepStrategy.training_step
+        if isinstance(step, NestingStepStrategy)
+        else type(step) is DefaultTrainingStepStrategy and not (step.create_graph or step.retain_graph)
+        for step in _chain(strategy)
+    )
+
+
 def _differentiate(optimizer: Optimizer, loss: Tensor, context: TrainingContext, options: Options) -> None:
     if options and not context.notes.optimized:
         context.backward(loss, **options)
@@ -566,6 +583,11 @@ def _chain(strategy: TrainingStepStrategy | None) -> Iterator[TrainingStepStrate
     while strategy is not None:
         yield strategy
         strategy = strategy.base_strategy if isinstance(strategy, NestingStepStrategy) else None
+
+
+def _check_count(name: str, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"{name}: expected a whole number that is at least 1, got {count!r}")
 
 
 def _wanted(**options: bool) -> dict[str, bool]:

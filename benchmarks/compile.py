@@ -1,0 +1,110 @@
+"""What a compiled step gains: the workloads of `loop.py`, with one graph for a step, and with one for eight.
+
+    python benchmarks/compile.py
+    python benchmarks/compile.py --workload list --threads 1
+
+A graph is made before its clock starts; how long that takes, without and with what the compiler has kept from an
+earlier process, is a table of its own. Losses are not bit for bit those of the hand-written loop, because a compiler
+sums in another order.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+import loop
+from dovetail import Batches
+from dovetail.trainers import CompiledTrainer, Trainer
+from loop import AGAIN, COMPILED, HAND, OFF, SEVERAL, WORKLOADS
+from report import Row, Section, Table, parser
+
+__all__ = ["main"]
+
+STEPS_PER_CALL = (1, 8)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    words = parser(__doc__)
+    taking_part = [workload for workload in WORKLOADS if COMPILED in workload.bars]
+    names = [workload.name for workload in taking_part]
+    words.add_argument("--workload", action="append", choices=names, help="only this one; may be given several times")
+    words.add_argument("--threads", type=int, default=1, help="threads of torch; 1 by default")
+    words.add_argument("--first-step", type=int, help="print the seconds of a first call of so many steps, and no more")
+    options = words.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    if options.first_step is not None:
+        print(first_step(options.first_step))
+        return 0
+
+    section = Section(
+        "compile",
+        "Compilation",
+        "`CompiledTrainer` against the hand-written loop and against the same trainer without a graph, on three "
+        "workloads of [the loop](#the-loop). Graphs are there before the clock starts.",
+        is_quick=options.quick,
+    )
+    for workload in taking_part:
+        if options.workload and workload.name not in options.workload:
+            continue
+        contestants = {HAND: loop.by_hand, AGAIN: loop.by_hand, OFF: loop.with_dovetail_off}
+        contestants[COMPILED] = loop.with_compiled
+        # Several steps per call are for tiny steps.
+        if SEVERAL in workload.bars:
+            contestants[SEVERAL] = loop.with_several
+        bars = {name: bar for name, bar in workload.bars.items() if name in (COMPILED, SEVERAL)}
+        judged = loop.Workload(**{**vars(workload), "bars": bars, "within_noise": False})
+        results, missing = loop.measure(judged, contestants, workload.repeats[options.quick], options.quick)
+        section.add(loop.tabulate(judged, results, missing))
+    if not options.workload:
+        section.add(making(STEPS_PER_CALL[: 1 if options.quick else None], 1 if options.quick else 2))
+    section.save(options)
+    return 0
+
+
+def making(sizes: tuple[int, ...], repeats: int) -> Table:
+    """Return how long a first step takes while the compiler works, and while it finds what it once made."""
+    rows = []
+    for size in sizes:
+        cold, warm = [], []
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory() as folder:
+                cold.append(in_a_process(size, folder))
+                warm.append(in_a_process(size, folder))
+        what = "a step" if size == 1 else f"{size} steps per call"
+        rows += [Row(f"{what}, compiled", cold), Row(f"{what}, from the compiler's cache", warm)]
+    return Table(
+        "The first call, with the making of its graph (MLP of the first workload)",
+        "seconds",
+        rows,
+        form="{:.1f}",
+        note=f"{repeats} new processes each.",
+        is_log=True,
+    )
+
+
+def in_a_process(steps_per_call: int, cache: str) -> float:
+    """Return the seconds of a first call in a new process, with the compiler's cache in that folder."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    command = [sys.executable, __file__, "--first-step", str(steps_per_call)]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def first_step(steps_per_call: int) -> float:
+    """Return the seconds of training up to the end of the first call."""
+    job = WORKLOADS[0].job(COMPILED, quick=True)
+    plain = Trainer(job.model, "cpu", optimizer=job.optimizer, criterion=job.criterion, verbose=False)
+    trainer = CompiledTrainer(plain, steps_per_call=steps_per_call)
+    started = time.perf_counter()
+    trainer.fit(job.train, max_length=Batches(1 + steps_per_call))
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What other libraries call things, and what to answer those who come from one: a name of ours, or a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["CHECKPOINTS", "FIT", "INTERVALS", "LOSSES", "OPTIONS", "PRECISIONS", "did_you_mean"]
+
+_PRECISION = "for lower precision wrap the trainer, AMPTrainer(Trainer(…), precision='bf16')"
+_LOADER = "give fit a DataLoader that has it"
+_LAYERS = "to train in several processes wrap the trainer, DDPTrainer(Trainer(…), num_processes=2)"
+_UPDATES = "give fit a length, max_length=Updates(…)"
+_EPOCHS = "give fit a length, max_length=Epochs(…)"
+_OF_TRAINER = "it is an option of the trainer, Trainer(…, {}=…)"
+
+OPTIONS: Mapping[str, str] = {
+    "lr": "learning_rate",
+    "loss": "criterion",
+    "loss_fn": "criterion",
+    "loss_func": "criterion",
+    "optim": "optimizer",
+    "opt_func": "optimizer",
+    "epochs": "num_epochs",
+    "max_epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "max_steps": _UPDATES,
+    "bs": "batch_size",
+    "train_batch_size": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "eval_batch_size": "val_batch_size",
+    "per_device_eval_batch_size": "val_batch_size",
+    "eval_dataset": "val_dataset",
+    "validation_data": "val_dataset",
+    "data_collator": _LOADER,
+    "collate_fn": _LOADER,
+    "pin_memory": _LOADER,
+    "persistent_workers": _LOADER,
+    "prefetch_factor": _LOADER,
+    "dataloader_pin_memory": _LOADER,
+    "dataloader_num_workers": "num_workers",
+    "dataloader_drop_last": "drop_last",
+    "compute_metrics": "metrics",
+    "max_grad_norm": "gradient_clip",
+    "clip_grad_norm": "gradient_clip",
+    "gradient_clip_val": "gradient_clip",
+    "global_clipnorm": "gradient_clip",
+    "grad_clip": "gradient_clip",
+    "accumulate_grad_batches": "accumulation_steps",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "precision": _PRECISION,
+    "mixed_precision": _PRECISION,
+    "amp": _PRECISION,
+    "use_amp": _PRECISION,
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "accelerator": "device",
+    "devices": _LAYERS,
+    "num_processes": _LAYERS,
+    "strategy": _LAYERS,
+    "torch_compile": "to compile wrap the trainer, CompiledTrainer(Trainer(…))",
+    "logger": "give it as a callback, callbacks=[Tracker(…)]",
+    "report_to": "give it as a callback, callbacks=[Tracker(…)]",
+    "log_every_n_steps": "print_every",
+    "logging_steps": "print_every",
+    "enable_progress_bar": "verbose",
+    "output_dir": "checkpoint_dir",
+    "default_root_dir": "checkpoint_dir",
+    "save_steps": "save_every",
+    "save_total_limit": "keep_last",
+    "save_top_k": "keep_best",
+    "monitor": "best_metric",
+    "metric_for_best_model": "best_metric",
+    "patience": "give it to a callback, callbacks=[EarlyStopping(patience=…)]",
+    "resume_from_checkpoint": "give it to fit, resume='auto' or resume=path",
+    "ckpt_path": "give it to fit, resume='auto' or resume=path",
+    "random_state": "seed",
+}
+
+FIT: Mapping[str, str] = {
+    "epochs": _EPOCHS,
+    "n_epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "max_epochs": _EPOCHS,
+    "max_steps": _UPDATES,
+    "x": "train_data",
+    "train_loader": "train_data",
+    "train_dataloader": "train_data",
+    "train_dataloaders": "train_data",
+    "train_dataset": "train_data",
+    "y": "give a pair, fit((x, y))",
+    "labels": "give a pair, fit((x, y))",
+    "validation_data": "val_data",
+    "valid_data": "val_data",
+    "val_loader": "val_data",
+    "valid_loader": "val_data",
+    "val_dataloaders": "val_data",
+    "val_dataset": "val_data",
+    "eval_dataset": "val_data",
+    "validation_split": "split the data, and give the one part as val_data",
+    "validation_freq": "validation_period",
+    "ckpt_path": "resume",
+    "resume_from_checkpoint": "resume",
+    "checkpoint": "resume",
+    **{
+        name: _OF_TRAINER.format(name)
+        for name in ("batch_size", "callbacks", "learning_rate", "optimizer", "seed", "shuffle", "verbose")
+    },
+    "lr": _OF_TRAINER.format("learning_rate"),
+}
+
+LOSSES: Mapping[str, str] = {
+    "categorical_crossentropy": "CrossEntropyLoss",
+    "sparse_categorical_crossentropy": "CrossEntropyLoss",
+    "cross_entropy": "CrossEntropyLoss",
+    "binary_crossentropy": "BCEWithLogitsLoss",
+    "mean_squared_error": "MSELoss",
+    "mse": "MSELoss",
+    "mean_absolute_error": "L1Loss",
+    "mae": "L1Loss",
+    "huber": "HuberLoss",
+    "kl_divergence": "KLDivLoss",
+    "kld": "KLDivLoss",
+    "cosine_similarity": "CosineEmbeddingLoss",
+    "poisson": "PoissonNLLLoss",
+}
+
+PRECISIONS: Mapping[str, str] = {
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "16-mixed": "fp16",
+    "16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "mixed_float16": "fp16",
+    "mixed_bfloat16": "bf16",
+    "no": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+}
+
+CHECKPOINTS: Mapping[str, str] = {
+    **dict.fromkeys(("last", "latest", "newest"), "resume='auto' goes on from the newest one"),
+    "best": "the best one is named best_<checkpoint_name>",
+}
+
+# A step of an optimizer is an update here, whatever number of batches it is made of.
+INTERVALS: Mapping[str, str] = {"step": "update", "steps": "update", "iteration": "update"}
+
+
+def did_you_mean(given: object, names: Mapping[str, str]) -> str:
+    """Return the end of a sentence about a value that another library would accept; nothing for any other.
+
+    Example:
+        >>> did_you_mean("bf16-mixed", PRECISIONS)
+        "; did you mean 'bf16'?"
+    """
+    meant = names.get(str(given).lower())
+    return "" if meant is None else f"; did you mean {meant!r}?"

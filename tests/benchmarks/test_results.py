@@ -1,0 +1,113 @@
+"""The benchmarks work, and their page is what they have written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    """The modules of the driver; scripts find each other in their own folder."""
+    names = ("report", "page", "run")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield SimpleNamespace(**{name: import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def sections(bench: Any) -> dict[str, Any]:
+    return {path.stem: bench.report.Section.load(path) for path in RESULTS.glob("*.json")}
+
+
+def test_a_quick_run_writes_a_section_and_judges_nothing(bench: Any, tmp_path: Path) -> None:
+    target = tmp_path / "strategies.json"
+    command = [sys.executable, str(BENCHMARKS / "strategies.py"), "--quick", "--json", str(target)]
+    subprocess.run(command, check=True, capture_output=True)
+    section = bench.report.Section.load(target)
+    assert section.command == "python benchmarks/strategies.py --quick"
+    assert section.is_quick
+    assert {row.verdict for table in section.tables for row in table.rows} == {"", "unclear"}
+    assert all(row.samples for table in section.tables for row in table.rows)
+    assert bench.page.draw(section, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_is_what_its_files_give(bench: Any) -> None:
+    page = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
+    assert page == bench.page.markdown(sections(bench), bench.run.TITLES, bench.run.LINKS)
+
+
+def test_every_figure_of_the_page_is_there(bench: Any) -> None:
+    page = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
+    drawn = {name for name in sections(bench) if f"(results/{name}.png)" in page}
+    assert drawn == {path.stem for path in RESULTS.glob("*.png")}
+
+
+def test_the_guide_has_the_slopes_that_were_measured(bench: Any) -> None:
+    text = bench.run.SCALING.read_text(encoding="utf-8")
+    assert bench.run.MARKS.search(text)
+    assert bench.run.with_slopes(text, sections(bench)["scaling"]) == text
+
+
+def test_every_section_has_a_script(bench: Any) -> None:
+    assert [name for name in bench.run.TITLES if not (BENCHMARKS / f"{name}.py").exists()] == []
+    assert sections(bench).keys() <= bench.run.TITLES.keys() - bench.run.LINKS.keys()
+
+
+@pytest.mark.parametrize(
+    ("samples", "bar", "sense", "said"),
+    [
+        ([0.90, 0.91, 0.92, 0.93, 0.94], 1.0, "≤", "met"),
+        ([1.10, 1.11, 1.12, 1.13, 1.14], 1.0, "≤", "missed"),
+        ([0.90, 0.95, 1.01, 1.05, 1.10], 1.0, "≤", "unclear"),
+        ([3.1, 3.2, 3.3], 3.0, "≥", "met"),
+        ([2.7, 2.8, 2.9], 3.0, "≥", "missed"),
+    ],
+)
+def test_a_bar_is_judged_by_the_interval_of_the_median(
+    bench: Any, samples: list[float], bar: float, sense: str, said: str
+) -> None:
+    assert bench.report.verdict(samples, bar, sense) == said
+
+
+def test_noise_makes_what_is_near_the_bar_unclear(bench: Any) -> None:
+    assert bench.report.verdict([0.90, 0.91, 0.92], 1.0, noise=0.02) == "met"
+    assert bench.report.verdict([0.90, 0.91, 0.92], 1.0, noise=0.10) == "unclear"
+
+
+def test_the_interval_of_a_median_leaves_the_tails_out(bench: Any) -> None:
+    assert bench.report.certain(list(range(101))) == (40, 60)
+    assert bench.report.certain([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def test_a_command_names_nobodys_folders(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/somewhere/benchmarks/federated.py", "--pfl-python", "/home/me/pfl/bin/python", "--json", "/tmp/x.json"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert bench.report._command() == "python benchmarks/federated.py --pfl-python .../pfl/bin/python"
+
+
+def test_a_section_is_the_same_after_writing_and_reading(bench: Any, tmp_path: Path) -> None:
+    report = bench.report
+    row = report.Row("one", [1.0, 2.0, 4.0], bar=3.0, verdict="unclear", cells=["x"])
+    curve = report.Curve("c", "x", "y", [1.0, 2.0], [[1.0, 3.0], [2.0, 5.0]])
+    section = report.Section("loop", "The loop", "what", curves=[curve], is_quick=True)
+    section.add(report.Table("t", "ratio", [row], ["own"]))
+    section.save(SimpleNamespace(json=tmp_path / "loop.json"))
+    read = report.Section.load(tmp_path / "loop.json")
+    section.seconds = read.seconds
+    assert read == section
+    assert read.curves[0].lines == [(1.0, 0.0), (2.0, 1.0)]

@@ -1,0 +1,239 @@
+"""What those meet who come from another library, and use its words and habits here."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
+from dovetail.trainers import Trainer, foreign
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.core import CoreTrainer
+from dovetail.trainers.options import TrainerOptions
+from dovetail.trainers.pieces import as_criterion, losses
+from dovetail.trainers.precision import Precision
+from dovetail.trainers.strategies import (
+    GradientAccumulationStepStrategy,
+    GradientClippingStepStrategy,
+    MixedPrecisionStepStrategy,
+    MultipleForwardPassStepStrategy,
+    StepLRSchedulerStrategy,
+)
+from dovetail.units import Epochs
+
+X = torch.linspace(-1, 1, 64 * 4).reshape(64, 4)
+Y = (X.sum(1) > 0).long()
+quiet = partial(Trainer, verbose=False)
+fit_once = {"max_length": Epochs(1)}
+
+
+# ------------------------------------------------------------------ words
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("lr", "did you mean 'learning_rate'?"),
+        ("loss", "did you mean 'criterion'?"),
+        ("max_grad_norm", "did you mean 'gradient_clip'?"),
+        ("pin_memory", "give fit a DataLoader that has it"),
+        ("precision", "wrap the trainer, AMPTrainer("),
+    ],
+)
+def test_a_keyword_of_another_library_is_answered_with_ours(name: str, answer: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        Trainer(nn.Linear(4, 2), **{name: 1})
+    assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("epochs", "max_length=Epochs(…)"),
+        ("validation_data", "did you mean 'val_data'?"),
+        ("ckpt_path", "did you mean 'resume'?"),
+        ("y", "give a pair, fit((x, y))"),
+        ("max_lenght", "did you mean 'max_length'?"),
+    ],
+)
+def test_an_unknown_keyword_of_fit_is_answered_with_ours(name: str, answer: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        quiet(nn.Linear(4, 2)).fit((X, Y), **{name: 1})  # type: ignore[arg-type]  # nothing may be given so
+    assert answer in str(caught.value)
+
+
+def test_no_word_of_another_library_is_one_of_ours() -> None:
+    ours = {*TrainerOptions.__dataclass_fields__, *CoreTrainer.__init__.__annotations__}
+    assert not ours & foreign.OPTIONS.keys()
+    assert not set(losses.names()) & foreign.LOSSES.keys()
+    assert set(foreign.LOSSES.values()) <= set(losses.names())
+    assert {it for it in foreign.OPTIONS.values() if " " not in it} <= ours
+
+
+def test_a_loss_of_keras_is_answered_with_that_of_torch() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'CrossEntropyLoss'"):
+        as_criterion("sparse_categorical_crossentropy")
+
+
+def test_a_precision_of_lightning_is_answered_with_ours() -> None:
+    with pytest.raises(ConfigError, match="got 'bf16-mixed'; did you mean 'bf16'"):
+        Precision("bf16-mixed")  # type: ignore[arg-type]  # a user's mistake
+
+
+def test_an_interval_of_lightning_is_answered_with_ours() -> None:
+    with pytest.raises(ConfigError, match="got 'step'; did you mean 'update'"):
+        StepLRSchedulerStrategy(interval="step")  # type: ignore[arg-type]  # a user's mistake
+
+
+def test_the_last_checkpoint_is_called_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="resume='auto' goes on from the newest one"):
+        quiet(nn.Linear(4, 2)).fit((X, Y), resume="last")
+
+
+def test_a_checkpoint_may_be_called_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = quiet(nn.Linear(4, 2))
+    trainer.fit((X, Y), **fit_once)
+    trainer.save_checkpoint("last")
+    other = quiet(nn.Linear(4, 2))
+    other.fit((X, Y), resume="last", max_length=Epochs(2))
+    assert other.context.progress.epoch == 2
+
+
+# ------------------------------------------------------------------ data
+
+
+@pytest.mark.parametrize("targets", [Y, Y.numpy()])
+def test_inputs_and_targets_as_two_arguments_of_fit_are_told_to_be_a_pair(targets: Any) -> None:
+    with pytest.raises(DataError, match=r"give inputs and targets as a pair, fit\(\(x, y\)\)"):
+        quiet(nn.Linear(4, 2)).fit(X, targets)
+
+
+def test_inputs_and_targets_as_two_arguments_of_evaluate_are_told_to_be_a_pair() -> None:
+    with pytest.raises(ConfigError, match=r"are a pair, evaluate\(\(x, y\)\)"):
+        quiet(nn.Linear(4, 2)).evaluate(X, Y)  # type: ignore[arg-type]  # a user's mistake
+
+
+def test_a_list_of_samples_is_not_taken_for_batches() -> None:
+    samples = list(zip(X, Y, strict=True))
+    with pytest.raises(DataError, match="looks like a single sample"):
+        quiet(nn.Linear(4, 2)).fit(samples)
+    with pytest.raises(DataError, match="looks like a single sample"):
+        quiet(nn.Linear(4, 2)).evaluate(samples)
+
+
+def test_whoever_computes_the_step_may_have_one_target_for_a_batch() -> None:
+    def step(trainer: Any, batch: Any) -> dict[str, Tensor]:
+        inputs, scale = batch
+        return {"loss": trainer.model(inputs).square().mean() * scale}
+
+    history = quiet(nn.Linear(4, 2), train_step=step).fit([(X, 2.0), (X, 3.0)], **fit_once)
+    assert len(history.losses) == 2
+
+
+class Samples:
+    """A dataset that is no torch `Dataset`, as those of Hugging Face."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index], Y[index]
+
+
+def test_whatever_has_samples_by_index_trains_as_a_dataset() -> None:
+    losses_of = []
+    for data in (Samples(), (X, Y)):
+        torch.manual_seed(0)
+        trainer = quiet(nn.Linear(4, 2), batch_size=16, seed=1, num_workers=0)
+        losses_of.append(list(trainer.fit(data, data, **fit_once).losses))
+    assert losses_of[0] == losses_of[1]
+    assert len(losses_of[0]) == 4
+
+
+# ------------------------------------------------------------------ pieces
+
+
+@pytest.mark.parametrize("kind", [Trainer, ComposableTrainer])
+def test_one_output_is_not_left_to_the_default_loss(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cross entropy, learns nothing from one output .* shape \(64, 1\)"):
+        kind(nn.Linear(4, 1), verbose=False).fit((X, X[:, :1]), **fit_once)
+
+
+def test_one_output_suits_a_loss_that_was_asked_for() -> None:
+    history = quiet(nn.Linear(4, 1), criterion="CrossEntropyLoss").fit((X, X[:, :1]), **fit_once)
+    assert list(history.losses) == [0.0]
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="none of its parameters is one of the model's"):
+        Trainer(nn.Linear(4, 2), optimizer=SGD(nn.Linear(4, 2).parameters(), lr=0.1))
+
+
+def test_an_optimizer_may_be_that_of_the_loss() -> None:
+    centres = nn.BCEWithLogitsLoss(weight=None)
+    centres.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    Trainer(nn.Linear(4, 2), criterion=centres, optimizer=SGD(centres.parameters(), lr=0.1))
+
+
+def test_one_of_several_optimizers_may_be_of_something_else() -> None:
+    model, critic = nn.Linear(4, 2), nn.Linear(2, 1)
+    Trainer(model, optimizer=[SGD(critic.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)])
+
+
+def step_of_mine(trainer: Any, batch: Any) -> dict[str, Tensor]:
+    inputs, targets = batch
+    return {"loss": nn.functional.cross_entropy(trainer.model(inputs), targets)}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        MixedPrecisionStepStrategy(precision="bf16"),
+        GradientAccumulationStepStrategy(2, base_strategy=MultipleForwardPassStepStrategy(2)),
+        GradientAccumulationStepStrategy(2, create_graph=True),
+        lambda *step: torch.zeros(()),
+    ],
+)
+def test_a_strategy_whose_step_would_be_ignored_is_refused(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match=r"train_step: .* decides this; give one or the other"):
+        Trainer(nn.Linear(4, 2), train_step=step_of_mine, training_step_strategy=strategy)
+
+
+def test_a_strategy_that_is_put_in_later_is_refused_as_well() -> None:
+    trainer = Trainer(nn.Linear(4, 2), train_step=step_of_mine)
+    with pytest.raises(ConfigError, match=r"train_step: .* decides this"):
+        trainer.equip(training_step=MultipleForwardPassStepStrategy(2))
+
+
+def test_strategies_that_accumulate_and_clip_go_with_any_step() -> None:
+    strategies = [GradientAccumulationStepStrategy(2), GradientClippingStepStrategy(max_norm=1e-9)]
+    trainer = ComposableTrainer(
+        nn.Linear(4, 2), train_step=step_of_mine, training_step_strategy=strategies, batch_size=16, verbose=False
+    )
+    before = trainer.model.weight.detach().clone()
+    trainer.fit((X, Y), **fit_once)
+    assert trainer.context.progress.updates == 2
+    assert torch.allclose(trainer.model.weight, before, atol=1e-6)
+
+
+class Lightning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_a_module_without_forward_is_told_where_to_look() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        quiet(Lightning()).fit((X, Y), **fit_once)
+    assert any("docs/migration/lightning.md" in note for note in caught.value.__notes__)
