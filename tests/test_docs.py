@@ -27,7 +27,13 @@ from dovetail.trainers.core import CoreTrainer
 ROOT = Path(__file__).parent.parent
 GUIDE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDE]
-EVERYTHING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
+EVERYTHING = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks" / "RESULTS.md",
+]
 
 
 def name_of(page: Path) -> str:
@@ -101,10 +107,6 @@ def test_every_block_is_found_and_its_marker_known(page: Path) -> None:
 # ------------------------------------------------------------------ links and commands
 
 
-def is_ours(kind: Any) -> bool:
-    return kind.__module__.startswith("dovetail.")
-
-
 @pytest.mark.parametrize("page", EVERYTHING, ids=name_of)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
@@ -129,6 +131,10 @@ def test_the_contents_have_one_row_for_every_page_of_the_guide() -> None:
     ]
     outside = [page for page in EVERYTHING if page not in GUIDE]
     assert sorted(rows) == sorted({*GUIDE, *outside} - {ROOT / "docs" / "index.md"})
+
+
+def is_ours(kind: Any) -> bool:
+    return kind.__module__.startswith("dovetail.")
 
 
 def test_every_algorithm_has_a_row_and_a_page() -> None:

@@ -142,6 +142,8 @@ def _terminate_second(context: Any, output: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+# `test_a_signal_to_one_of_two_processes_is_saved_and_logged_once` in `test_addons.py` stands for it elsewhere.
+@pytest.mark.torture
 def test_a_signal_to_a_worker_interrupts_the_caller_with_what_was_trained(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, num_processes=2)
     trainer.callbacks.add(LambdaCallback(on_step_end=_terminate_second))
