@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -131,11 +132,11 @@ def test_an_evaluation_inside_a_run_goes_through_all_layers(problem: Problem) ->
     assert outer.seen == ["setup", "train_step", "test_step", "train_step", "test_step"]
 
 
-def test_decorated_and_extended_trainers_can_be_pickled_and_copied(problem: Problem) -> None:
+def test_decorated_and_extended_trainers_can_be_pickled_and_copied(problem: Problem, tmp_path: Path) -> None:
     extended = Trainer.add_on(StateManagerAddon, PrecisionMixerAddon)
     made = [
         AMPTrainer(DDPTrainer(make_trainer(problem)), precision="bf16"),
-        make_trainer(problem, extended, save_path="unused", precision="bf16", checkpoint_dir="unused", save_every=0),
+        make_trainer(problem, extended, save_path=tmp_path, precision="bf16", checkpoint_dir=tmp_path, save_every=0),
     ]
     for trainer in made:
         for twin in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
