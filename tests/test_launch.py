@@ -20,14 +20,15 @@ import json, os, sys
 from dataclasses import asdict
 from dovetail.info import get_cluster_info
 info = get_cluster_info()
-print(json.dumps({
+# In one piece: several processes write to the same pipe, and `print` writes the end of a line by itself.
+sys.stdout.write(json.dumps({
     "name": __name__,
     "arguments": sys.argv,
     "path": sys.path[0],
     "rank": os.environ.get("RANK"),
     "size": os.environ.get("WORLD_SIZE"),
     "info": None if info is None else asdict(info),
-}))
+}) + "\\n")
 """
 
 CONFIG = """
