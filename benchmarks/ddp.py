@@ -9,17 +9,14 @@ for scale, so does the hand-written side against itself.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pair import run_pair
 from report import Row, Section, Table, parser, ratios, upper_quartile, verdict
 
 __all__ = ["main"]
@@ -35,24 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = words.parse_args(arguments)
     if options.target is not None:
         return work(options.target, ROUNDS[options.quick])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        command = [sys.executable, __file__, "--target", str(result), *(["--quick"] if options.quick else [])]
-        processes = [
-            subprocess.Popen(
-                command,
-                # One core each: two processes with two threads each would wait for each other, spinning.
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(2)
-        ]
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            return 1
-        found = json.loads(result.read_text())
+    found = run_pair(__file__, "--target", options.quick)
     section = Section(
         "ddp",
         "Several processes",

@@ -65,7 +65,7 @@ def _section(section: Section) -> str:
     facts = section.machine
     where = (
         f"{facts['cores']} cores, {facts['processor']}, {facts['memory_gb']} GB, {facts['system']}; "
-        f"Python {facts['python']}, torch {facts['torch']}, {facts['threads']} threads; load {facts['load']:g} before"
+        f"Python {facts['python']}, torch {facts['torch']}, {facts['threads']} thread(s); load {facts['load']:g} before"
     )
     parts = [
         f"## {section.title}",

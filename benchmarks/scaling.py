@@ -15,9 +15,7 @@ measured.
 from __future__ import annotations
 
 import json
-import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pair import run_pair
 from report import Curve, Row, Section, Table, parser
 
 __all__ = ["main"]
@@ -174,23 +173,7 @@ def quietly() -> None:
 
 
 def gradients(quick: bool) -> Curve:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder, "times.json")
-        command = [sys.executable, __file__, "--rank-file", str(target), *(["--quick"] if quick else [])]
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(2)
-        ]
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            raise RuntimeError("one of the two processes has failed")
-        found = json.loads(target.read_text())
+    found = run_pair(__file__, "--rank-file", quick)
     return Curve("Two processes, beyond one", "MB of gradients", "ms per step", found["sizes"], found["times"])
 
 

@@ -67,7 +67,7 @@ def test_resume_kills_a_process_and_ends_with_the_same_bits(tmp_path: Path, caps
     )
     _, straight, killed = zip(*outcome.rows, strict=True)
     assert straight[2:] == killed[2:]
-    assert "killed by SIGKILL after batch" in capsys.readouterr().out
+    assert "killed by SIGKILL after batch 170;" in capsys.readouterr().out
     # The killed one had to do some of its batches again.
     assert int(killed[1]) > 0
 

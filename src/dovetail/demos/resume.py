@@ -1,7 +1,8 @@
 """`dovetail demo resume`: a process that is killed, and goes on.
 
-`python -m dovetail.demos.resume FOLDER NUM_EPOCHS` is the process: it trains, prints the loss of every batch, and goes
-on from the newest checkpoint of the folder, if there is one.
+`python -m dovetail.demos.resume FOLDER NUM_EPOCHS [BATCH]` is the process: it trains, prints the loss of every batch,
+and goes on from the newest checkpoint of the folder, if there is one. After the batch that is named it waits for its
+end.
 """
 
 from __future__ import annotations
@@ -80,8 +81,15 @@ def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
     )
 
 
-def train(folder: Path, num_epochs: int) -> None:
-    """Train digits, print the number and the loss of every batch, and go on from a checkpoint, if there is one."""
+def train(folder: Path, num_epochs: int, waits_at: int | None = None) -> None:
+    """Train digits, print the number and the loss of every batch, and go on from a checkpoint, if there is one.
+
+    Args:
+        folder: Where its checkpoints are.
+        num_epochs: How long to train.
+        waits_at: After this batch it waits until nobody can write to it any more: however slow the one who is to kill
+            it, there is something to kill.
+    """
     data, _, _ = digits()
     trainer = Trainer(
         # Dropout, so that every batch needs its randomness to be that of the uninterrupted run.
@@ -91,7 +99,7 @@ def train(folder: Path, num_epochs: int) -> None:
         batch_size=64,
         checkpoint_dir=folder,
         keep_last=2,
-        callbacks=[_SayLoss()],
+        callbacks=[_SayLoss(waits_at)],
         verbose=False,
         seed=0,
     )
@@ -99,8 +107,13 @@ def train(folder: Path, num_epochs: int) -> None:
 
 
 class _SayLoss(Callback):
+    def __init__(self, waits_at: int | None) -> None:
+        self.waits_at = waits_at
+
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
         print(context.progress.batches, output["loss"].item().hex(), flush=True)
+        if context.progress.batches == self.waits_at:
+            sys.stdin.read()
 
 
 def _watched(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[int, float]:
@@ -112,8 +125,11 @@ def _watched(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[
         kill_at: It is killed as soon as it has said that this batch is done.
     """
     command = [sys.executable, "-m", "dovetail.demos.resume", str(folder), str(num_epochs)]
+    command += [] if kill_at is None else [str(kill_at)]
     losses: dict[int, float] = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own module
+    with subprocess.Popen(  # noqa: S603 - our own module
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -172,4 +188,4 @@ def _points(losses: dict[int, float]) -> tuple[list[int], list[float]]:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]))
+    train(Path(sys.argv[1]), *map(int, sys.argv[2:]))
