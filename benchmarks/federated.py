@@ -326,6 +326,8 @@ def _synthetic() -> Datasource:
 
 
 class _Kept(Datasource):
+    knows_sizes = True
+
     def __init__(self, data: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.num_clients = len(data)
         self._data = list(data)

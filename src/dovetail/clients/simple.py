@@ -168,11 +168,12 @@ class Client:
         update, kept = self._answer(task, state, before, after, num_samples, num_updates, loss)
         return replace(update, seconds=time.perf_counter() - started), kept
 
-    def effort(self, task: Task) -> float:
-        """Return how much work a task is: its samples times its epochs; where sizes are not known, its epochs."""
+    def effort(self, task: Task) -> float | None:
+        """Return how much work a task is: its samples times its epochs; None where sizes are not known."""
+        if not self.datasource.knows_sizes:
+            return None
         core: Any = self.trainer
-        samples = self.datasource.num_samples(task.client_id) if self.datasource.knows_sizes else 1
-        return float(samples * task.config.get("epochs", core.num_epochs))
+        return float(self.datasource.num_samples(task.client_id) * task.config.get("epochs", core.num_epochs))
 
     def why_alone(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
         """Return what keeps clients from training as one fleet; None if nothing does, and nothing if none trains."""

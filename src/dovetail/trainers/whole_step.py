@@ -192,7 +192,7 @@ class WholeStep:
         self._bring_up_to_date(graph)
         if self._looks:
             self._looks = False
-            return self._compared(graph, leaves, lambda: [self._expected(batch)])[0]
+            return self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)[0]
         # Without `strict`, which costs time at every step.
         return dict(zip(graph.names, graph.run(leaves)), **graph.fixed)  # noqa: B905
 
@@ -225,7 +225,7 @@ class WholeStep:
         for each in (graph, single):
             self._bring_up_to_date(each)
         outputs = self._compared(
-            graph, leaves, lambda: [output for found, _ in described for output in single.outputs(found)]
+            graph, leaves, lambda: [output for found, _ in described for output in single.outputs(found)], changes=True
         )
         single.several[len(batches)] = graph
         return outputs
@@ -433,26 +433,35 @@ class WholeStep:
     def _expected(self, batch: Any) -> Mapping[str, Any]:
         """What `compute` returns for a batch; nothing changes."""
         copies = {name: value.clone() for name, value in self._root.named_buffers()}
+        if not copies:
+            return self._compute(batch)
         with _reparametrize_module(self._root, copies, tie_weights=True):
             return self._compute(batch)
 
     def _compared(
-        self, graph: _Graph, leaves: list[Tensor], expect: Callable[[], Sequence[Mapping[str, Any]]]
+        self, graph: _Graph, leaves: list[Tensor], expect: Callable[[], Sequence[Mapping[str, Any]]], *, changes: bool
     ) -> list[Outputs]:
-        """Run a graph and see that its losses are the expected ones; if not, put everything back."""
+        """Run a graph and see that its losses are the expected ones; if not, put everything back.
+
+        Args:
+            graph: What is run.
+            leaves: The tensors of its batches.
+            expect: Returns the outputs that are due.
+            changes: Whether it makes updates to that end.
+        """
         # Python's and numpy's generators are not in it: a step that draws from them is no graph.
         randomness, written = _torch_generators(), graph.written()
         before = [value.detach().clone() for value in written]
 
-        def put_back() -> None:
+        def put_back(*, weights: bool = True) -> None:
             for generator, state in randomness:
                 generator.set_state(state)
-            with torch.no_grad():
-                for value, old in zip(written, before, strict=True):
-                    value.copy_(old)
+            if weights:
+                with torch.no_grad():
+                    torch._foreach_copy_(written, before)
 
         expected = expect()
-        put_back()
+        put_back(weights=changes)
         try:
             outputs = graph.outputs(leaves)
         except Exception as error:

@@ -121,13 +121,57 @@ def test_a_client_that_takes_too_long_is_left_out_and_its_process_ended(tmp_path
     assert done(outcomes).keys() == {1, 3, 4}
 
 
-def test_the_longest_work_is_first() -> None:
-    class Foreseeing(Doing):
-        def effort(self, task: Task) -> float:
-            return {1: 10, 2: 40, 3: 20, 4: 30}[task.client_id]
+class Foreseeing(Doing):
+    """Knows how much there is to do."""
 
+    def effort(self, task: Task) -> float:
+        return {1: 10.0, 2: 40.0, 3: 20.0, 4: 30.0}[task.client_id]
+
+
+def test_the_longest_work_is_first() -> None:
     with running(Foreseeing(), num_workers=1) as backend:
         assert list(done(list(backend.run(tasks(4))))) == [2, 4, 3, 1]
+
+
+def test_a_worker_has_its_next_task_before_it_has_answered(tmp_path: Path) -> None:
+    """The first client waits until the server has given its worker another one."""
+
+    def wait() -> None:
+        wait_until((tmp_path / "given").exists)
+
+    class Telling(Process):
+        def _give(self, seat: Any, position: int) -> bool:
+            is_given = super()._give(seat, position)
+            if seat.given:
+                (tmp_path / "given").touch()
+            return is_given
+
+    with started(Telling(num_workers=1), Foreseeing({2: wait})) as backend:
+        outcomes = list(backend.run(tasks(4)))
+    assert done(outcomes).keys() == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_a_dead_worker_had_not_begun_is_done_by_another_one(num_workers: int) -> None:
+    with running(Foreseeing({2: die, 3: die}), num_workers) as backend:
+        outcomes = list(backend.run(tasks(4)))
+    assert sorted(fault.client_id for fault in faults(outcomes)) == [2, 3]
+    assert done(outcomes).keys() == {1, 4}
+
+
+def test_work_that_is_not_foreseen_waits_for_whoever_is_free(tmp_path: Path) -> None:
+    """The first client waits for all others, so none of them may stand behind it."""
+
+    class Blind(Doing):
+        def effort(self, task: Task) -> None:
+            return None
+
+    def wait() -> None:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 5)
+
+    others = {number: (tmp_path / str(number)).touch for number in range(2, 7)}
+    with running(Blind({1: wait, **others})) as backend:
+        assert done(list(backend.run(tasks(6)))).keys() == set(range(1, 7))
 
 
 def test_the_data_are_in_memory_once() -> None:

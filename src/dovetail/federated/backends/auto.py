@@ -11,6 +11,7 @@ import torch
 from dovetail.federated.backends.base import Backend, Foresight, Outcome, Work, Worker
 from dovetail.federated.backends.processes import Process, num_cores
 from dovetail.federated.backends.sequential import Sequential
+from dovetail.federated.messages import Task
 
 __all__ = ["Auto"]
 
@@ -83,16 +84,17 @@ class Auto(Backend):
             return alone, "there is one core" if self.num_workers is None else "one client is at work at a time"
         if len(work) == 1:
             return alone, "a round has one client"
-        if not isinstance(self._worker, Foresight):
+        worker = self._worker
+        efforts = [worker.effort(task) if isinstance(worker, Foresight) else None for task, _ in work]
+        known = [effort for effort in efforts if effort is not None]
+        if len(known) < len(work):
             return alone, "nothing is known of how much clients have to do"
-        seconds = sum(self._seconds(self._worker, each) for each in work)
+        seconds = sum(self._seconds(task, effort) for (task, _), effort in zip(work, known, strict=True))
         about = f"a round of {len(work)} clients is about {seconds:.2g} s of work"
         return (together, about) if seconds >= _WORTHWHILE else (alone, about)
 
     @staticmethod
-    def _seconds(worker: Foresight, work: Work) -> float:
-        task, _ = work
-        samples = worker.effort(task)
+    def _seconds(task: Task, samples: float) -> float:
         num_weights = sum(value.numel() for value in task.weights.values())
         batch_size: int = task.config.get("batch_size", _BATCH_SIZE)
         steps = math.ceil(samples / batch_size)

@@ -26,10 +26,10 @@ class Worker(Protocol):
 
 @runtime_checkable
 class Foresight(Protocol):
-    """A worker that knows how much there is to do before it is done."""
+    """A worker that may know how much there is to do before it is done."""
 
-    def effort(self, task: Task) -> float:
-        """Return how many samples a task goes through: those of the client, times its epochs."""
+    def effort(self, task: Task) -> float | None:
+        """Return how many samples a task goes through: those of the client, times its epochs; None if not known."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ _PROGRAM = (
 # What is asked for, of which process, and how many seconds it has; and the answer: a process, or an exit code.
 _REQUEST = struct.Struct("!cqd")
 _ANSWER = struct.Struct("!q")
-_NUM_DESCRIPTORS = 5
+_NUM_DESCRIPTORS = 7
 _KILLED_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 # How workers begin. Torch's number of threads is set in them; other libraries stay out of each other's way. Memory that
 # a step frees stays for the next: else glibc may give it back and ask for it anew in every step of a small CNN.

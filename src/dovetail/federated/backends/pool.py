@@ -1,4 +1,4 @@
-"""Workers of any kind that are started once and get one client after the other: who is free gets the next."""
+"""Workers of any kind that are started once and get one client after the other: who is free first gets the next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from dovetail.errors import DovetailError
@@ -28,14 +28,16 @@ class Seat:
     """A worker, as its backend sees it.
 
     Attributes:
-        task: What it is at work on; None for nothing.
-        since: When it got that, on the monotonic clock.
+        given: The positions in the round of what it was given and has not answered, in this order.
+        since: When it began with the first of these, on the monotonic clock.
+        load: How much it was given in this round, by the efforts of tasks.
         is_ready: Whether it can be given work.
         was_ready: Whether it ever could.
     """
 
-    task: Task | None = None
+    given: deque[int] = field(default_factory=deque)
     since: float = 0.0
+    load: float = 0.0
     is_ready: bool = False
     was_ready: bool = False
 
@@ -59,12 +61,21 @@ class Pool(Backend, Generic[S]):
     """Hands out work to workers, and replaces those that die or take too long.
 
     A kind of worker says how one begins, is given work, is heard and is ended.
+
+    Attributes:
+        ahead: How many tasks a worker may have besides the one that it is at work on: whoever has the next one need not
+            wait for the server.
     """
+
+    ahead = 0
 
     def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
         super().__init__(num_workers, timeout)
         self._seats: list[S] = []
         self._failures = 0
+        self._tasks: list[Task] = []
+        self._efforts: list[float] | None = None
+        self._waiting = deque[int]()
 
     @abstractmethod
     def _open(self, worker: Worker) -> None:
@@ -80,7 +91,7 @@ class Pool(Backend, Generic[S]):
 
     @abstractmethod
     def _give(self, seat: S, position: int) -> bool:
-        """Give a free worker the work at a position of the round; False if it is dead."""
+        """Give a worker the work at a position of the round; False if it is dead."""
 
     @abstractmethod
     def _listen(self, seats: Sequence[S], timeout: float | None) -> Iterable[tuple[S, News]]:
@@ -110,20 +121,21 @@ class Pool(Backend, Generic[S]):
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
         """Give work to whoever is free, the longest first where that can be known."""
         self._pack(work)
-        waiting = deque(self._ordered(work))
+        self._tasks = [task for task, _ in work]
+        self._foresee()
         outcomes: list[Outcome] = []
         try:
             while True:
-                self._hand_out(work, waiting)
+                self._hand_out()
                 self._fill()
                 # Everybody is at work while the caller looks at what has come in.
                 yield from outcomes
-                if not waiting and not any(seat.task for seat in self._seats):
+                if not self._waiting and not any(seat.given for seat in self._seats):
                     return
                 outcomes = self._heard()
         finally:
             # The caller has left, or something broke: nobody waits for these any more.
-            for seat in [seat for seat in self._seats if seat.task]:
+            for seat in [seat for seat in self._seats if seat.given]:
                 self._dismiss(seat)
 
     def close(self) -> None:
@@ -137,53 +149,84 @@ class Pool(Backend, Generic[S]):
         while len(self._seats) < self._size():
             self._seats.append(self._begin())
 
-    def _hand_out(self, work: Sequence[Work], waiting: deque[int]) -> None:
-        for seat in [seat for seat in self._seats if seat.is_ready and seat.task is None]:
-            if not waiting:
-                return
-            if self._give(seat, waiting[0]):
-                seat.task, seat.since = work[waiting.popleft()][0], time.monotonic()
+    def _foresee(self) -> None:
+        """Put the longest tasks first, where that can be known."""
+        worker = self._foresight
+        found = [None if worker is None else worker.effort(task) for task in self._tasks]
+        efforts = [effort for effort in found if effort is not None]
+        positions = range(len(self._tasks))
+        if len(efforts) == len(positions):
+            self._efforts = efforts
+            self._waiting = deque(sorted(positions, key=lambda position: -efforts[position]))
+        else:
+            self._efforts, self._waiting = None, deque(positions)
+        for seat in self._seats:
+            seat.load = 0.0
+
+    def _hand_out(self) -> None:
+        while self._waiting and (seat := self._next()) is not None:
+            position = self._waiting[0]
+            if self._give(seat, position):
+                if not seat.given:
+                    seat.since = time.monotonic()
+                seat.given.append(self._waiting.popleft())
+                seat.load += 0.0 if self._efforts is None else self._efforts[position]
+            elif seat.given:
+                # It died at work, of which there will be news.
+                seat.is_ready = False
             else:
                 self._dismiss(seat)
+
+    def _next(self) -> S | None:
+        """Whoever has nothing to do; else whoever is expected to be the first, if that one may have more."""
+        ready = [seat for seat in self._seats if seat.is_ready]
+        for seat in ready:
+            if not seat.given:
+                return seat
+        # Without foresight, a task could wait behind a long one while others have nothing to do.
+        if not ready or self._efforts is None:
+            return None
+        first = min(ready, key=lambda seat: seat.load)
+        return first if len(first.given) <= self.ahead else None
 
     def _heard(self) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for seat, news in self._listen(self._seats, self._patience()):
-            task, seat.task = seat.task, None
             if news == "ready":
                 seat.is_ready = seat.was_ready = True
                 self._failures = 0
             elif isinstance(news, Lost):
+                if seat.given:
+                    outcomes.append(self._failed(seat, "crashed", news.reason))
+                    continue
                 self._dismiss(seat)
-                if task is not None:
-                    outcomes.append(Fault(task.client_id, task.round, "crashed", news.reason))
-                elif not seat.was_ready:
+                if not seat.was_ready:
                     self._failures += 1
                     if self._failures == _TRIES:
                         raise WorkerError(f"workers cannot be started: {news.reason}")
             else:
+                seat.given.popleft()
+                seat.since = time.monotonic()
                 outcomes.append(news)
-        for seat in list(self._seats):
-            task = seat.task
-            if task is not None and self.timeout is not None and time.monotonic() - seat.since >= self.timeout:
-                self._dismiss(seat)
-                reason = f"no answer after {self.timeout:g} s"
-                outcomes.append(Fault(task.client_id, task.round, "timed out", reason))
+        if self.timeout is not None:
+            limit, reason = time.monotonic() - self.timeout, f"no answer after {self.timeout:g} s"
+            late = [seat for seat in self._seats if seat.given and seat.since <= limit]
+            outcomes += [self._failed(seat, "timed out", reason) for seat in late]
         return outcomes
+
+    def _failed(self, seat: S, kind: Literal["crashed", "timed out"], reason: str) -> Fault:
+        """Say what became of a task, and dismiss its worker; what that had not begun is given to another one."""
+        task = self._tasks[seat.given.popleft()]
+        self._waiting.extendleft(reversed(seat.given))
+        self._dismiss(seat)
+        return Fault(task.client_id, task.round, kind, reason)
 
     def _patience(self) -> float | None:
         if self.timeout is None:
             return None
         now = time.monotonic()
-        return max(0.0, min((seat.since + self.timeout - now for seat in self._seats if seat.task), default=60.0))
+        return max(0.0, min((seat.since + self.timeout - now for seat in self._seats if seat.given), default=60.0))
 
     def _dismiss(self, seat: S) -> None:
         self._seats.remove(seat)
         self._end(seat)
-
-    def _ordered(self, work: Sequence[Work]) -> list[int]:
-        positions = list(range(len(work)))
-        if self._foresight is not None:
-            efforts = [self._foresight.effort(task) for task, _ in work]
-            positions.sort(key=lambda position: -efforts[position])
-        return positions

@@ -3,7 +3,8 @@
 The client goes to every worker once, pickled, through a pipe; its tensors and arrays lie in memory that all workers
 have, and that none can change for another. In a round, what several tasks have in common (the weights, and what an
 algorithm sends to everybody) is written to shared memory once and read by every worker once. What belongs to a single
-client, its state and its answer, goes through a block of memory that the server and one worker share.
+client, its state and its answer, goes through blocks of memory that the server and one worker share: two in each
+direction, in turns, since the next client is there before the answer of the last one was read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pickle
 import signal
 import socket
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,13 +42,16 @@ _GRACE = 2.0
 
 @dataclass(eq=False, kw_only=True)
 class _ProcessSeat(Seat):
-    """A worker: who ends it, what it is spoken to through, and the blocks for what it gets and what it answers."""
+    """A worker: who ends it, what it is spoken to through, and the blocks for what it gets and what it answers.
+
+    Those that come next are in front.
+    """
 
     nursery: Nursery
     pid: int
     connection: Connection
-    inbox: Block
-    outbox: Block
+    inboxes: deque[Block]
+    outboxes: deque[Block]
     exit_code: int | None = None
 
 
@@ -65,6 +69,8 @@ class Process(Pool[_ProcessSeat]):
         >>> Process(num_workers=2).num_workers
         2
     """
+
+    ahead = 1
 
     def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
         super().__init__(num_workers, timeout)
@@ -97,16 +103,17 @@ class Process(Pool[_ProcessSeat]):
 
     def _begin(self) -> _ProcessSeat:
         ours, theirs = socket.socketpair()
-        inbox, outbox = Block(), Block()
+        inboxes, outboxes = deque([Block(), Block()]), deque([Block(), Block()])
         with ours, theirs:
-            descriptors = [theirs.fileno(), *(it.descriptor for it in (self._cargo, self._shared, inbox, outbox))]
+            blocks = (self._cargo, self._shared, *inboxes, *outboxes)
+            descriptors = [theirs.fileno(), *(block.descriptor for block in blocks)]
             home = nursery()
             try:
                 pid = home.begin(descriptors)
             except OSError as error:
                 raise WorkerError("workers cannot be started: the process that they are forked from died") from error
             connection = Connection(ours.detach())
-        seat = _ProcessSeat(nursery=home, pid=pid, connection=connection, inbox=inbox, outbox=outbox)
+        seat = _ProcessSeat(nursery=home, pid=pid, connection=connection, inboxes=inboxes, outboxes=outboxes)
         # One that dies while it is told will be heard of.
         with suppress(OSError):
             connection.send_bytes(json.dumps(_circumstances(self._size())).encode())
@@ -141,7 +148,7 @@ class Process(Pool[_ProcessSeat]):
     def _give(self, seat: _ProcessSeat, position: int) -> bool:
         parcel = self._parcels[position]
         shared = [self._common.get(key) for key in self._keys[position]]
-        own = iter(seat.inbox.write([part for part, place in zip(parcel.bulk, shared, strict=True) if place is None]))
+        own = iter(_next(seat.inboxes).write([it for it, place in zip(parcel.bulk, shared, strict=True) if not place]))
         places = [(place is not None, place or next(own)) for place in shared]
         try:
             seat.connection.send_bytes(pickle.dumps((self._round, self._weights, parcel.content, places)))
@@ -159,16 +166,16 @@ class Process(Pool[_ProcessSeat]):
                 self._leave(seat, _GRACE)
                 yield seat, Lost(_ending(seat.exit_code))
                 continue
-            news = opened(content, map(seat.outbox.read, places))
+            news = opened(content, _next(seat.outboxes).read_all(places))
             if isinstance(news, Mapping):
                 error = rebuilt(news)
                 raise ConfigError(f"the client cannot be received by another process: {error}") from error
             yield seat, news
 
     def _end(self, seat: _ProcessSeat) -> None:
-        self._leave(seat, _GRACE if seat.is_ready and seat.task is None else 0.0)
-        seat.inbox.close()
-        seat.outbox.close()
+        self._leave(seat, _GRACE if seat.is_ready and not seat.given else 0.0)
+        for block in (*seat.inboxes, *seat.outboxes):
+            block.close()
 
     @staticmethod
     def _leave(seat: _ProcessSeat, grace: float) -> None:
@@ -214,14 +221,15 @@ def live(descriptors: Sequence[int]) -> None:
     """Be a worker, from the first message to the last.
 
     Args:
-        descriptors: Of the connection to the server, and of the blocks of the client, of rounds, of what this worker
-            gets, and of what it answers.
+        descriptors: Of the connection to the server, and of the blocks of the client, of rounds, two of what this
+            worker gets, and two of what it answers.
     """
     connection = Connection(descriptors[0])
-    cargo, shared, inbox, outbox = map(Block, descriptors[1:])
+    cargo, shared, *turns = map(Block, descriptors[1:])
+    inboxes, outboxes = deque(turns[:2]), deque(turns[2:])
 
     def answer(parcel: Parcel) -> None:
-        connection.send_bytes(pickle.dumps((parcel.content, outbox.write(parcel.bulk))))
+        connection.send_bytes(pickle.dumps((parcel.content, _next(outboxes).write(parcel.bulk))))
 
     with suppress(EOFError, ConnectionError), listening():
         _settle(json.loads(connection.recv_bytes()))
@@ -239,8 +247,9 @@ def live(descriptors: Sequence[int]) -> None:
             number, first, content, marked = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
             if number != now:
                 now, known = number, {}
-                content_of_weights, *bulk = map(shared.read, first)
+                content_of_weights, *bulk = shared.read_all(first)
                 weights = opened(bytes(content_of_weights), bulk)
+            inbox = _next(inboxes)
             bulk = [_read(place, it, known, shared, inbox) for it, place in marked]
             work: Work = opened(content, bulk, weights)
             outcome = attempted(worker, work)
@@ -249,6 +258,11 @@ def live(descriptors: Sequence[int]) -> None:
             except Exception as error:
                 parcel = packed(fault(work[0], error))
             answer(parcel)
+
+
+def _next(turns: deque[Block]) -> Block:
+    turns.rotate(-1)
+    return turns[-1]
 
 
 def _read(place: Place, is_shared: bool, known: dict[Place, memoryview], shared: Block, inbox: Block) -> memoryview:
