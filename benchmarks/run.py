@@ -20,12 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import page
 from report import Section
 
-__all__ = ["LINKS", "TITLES", "main", "publish", "with_slopes"]
+__all__ = ["GUIDE", "LINKS", "MARKS", "TITLES", "main", "publish", "with_tables"]
 
 HERE = Path(__file__).parent
 
@@ -42,6 +43,8 @@ TITLES = {
     "federated": "Federations",
     "federated_memory": "Memory of a federation",
     "scaling": "Slopes",
+    "rounding": "Rounding",
+    "compression": "Sizes of updates",
     "algorithms": "Federated algorithms",
 }
 
@@ -55,9 +58,9 @@ LINKS = {
 # What else a section is given, of the driver's own options.
 PASSED_ON = {"federated": ("pfl_python", "flower_python")}
 
-# The table of slopes stands on a page of the guide, too.
-SCALING = HERE.parent / "docs" / "scaling.md"
-MARKS = re.compile(r"(<!-- measured by benchmarks/scaling.py -->\n).*?(<!-- end -->)", re.DOTALL)
+# Some tables stand on pages of the guide, too.
+GUIDE = HERE.parent / "docs"
+MARKS = re.compile(r"(<!-- measured by benchmarks/(\w+)\.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,23 +99,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def publish(sections: dict[str, Section]) -> None:
-    """Write the page, and the page of the guide that has a table and a figure of ours."""
+    """Write the page, and what is ours on the pages of the guide."""
     (HERE / "RESULTS.md").write_text(page.markdown(sections, TITLES, LINKS), encoding="utf-8")
-    if "scaling" in sections and SCALING.exists():
-        page.draw(sections["scaling"], SCALING.with_suffix(".png"))
-        SCALING.write_text(with_slopes(SCALING.read_text(encoding="utf-8"), sections["scaling"]), encoding="utf-8")
+    if "scaling" in sections:
+        page.draw(sections["scaling"], GUIDE / "scaling.png")
+    for path in GUIDE.rglob("*.md"):
+        before = path.read_text(encoding="utf-8")
+        after = with_tables(before, sections)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
 
 
-def with_slopes(text: str, section: Section) -> str:
-    """Return the page of the guide with the tables of a section between its marks."""
+def with_tables(text: str, sections: Mapping[str, Section]) -> str:
+    """Return a page of the guide with the tables of sections between their marks."""
+    return MARKS.sub(lambda found: f"{found[1]}\n{_tables(found[2], sections)}\n\n{found[3]}", text)
+
+
+def _tables(name: str, sections: Mapping[str, Section]) -> str:
+    if name not in sections:
+        return f"Not measured yet: `python benchmarks/run.py --only {name}`."
+    section = sections[name]
     tables = "\n\n".join(map(page.table_markdown, section.tables))
     facts = section.machine
-    where = (
-        f"`{section.command}`, {section.date}: {facts['cores']} cores, {facts['processor']}, {facts['memory_gb']} GB; "
+    return (
+        f"{tables}\n\n`{section.command}`, {section.date}: "
+        f"{facts['cores']} cores, {facts['processor']}, {facts['memory_gb']} GB; "
         f"Python {facts['python']}, torch {facts['torch']}, {facts['threads']} thread(s), "
         f"load {facts['load']:g} before{', a quick run' * section.is_quick}."
     )
-    return MARKS.sub(lambda found: f"{found[1]}\n{tables}\n\n{where}\n\n{found[2]}", text)
 
 
 def _run(name: str, folder: Path, options: argparse.Namespace) -> bool:

@@ -57,10 +57,12 @@ def test_every_figure_of_the_page_is_there(bench: Any) -> None:
     assert drawn == {path.stem for path in RESULTS.glob("*.png")}
 
 
-def test_the_guide_has_the_slopes_that_were_measured(bench: Any) -> None:
-    text = bench.run.SCALING.read_text(encoding="utf-8")
-    assert bench.run.MARKS.search(text)
-    assert bench.run.with_slopes(text, sections(bench)["scaling"]) == text
+def test_the_guide_has_the_tables_that_were_measured(bench: Any) -> None:
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in bench.run.GUIDE.rglob("*.md")}
+    shown = {name: text for name, text in pages.items() if bench.run.MARKS.search(text)}
+    assert shown.keys() == {"scaling", "compile", "backends", "postprocessors"}
+    for text in shown.values():
+        assert bench.run.with_tables(text, sections(bench)) == text
 
 
 def test_every_section_has_a_script(bench: Any) -> None:
