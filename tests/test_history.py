@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +196,12 @@ def test_a_metric_may_not_hide_a_position() -> None:
 def test_the_stage_of_the_batch_losses_is_reserved() -> None:
     with pytest.raises(ConfigError, match="'batches' is reserved"):
         History().record("batches", {"loss": 1.0})
+
+
+@pytest.mark.parametrize("value", ["0.5", None])
+def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"metric 'loss': expected a number or a tensor with one, got {value!r}"):
+        History().record("train", {"loss": value})
 
 
 def test_a_position_is_a_whole_number() -> None:

@@ -158,6 +158,7 @@ def test_a_signal_reaches_the_script(folder: Path) -> None:
         (["--hparam", "lr=1", "--hparam", "lr.base=2", "tell.py"], "--hparam lr.base: there is a value where 'base'"),
         (["--config", "config.yaml", "--hparam", "learning_rat=1", "tell.py"], "did you mean 'learning_rate'?"),
         (["--config", "config.yaml", "--hparam", "net.widht=1", "tell.py"], "'widht': did you mean 'width'?"),
+        (["--config", "config.yaml", "--hparam", "nte.width=1", "tell.py"], "'nte': did you mean 'net'?"),
         (["--slots", "none", "tell.py"], "argument --slots: expected a whole number from 1 on, got 'none'"),
         (["--restarts", "-1", "tell.py"], "argument --restarts: expected"),
         (["--slot", "2", "tell.py"], "unrecognized arguments: --slot"),

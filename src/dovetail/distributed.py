@@ -147,8 +147,8 @@ class Group:
         lengths = [struct.unpack_from("<Q", start)[0] for start in starts]
         if max(lengths) <= _FIRST:
             return [_unpacked(start[8 : 8 + length]) for start, length in zip(starts, lengths, strict=True)]
-        whole = self._gathered(packed, max(lengths))
-        return [_unpacked(each[:length]) for each, length in zip(whole, lengths, strict=True)]
+        messages = self._gathered(packed, max(lengths))
+        return [_unpacked(each[:length]) for each, length in zip(messages, lengths, strict=True)]
 
     def _gathered(self, own: bytes, size: int) -> list[bytes]:
         padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)

@@ -130,15 +130,15 @@ def _hparams(config: dict[str, Any], given: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--hparam: expected NAME=VALUE, got {assignment!r}")
         *parents, last = name.split(".")
         place: Any = config.setdefault("hyperparameters", {})
-        for parent in parents:
-            place = place.setdefault(parent, {}) if isinstance(place, dict) else None
-        if not isinstance(place, dict):
-            raise ConfigError(f"--hparam {name}: there is a value where {last!r} would have to be")
-        # A name that the file does not have is more likely mistyped than new.
-        if is_closed and last not in place:
-            raise UnknownNameError("hyperparameter (--hparam)", last, place)
+        for key in (*parents, last):
+            if not isinstance(place, dict):
+                raise ConfigError(f"--hparam {name}: there is a value where {key!r} would have to be")
+            # A name that the file does not have is more likely mistyped than new.
+            if is_closed and key not in place:
+                raise UnknownNameError("hyperparameter (--hparam)", key, place)
+            above, place = place, place.setdefault(key, {})
         try:
-            place[last] = parse_scalar(text)
+            above[last] = parse_scalar(text)
         except ConfigError as error:
             raise ConfigError(f"--hparam {name}: {error}") from error
     return hyperparameters(config)

@@ -5,9 +5,10 @@ This module starts without torch: the command line reads units from files before
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 from dovetail.errors import ConfigError, UnknownNameError
 
@@ -81,9 +82,7 @@ class TrainUnit:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, Container)):
-            raise ConfigError(f"{name}: expected a whole number or a container of them, got {self.value!r}")
-        if isinstance(self.value, (str, bytes)):
+        if isinstance(self.value, (bool, str, bytes)) or not isinstance(self.value, (int, Container)):
             raise ConfigError(f"{name}: expected a whole number or a container of them, got {self.value!r}")
         if isinstance(self.value, int) and self.value < 0:
             raise ConfigError(f"{name}: expected a number that is not negative, got {self.value}")
@@ -172,6 +171,24 @@ def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> Tr
     if unit not in _UNITS:
         raise UnknownNameError(f"unit of {name}", str(unit), _UNITS)
     return _UNITS[unit](number)
+
+
+def check_count(name: str, count: Any, least: int = 1) -> None:
+    """Refuse a setting that is no whole number, or too small a one.
+
+    Args:
+        name: Which setting, for the error message.
+        count: What was given.
+        least: The smallest number that is accepted.
+
+    Example:
+        >>> check_count("patience", 2.5)
+        Traceback (most recent call last):
+        ...
+        dovetail.errors.ConfigError: patience: expected a whole number that is at least 1, got 2.5
+    """
+    if isinstance(count, bool) or not isinstance(count, SupportsIndex) or operator.index(count) < least:
+        raise ConfigError(f"{name}: expected a whole number that is at least {least}, got {count!r}")
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

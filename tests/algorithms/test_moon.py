@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,9 @@ from dovetail.trainers.strategies import (
     TrainingStepStrategy,
 )
 from dovetail.units import Batches
+
+# Workers cannot import what pytest has loaded from a path.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Projecting(nn.Module):

@@ -1,11 +1,12 @@
 """Which algorithm is ahead of which, as the papers claim: the experiments of `benchmarks/algorithms.py`, reduced.
 
-The benchmark has the full settings and bars. Here are fewer rounds, fewer samples and one seed.
+The benchmark has the full settings and bars. Here are fewer rounds, fewer samples and, but for FedProx, one seed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,12 +44,17 @@ def test_drift_keeps_fedavg_from_the_optimum_and_neither_scaffold_nor_feddyn(ben
 
 @pytest.mark.slow
 def test_fedprox_calms_the_loss_and_does_not_raise_it(benchmark: ModuleType) -> None:
-    # Far from the optimum both move because they learn. What drift alone does shows where there is little to learn.
-    samples = benchmark.synthetic(30, 0, 200)
-    model = near_the_optimum(*(torch.cat(column) for column in zip(*samples, strict=True)))
-    found = benchmark.stability(0, 8, "vectorized", model=model, most=200).found
-    assert found[benchmark.IS_CALMER.text] < 0.7
-    assert found[benchmark.IS_NO_WORSE.text] < 1.02
+    movements = []
+    for seed in (0, 1, 2):
+        # Far from the optimum both move because they learn. What drift alone does shows where there is little to learn.
+        samples = benchmark.synthetic(30, seed, 200)
+        model = near_the_optimum(*(torch.cat(column) for column in zip(*samples, strict=True)))
+        found = benchmark.stability(seed, 8, "vectorized", model=model, most=200).found
+        assert found[benchmark.IS_NO_WORSE.text] < 1.02, seed
+        movements.append(found[benchmark.IS_CALMER.text])
+    # Of the seeds 0 to 5, one leaves half of it, and the others a fifth or less.
+    assert max(movements) < 0.9
+    assert statistics.median(movements) < 0.5
 
 
 @pytest.mark.slow

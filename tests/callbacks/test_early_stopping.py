@@ -159,6 +159,32 @@ def test_a_further_fit_of_the_same_trainer_has_a_new_chance(scripted, kind):
     assert trainer.context.progress.epoch > stopped_after
 
 
+def test_a_new_run_is_not_measured_by_the_one_before_it(scripted):
+    stopping = EarlyStopping(patience=2, restore_best=True)
+    trainer = scripted(stopping).script(1.0, 5.0, 4.0, 3.0)
+    trainer.fit(max_length=Epochs(1))
+    trainer.reset()
+    trainer.fit(max_length=Epochs(3))
+    assert (trainer.context.progress.epoch, stopping.best, stopping.best_epoch) == (3, 3.0, 3)
+
+
+def test_the_window_of_a_new_run_is_empty(scripted):
+    trainer = scripted(ImprovementWindow(num_epochs=2, improv=0.01)).script(0.8, 0.9, 0.1, 0.2, name="accuracy")
+    trainer.fit(max_length=Epochs(2))
+    trainer.reset()
+    trainer.fit(max_length=Epochs(2))
+    assert trainer.context.progress.epoch == 2
+
+
+def test_a_run_resumed_from_the_validation_before_its_first_batch_keeps_what_it_saw(scripted):
+    stopping = EarlyStopping()
+    trainer = scripted(stopping).script(3.0)
+    trainer.context.validated_at = 0
+    stopping.load_state_dict({"best": 2.0, "best_epoch": 0, "num_worse": 0, "weights": None})
+    trainer.fit(max_length=Epochs(1))
+    assert stopping.best == 2.0
+
+
 def test_a_loaded_copy_of_the_best_weights_is_its_own(scripted):
     first = scripted(stopping := EarlyStopping(restore_best=True)).script(1.0)
     first.fit(max_length=Epochs(1))
@@ -170,9 +196,9 @@ def test_a_loaded_copy_of_the_best_weights_is_its_own(scripted):
 
 
 def test_meaningless_settings_are_refused():
-    with pytest.raises(ConfigError, match="patience: expected at least 1, got 0"):
+    with pytest.raises(ConfigError, match="patience: expected a whole number that is at least 1, got 0"):
         EarlyStopping(patience=0)
     with pytest.raises(ConfigError, match="min_delta: expected a number that is not negative"):
         EarlyStopping(min_delta=-1.0)
-    with pytest.raises(ConfigError, match="num_epochs: expected at least 1, got 0"):
+    with pytest.raises(ConfigError, match="num_epochs: expected a whole number that is at least 1, got 0"):
         ImprovementWindow(0, 0.1)

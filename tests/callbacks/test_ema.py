@@ -178,6 +178,16 @@ def test_another_model_begins_another_average(make):
     assert same(ema.average_state_dict().values(), alone.average_state_dict().values())
 
 
+def test_a_new_run_of_the_same_model_begins_another_average(make):
+    trainer = make(ema := EMA(decay=1.0))
+    trainer.fit(max_length=Epochs(1))
+    trainer.reset()
+    start = weights(trainer)
+    trainer.fit(max_length=Epochs(1))
+    assert same(ema.average_state_dict().values(), start)
+    assert ema.num_averaged == 5
+
+
 def test_an_average_of_another_form_is_refused(make):
     make(ema := EMA()).fit(max_length=Epochs(1))
     loaded = EMA()
@@ -189,7 +199,7 @@ def test_an_average_of_another_form_is_refused(make):
 def test_meaningless_settings_are_refused():
     with pytest.raises(ConfigError, match=r"decay: expected a number from 0 to 1, got 1\.5"):
         EMA(decay=1.5)
-    with pytest.raises(ConfigError, match="every: expected at least 1, got 0"):
+    with pytest.raises(ConfigError, match="every: expected a whole number that is at least 1, got 0"):
         EMA(every=0)
     with pytest.raises(ConfigError, match="there is no average yet"):
         EMA().average_state_dict()

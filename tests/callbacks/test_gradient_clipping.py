@@ -97,6 +97,16 @@ def test_a_log_resumed_in_an_epoch_is_the_uninterrupted_one(make):
     assert history.get_latest_metric("gradients_clipped") == straight.get_latest_metric("gradients_clipped")
 
 
+def test_the_log_of_a_new_run_leaves_out_the_epoch_that_was_broken_off(make):
+    trainer = make(GradientClipping(max_norm=0.3, log=True))
+    trainer.fit(max_length=Batches(3))
+    trainer.reset()
+    trainer.fit(max_length=Batches(1))
+    state = trainer.state_dict()["callbacks"]
+    (tally,) = next(entry["state"]["tallies"] for entry in state if entry["name"] == "GradientClipping").values()
+    assert tally[2] == 1
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0, "max_value": 1.0}, {"max_norm": 0.0}, {"max_value": -1.0}])
 def test_exactly_one_positive_limit_is_accepted(limits):
     with pytest.raises(ConfigError, match="exactly one positive limit, max_norm or max_value"):

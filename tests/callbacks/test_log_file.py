@@ -98,6 +98,15 @@ def test_a_new_run_begins_a_new_file(make, tmp_path, kind, name):
 
 
 @KINDS
+def test_a_new_run_of_the_same_trainer_begins_a_new_file(make, tmp_path, kind, name):
+    trainer = make(kind(tmp_path / name))
+    trainer.fit(max_length=Epochs(2))
+    trainer.reset()
+    trainer.fit(max_length=Epochs(1))
+    assert [int(row["epoch"]) for row in read(tmp_path / name)] == [1]
+
+
+@KINDS
 def test_a_further_fit_appends(make, tmp_path, kind, name):
     trainer = make(kind(tmp_path / name))
     trainer.fit(max_length=Epochs(1))

@@ -78,6 +78,13 @@ def test_a_further_fit_goes_on(scripted):
     assert rates_of(trainer.script(1.0), 3) == [[0.05]]
 
 
+def test_a_new_run_with_the_same_optimizer_is_not_measured_by_the_one_before_it(scripted):
+    trainer = scripted(ReduceOnPlateau(factor=0.5, patience=1)).script(1.0)
+    trainer.fit(max_length=Epochs(1))
+    trainer.reset()
+    assert rates_of(trainer.script(5.0, 4.0, 3.0), 3) == [[0.1], [0.1], [0.1]]
+
+
 def test_state_survives_loading_and_saving_without_a_run():
     state = {"schedulers": [{"best": 1.0, "num_bad_epochs": 1, "cooldown_counter": 0, "last_epoch": 2}]}
     callback = ReduceOnPlateau()

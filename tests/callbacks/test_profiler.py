@@ -92,5 +92,5 @@ def test_it_has_no_state() -> None:
 
 @pytest.mark.parametrize("mistake", [{"active": 0}, {"wait": -1}, {"warmup": 1.5}, {"repeat": True}])
 def test_a_mistake_is_named(mistake: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"Profiler: {next(iter(mistake))}: expected a number that is at least"):
+    with pytest.raises(ConfigError, match=f"Profiler: {next(iter(mistake))}: expected a whole number that is at least"):
         Profiler("traces", **mistake)

@@ -140,12 +140,12 @@ def test_loading_unverified_trusts_the_bytes(tmp_path: Path) -> None:
 
 def _with_manifest(path: Path, change: Any) -> None:
     """Write a manifest with a valid checksum of its own, as a forger would."""
-    from dovetail.checkpoint.manifest import _seal
+    from dovetail.checkpoint.strict_json import seal
 
     document = json.loads((path / "manifest.json").read_text())
     del document["sha256"]
     change(document)
-    (path / "manifest.json").write_bytes(_seal(document))
+    (path / "manifest.json").write_bytes(seal(document))
 
 
 def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path) -> None:
@@ -211,8 +211,9 @@ def test_a_directory_that_does_not_exist_holds_no_checkpoints(tmp_path: Path) ->
 def test_an_unreadable_checkpoint_is_warned_about_and_not_listed(tmp_path: Path) -> None:
     save(tmp_path / "good", {})
     (save(tmp_path / "bad", {}) / "manifest.json").unlink()
-    with pytest.warns(CheckpointWarning, match=r"passing over a damaged checkpoint: .*bad/manifest\.json"):
+    with pytest.warns(CheckpointWarning, match=r"passing over a damaged checkpoint: .*bad/manifest\.json") as caught:
         assert [info.path.name for info in list_checkpoints(tmp_path)] == ["good"]
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_the_newest_intact_checkpoint_is_the_latest(tmp_path: Path) -> None:

@@ -298,11 +298,19 @@ def test_a_store_that_is_no_database_is_a_problem(tmp_path: Path) -> None:
 def test_a_store_that_somebody_else_writes_to_for_long_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dovetail.cli.checkup._CONNECT_SECONDS", 0)
+    monkeypatch.setattr("dovetail.cli.checkup.store._CONNECT_SECONDS", 0)
     with sqlite3.connect(tmp_path / "store.db") as database:
         database.executescript("CREATE TABLE studies (id); BEGIN IMMEDIATE")
         assert check_store(tmp_path).found.endswith("database is locked")
     database.close()
+
+
+@pytest.mark.parametrize("module", ["psutil", "yaml"])
+def test_a_package_that_every_run_needs_is_missing_and_the_rest_is_looked_at(module: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None; from dovetail.cli.checkup import check_store\n"
+    code += "check = check_store(); print(check.status, check.found)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert told.stdout.startswith(f"problem cannot be looked at: import of {module} halted"), told.stderr
 
 
 def test_a_folder_in_which_no_store_can_be_made_is_a_problem(unwritable: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from dovetail.config import load_config
 from dovetail.search.runner import start_detached
 from dovetail.search.schema import read_experiment
+from dovetail.search.searchers import Composed, GridSampler, NeverStop, SearcherKind, searchers
 from dovetail.search.store import Store
 
 
@@ -88,12 +89,13 @@ def test_every_mistake_in_a_file_is_named_and_nothing_is_created(run: Any, proje
     assert not project.home.exists()
 
 
-def test_ignored_keys_are_one_sentence(project: Any) -> None:
+@pytest.mark.filterwarnings("default:.*keys that mean nothing here")
+@pytest.mark.parametrize("options", [[], ["--test"]])
+def test_ignored_keys_are_one_sentence(run: Any, project: Any, options: list[str]) -> None:
     project.config.write_text(project.config.read_text() + "scheduling_unit: 100\n")
     sentence = f"dovetail: warning: {project.config}: keys that mean nothing here are ignored: scheduling_unit\n"
-    assert create_detached(project).stderr == sentence
-    store = Store.open(project.home)
-    wait_until(lambda: store.experiment(1).state == "COMPLETED")
+    code, _, err = run("e", "create", project.config, project.code, "--home", project.home, *options)
+    assert (code, err) == (0, sentence)
 
 
 def test_a_file_that_is_not_there_is_wrong_usage(run: Any, tmp_path: Path) -> None:
@@ -307,6 +309,21 @@ def test_delete_removes_the_experiment(run: Any, project: Any) -> None:
     assert run("e", "delete", 1, "--yes", "--home", project.home) == (0, "deleted experiment 1\n", "")
     assert store.experiments() == []
     assert not record.directory.exists()
+
+
+def test_a_searcher_that_this_process_has_registered_is_known_to_the_command_line(run: Any, project: Any) -> None:
+    kind = SearcherKind(lambda config, space, seed: Composed(GridSampler(space), NeverStop(), max_trials=1))
+    searchers.register("first_point", kind)
+    words = ["e", "create", project.config, project.code, "--home", project.home, "--set", "searcher.name=first_point"]
+    code, out, _ = run(*words)
+    assert code == 0
+    assert "experiment 1 (demo) COMPLETED · 1 trial (1 completed)" in out
+
+
+def test_without_optuna_a_test_is_one_sentence(run: Any, project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    words = "dovetail: optuna is not installed: pip install 'dovetail[search]'\n"
+    assert run("e", "create", project.config, project.code, "--test", "--home", project.home) == (1, "", words)
 
 
 # ------------------------------------------------------------------ shells

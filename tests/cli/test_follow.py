@@ -5,9 +5,10 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from dovetail.cli.follow import changes, summary, trials_view
+from dovetail.cli.follow import changes, print_log, summary, trials_view
 from dovetail.search.records import ExperimentRecord, TrialRecord
 
 START = datetime(2026, 1, 2, tzinfo=timezone.utc)
@@ -55,6 +56,31 @@ def test_an_experiment_without_trials_is_one_line() -> None:
     assert (
         shown(experiment(), None).rstrip() == summary(experiment()) == "experiment 1 (demo) ACTIVE · 0 trials · 0:00:00"
     )
+
+
+def test_a_long_log_is_printed_to_the_letter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Each sign is three bytes, so that a part of any size but a multiple of three ends inside of one.
+    text = "━" * 50_000 + "\n"
+    (tmp_path / "log.txt").write_text(text, encoding="utf-8")
+    print_log(tmp_path / "log.txt", "trial 1")
+    assert capsys.readouterr().out == text
+
+
+def test_a_sign_that_is_still_being_written_is_printed_when_it_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, sign = tmp_path / "log.txt", "━".encode()
+    log.write_bytes(sign[:1])
+    looks = iter([False, True])
+
+    def is_over() -> bool:
+        over = next(looks)
+        if over:
+            log.write_bytes(sign)
+        return over
+
+    print_log(log, "trial 1", is_over)
+    assert capsys.readouterr().out == "━"
 
 
 def test_a_change_is_told_once_and_nothing_else() -> None:

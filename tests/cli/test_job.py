@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.main import get_command
+
+from dovetail.cli.job import app
+from dovetail.cli.output import completion
 
 SCRIPT = """
 import json, os, sys
@@ -51,9 +56,25 @@ def test_list_and_logs_show_what_was_run(run: Any, job: Path) -> None:
     assert "│  2 │ inference │ ERROR     │         5 │" in run("job", "list", "--home", job / "home")[1]
 
 
-def test_an_unknown_job_is_one_sentence(run: Any, tmp_path: Path) -> None:
-    code, _, err = run("job", "logs", 4, "--home", tmp_path)
+def test_an_unknown_job_is_one_sentence(run: Any, finished: Any) -> None:
+    code, _, err = run("job", "logs", 4, "--home", finished.home)
     assert (code, err) == (1, "dovetail: there is no job 4: there is none\n")
+
+
+def test_looking_for_jobs_makes_no_store(run: Any, tmp_path: Path) -> None:
+    words = f"there are no jobs in {tmp_path}/none: make one by 'dovetail job run', or name another --home\n"
+    assert run("job", "list", "--home", tmp_path / "none") == (0, "", words)
+    assert run("job", "list", "--home", tmp_path / "none", "--json") == (0, "[]\n", "")
+    assert run("job", "logs", 1, "--home", tmp_path / "none") == (1, "", f"dovetail: {words}")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_shell_completes_numbers_alone(tmp_path: Path) -> None:
+    for name in ("1", "2", "12", "12 (copy)"):
+        (tmp_path / "jobs" / name).mkdir(parents=True)
+    context = typer.Context(get_command(app))
+    context.params["home"] = tmp_path
+    assert completion("jobs/*")(context, "1") == ["1", "12"]
 
 
 def test_ctrl_c_ends_the_job_and_the_command_in_130(job: Path) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from dovetail.search.records import TrialRecord
+from dovetail.search.runner import Runner
+from dovetail.search.schema import read_experiment
+from dovetail.search.store import Store
+
 
 def test_describe_shows_a_trial(run: Any, finished: Any) -> None:
     code, out, _ = run("trial", "describe", 4, "--home", finished.home)
@@ -64,16 +69,18 @@ def test_a_misspelled_group_is_a_mistake(run: Any, finished: Any) -> None:
     assert err == "dovetail: unknown group 'validaton': did you mean 'validation'? (known: training, validation)\n"
 
 
-def test_of_two_reports_about_the_same_batch_the_later_counts(run: Any, project: Any) -> None:
-    from dovetail.search.runner import Runner
-    from dovetail.search.schema import read_experiment
-    from dovetail.search.store import Store
-
+def _run_one(project: Any) -> TrialRecord:
     store = Store.open(project.home)
     config = read_experiment(project.config, ["hyperparameters.width=2", "hyperparameters.learning_rate=1"])
-    done = Runner(store, store.create_experiment(config, "", project.code).id).run()
-    again = {"group": "validation", "steps_completed": 20, "metrics": {"validation_loss": "NaN"}}
-    with open(done.trials[0].directory / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(again) + "\n")
+    return Runner(store, store.create_experiment(config, "", project.code).id).run().trials[0]
+
+
+def test_of_two_reports_about_the_same_batch_the_later_counts_and_others_are_none(run: Any, project: Any) -> None:
+    told = [(20, "NaN"), (None, 7.0), ([20], 8.0), ("30", 9.0)]
+    rows = [
+        {"group": "validation", "steps_completed": steps, "metrics": {"validation_loss": loss}} for steps, loss in told
+    ]
+    with open(_run_one(project).directory / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     _, out, _ = run("trial", "metrics", 1, "--group", "validation", "--home", project.home, "--json")
     assert [row["metrics"]["validation_loss"] for row in json.loads(out)] == [2.0, "NaN"]

@@ -150,7 +150,17 @@ class _Shifted(Callback):
         self.seen = state["seen"]
 
 
-@pytest.mark.parametrize("callback", [_Shifted, EMA, lambda: EarlyStopping("train_loss", patience=1)])
+class _Late(_Shifted):
+    """Has nothing to remember at first."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self.seen else {}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen = state.get("seen", 0)
+
+
+@pytest.mark.parametrize("callback", [_Shifted, _Late, EMA, lambda: EarlyStopping("train_loss", patience=1)])
 def test_what_callbacks_remember_of_one_client_is_not_known_to_the_next(callback: Any) -> None:
     fresh, used = (_begun(trainer_callbacks=[callback()]) for _ in range(2))
     used.work(_task(5, config={"epochs": 4}), {})

@@ -253,6 +253,7 @@ def test_links_are_not_stored(checkpoints: CheckpointContext, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
+        ([1, 2], "metadata: expected a dict, got list"),
         ({"steps_completed": "3"}, "steps_completed: expected a whole number, got '3'"),
         ({"steps_completed": True}, "steps_completed: expected a whole number, got True"),
         ({"model": object()}, "metadata.model: cannot store a builtins.object"),

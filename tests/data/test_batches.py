@@ -240,6 +240,11 @@ def test_concat_matches_mappings_by_key() -> None:
     assert joined == {"a": ["1", "3"], "b": ["2", "4"]}
 
 
+@pytest.mark.parametrize("outputs", [[{"a": 1}, {"a": 2, "b": 3}], [{"a": 1, "b": 2}, {"a": 3}], [{"a": 1}, 2]])
+def test_concat_loses_nothing_of_mappings_with_different_keys(outputs: list[Any]) -> None:
+    assert concat(outputs) == outputs
+
+
 def test_concat_keeps_named_tuples_and_dataclasses() -> None:
     joined = concat([Point(Graph(torch.zeros(1)), ["p"]), Point(Graph(torch.ones(2)), ["q"])])
     assert isinstance(joined, Point)

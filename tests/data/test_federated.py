@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from dovetail.data import (
     Datasource,
@@ -171,6 +171,19 @@ def test_samples_are_counted_unless_they_are_known() -> None:
     assert GeneratedData(5, make).num_samples(2) == 3
     assert GeneratedData(5, lambda client_id: 1 / 0, num_samples=lambda client_id: 10 * client_id).num_samples(2) == 20
     assert GeneratedData(5, lambda client_id: Squares()).num_samples(2) == 20
+
+
+@pytest.mark.parametrize(
+    "data",
+    [[make(1), (torch.zeros(4, 2), torch.zeros(4))], DataLoader(TensorDataset(X[:7]), batch_size=3), torch.zeros(7, 2)],
+    ids=["list", "loader", "tensor"],
+)
+def test_samples_are_counted_in_whatever_form_the_data_has(data: Any) -> None:
+    assert GeneratedData(1, lambda client_id: data).num_samples(1) == 7
+
+
+def test_the_samples_of_a_stream_are_counted_by_reading_it() -> None:
+    assert GeneratedData(1, lambda client_id: Stream()).num_samples(1) == 3
 
 
 def test_generated_test_data_are_made_as_well() -> None:

@@ -389,6 +389,21 @@ def test_a_way_of_your_own_has_a_name_too() -> None:
             {"anchor_classes": [1], "num_anchored": 5},
             "num_anchored: expected 0 to 4, .* got 5",
         ),
+        (
+            "mixed_label_quantity",
+            {"anchor_classes": [], "num_anchored": 4},
+            r"anchor_classes: expected one label or more, each once, got \[\]",
+        ),
+        (
+            "mixed_label_quantity",
+            {"anchor_classes": [1, 1], "num_anchored": 1},
+            r"anchor_classes: expected one label or more, each once, got \[1, 1\]",
+        ),
+        (
+            "mixed_label_quantity",
+            {"anchor_classes": range(6), "num_anchored": 1},
+            "anchor_classes: expected at most 4, as many as there are labels for the other clients, got 6",
+        ),
         ("iid", {"seed": -1}, "seed: expected 0 or more, got -1"),
     ],
 )
@@ -410,6 +425,24 @@ def test_more_clients_than_samples_are_refused(name: str) -> None:
 def test_labels_that_are_none_are_refused(labels: Any) -> None:
     with pytest.raises(DataError, match="labels: expected"):
         dirichlet(labels, 2)
+
+
+@pytest.mark.parametrize("samples", [[[0, 1]], [0.5, 1.0], [True, False, True]])
+def test_samples_of_a_client_are_a_row_of_numbers(samples: Any) -> None:
+    with pytest.raises(DataError, match="client 2: expected a row of the numbers of samples, got shape"):
+        Partition.from_lists([[0, 1], samples])
+
+
+@pytest.mark.parametrize("cut", [iid, sample_quantity, all_inclusive])
+def test_a_dataset_without_samples_is_refused(cut: Any) -> None:
+    for count in (0, -1):
+        with pytest.raises(DataError, match=f"labels: expected at least one sample, got {count}"):
+            cut(count, 2)
+
+
+def test_labels_of_another_dataset_make_no_table() -> None:
+    with pytest.raises(DataError, match="labels: expected those of the whole dataset, at least 10, got 9"):
+        iid(10, 2).table([0] * 9)
 
 
 # ------------------------------------------------------------------ the picture

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.utils.data as torch_data
@@ -172,3 +173,37 @@ class Indexed:
 def test_whatever_has_samples_by_index_is_a_dataset() -> None:
     assert [batch.tolist() for (batch,) in as_loader(Indexed(), batch_size=2)] == [[0, 1], [2, 3], [4]]
     assert flat(as_loader(Indexed(), batch_size=2, sampler=[4, 1])) == [4, 1]
+
+
+@pytest.mark.parametrize("index", [10, -11])
+def test_an_index_beyond_the_data_is_refused(index: int) -> None:
+    with pytest.raises(DataError, match=f"sampler: expected indices of 10 samples, got {index}"):
+        as_loader(DATASET, batch_size=2, sampler=[0, index])
+
+
+# ------------------------------------------------------------------ tables
+
+
+@pytest.mark.parametrize("table", [pd.DataFrame({"x": [1.0, 2.0]}), pd.Series([1.0, 2.0])])
+def test_a_table_is_refused_in_a_sentence_that_says_what_to_give(table: Any) -> None:
+    hint = f"got a {type(table).__name__}, whose to_numpy\\(\\) is an array"
+    with pytest.raises(DataError, match=f"data: expected a Dataset, a tensor or array, .*, {hint}$"):
+        as_loader(table, batch_size=2)
+    with pytest.raises(DataError, match=f"data: expected tensors or numeric arrays .*, {hint};"):
+        as_loader((table, torch.zeros(2)), batch_size=2)
+    with pytest.raises(DataError, match=f"sampler: expected indices, .*, {hint}$"):
+        as_loader(DATASET, batch_size=2, sampler=table)
+
+
+def test_a_dataset_that_could_be_an_array_is_a_dataset() -> None:
+    class Numbers(torch_data.Dataset[int]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def to_numpy(self) -> Any:
+            return np.arange(3)
+
+    assert [batch.tolist() for batch in as_loader(Numbers(), batch_size=2)] == [[0, 1], [2]]

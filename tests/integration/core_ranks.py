@@ -238,6 +238,16 @@ def interrupted_batches(context: Context, folder: Path) -> Any:
     return [first, second, outputs]
 
 
+@case
+def more_processes_go_on(context: Context, folder: Path) -> Any:
+    if context.distributed.is_chief:
+        Recorder.told = 0
+        processed(folder / "grown", checkpoint_interval=3, distributed_context=core.DistributedContext())
+        Recorder.told = None
+    context.distributed.allgather(None)
+    return processed(folder / "grown", checkpoint_interval=2)
+
+
 # ------------------------------------------------------------------ an error in one process, the last case
 
 

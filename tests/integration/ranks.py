@@ -413,6 +413,26 @@ def error_in_one_process(folder: Path) -> Any:
     return None
 
 
+@case
+def a_new_run_after_an_error_inside_a_step(folder: Path) -> Any:
+    class FailsOnce(Callback):
+        is_over = False
+
+        def on_gradients(self, context: Any, optimizer: Any) -> None:
+            if not self.is_over:
+                self.is_over = True
+                raise ArithmeticError
+
+    trainer = layer(Trainer(model(), "cpu", **SETTINGS, batch_size=2, callbacks=[FailsOnce()]))
+    try:
+        trainer.fit(data(48), max_length=Epochs(1))
+    except (ArithmeticError, PeerError):
+        trainer.reset()
+    trainer.batch_size = 4
+    trainer.fit(max_length=Epochs(1))
+    return trainer.context.progress.records
+
+
 def run_all(folder: Path) -> dict[str, Any]:
     found = {}
     for name, function in CASES.items():

@@ -131,6 +131,15 @@ def test_a_signal_ends_all_at_the_next_checkpoint_and_the_same_call_goes_on(resu
     assert second["metrics"] == [{"total": sum(range(15))}]
 
 
+def test_more_processes_go_on_where_one_was_and_count_no_batch_twice(results: Results) -> None:
+    found = [each["more_processes_go_on"] for each in results]
+    assert [each["seen"] for each in found] == [
+        [[3, [6, 7]], [4, [10, 11]], [5, [14]]],
+        [[3, [8, 9]], [4, [12, 13]]],
+    ]
+    assert found[0]["metrics"] == [{"total": sum(range(15))}]
+
+
 def test_an_error_in_one_process_is_named_in_the_other(results: Results) -> None:
     found = [each["an_error_in_one_process"] for each in results]
     assert found == [

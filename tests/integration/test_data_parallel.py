@@ -153,6 +153,11 @@ def test_a_layer_adds_at_most_eight_python_calls_to_a_step(results: Results, siz
 
 
 @sizes
+def test_a_new_run_counts_nothing_of_a_step_that_an_error_cut_short(results: Results, size: int) -> None:
+    assert [each["a_new_run_after_an_error_inside_a_step"] for each in results[size]] == [48] * size
+
+
+@sizes
 def test_an_error_in_one_process_is_named_in_the_others(results: Results, size: int) -> None:
     *others, last = [each["error_in_one_process"] for each in results[size]]
     assert last == ["ArithmeticError", "the last process has had enough"]

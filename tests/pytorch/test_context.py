@@ -72,6 +72,19 @@ def test_aggregation_comes_from_a_configuration() -> None:
         pytorch.init(hparams={}, aggregation_frequency=0)
 
 
+@pytest.mark.parametrize("section", ["reproducibility", "optimizations", "searcher"])
+def test_a_section_of_the_configuration_may_be_empty(section: str) -> None:
+    trial, context = make(exp_conf={section: None})
+    assert context.fit(trial, max_length=Batch(1))["loss"] > 0
+
+
+@pytest.mark.parametrize("section", ["reproducibility", "optimizations", "searcher"])
+def test_a_section_of_the_configuration_is_a_mapping(section: str) -> None:
+    with pytest.raises(ConfigError, match=f"{section}: expected settings by name, got 'random'"):
+        trial, context = make(exp_conf={section: "random"})
+        context.fit(trial, max_length=Batch(1))
+
+
 def test_a_job_has_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told(tmp_path, monkeypatch, kind="job", config={"data": {"trial_id": 7}})
     context = pytorch.init()
@@ -232,6 +245,20 @@ def test_a_request_to_stop_cannot_be_taken_back() -> None:
     trial, context = make(trial_class=Wavering)
     with pytest.raises(ConfigError, match="cannot be taken back"):
         context.fit(trial, max_length=Batch(1))
+
+
+def test_the_other_processes_are_told_why_a_script_ends() -> None:
+    class Listening(DistributedContext):
+        reason: BaseException | None = None
+
+        def close(self, error: BaseException | None = None) -> None:
+            self.reason = error
+            super().close(error)
+
+    peers = Listening()
+    with pytest.raises(ArithmeticError) as caught, pytorch.init(hparams={}, distributed=peers, checkpoint_dir=None):
+        raise ArithmeticError("no luck")
+    assert peers.reason is caught.value
 
 
 # ------------------------------------------------------------------ what is written

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,15 @@ def test_two_trials_of_one_context_do_not_mix() -> None:
     context.fit(other, max_length=Epoch(3))
     assert_same_weights(one.model, by_hand(1))
     assert_same_weights(other.model, by_hand(3))
+
+
+def test_a_context_keeps_no_trial_that_nobody_else_has() -> None:
+    trial, context = make()
+    context.fit(trial, max_length=Batch(1))
+    gone = weakref.ref(trial)
+    del trial
+    gc.collect()
+    assert gone() is None
 
 
 # ------------------------------------------------------------------ updates
@@ -782,12 +793,23 @@ def test_a_trial_comes_back_from_its_best_checkpoint(tmp_path: Path) -> None:
 
     fresh = pytorch.init(checkpoint_dir=tmp_path, verbose=False)
     by_id = fresh.load_checkpoint_trial(Classifier, trial_id=0)
-    assert fresh.hparams == {"dropout": 0.25}
+    assert by_id.context.hparams == {"dropout": 0.25}
     by_path = pytorch.load_trial_from_checkpoint_path(tmp_path / "trial_0" / "best_ck", Classifier)
     best = checkpoint.load(tmp_path / "trial_0" / "best_ck")["model"]
     for loaded in (by_id, by_path):
         assert all(torch.equal(value, best[name]) for name, value in loaded.model.state_dict().items())
     assert torch.equal(fresh.predict(by_id, [data]), context.predict(by_path, [data]))
+
+
+def test_a_loaded_trial_leaves_its_hyperparameters_to_no_other(tmp_path: Path) -> None:
+    for dropout in (0.25, 0.5):
+        trial, context = make(tmp_path / str(dropout), hparams={"dropout": dropout})
+        context.fit(trial, max_length=Batch(1))
+    fresh = pytorch.init(checkpoint_dir=None, verbose=False)
+    paths = [tmp_path / str(dropout) / "trial_0" / "best_ck" for dropout in (0.25, 0.5)]
+    loaded = [fresh.load_checkpoint_trial(Classifier, path=path) for path in paths]
+    assert [trial.model[2].p for trial in loaded] == [0.25, 0.5]
+    assert fresh.hparams == {}
 
 
 def test_loading_without_a_class_names_the_one_it_was(tmp_path: Path) -> None:

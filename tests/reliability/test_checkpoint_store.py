@@ -27,7 +27,8 @@ import torch
 
 from dovetail.checkpoint import CheckpointWarning, inspect, latest, load, load_latest, save, verify
 from dovetail.checkpoint.files import Digest, Files
-from dovetail.checkpoint.manifest import _seal, make_manifest
+from dovetail.checkpoint.manifest import make_manifest
+from dovetail.checkpoint.strict_json import seal
 from dovetail.errors import CheckpointError
 
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
@@ -497,7 +498,7 @@ def _forge(path: Path, state: bytes = b"{}", tensors: bytes = b"\x02\0\0\0\0\0\0
         digest.update(content)
     document = json.loads(make_manifest(digests, {}))
     del document["sha256"]
-    (path / "manifest.json").write_bytes(_seal({**document, **changes}))
+    (path / "manifest.json").write_bytes(seal({**document, **changes}))
     return path
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +94,12 @@ def until() -> Callable[[Callable[[], bool]], None]:
 
 
 class Detached:
-    """A runner in a process of its own, in a session of its own."""
+    """A runner or a job in a process of its own, in a session of its own."""
 
-    def __init__(self, server: subprocess.Popen[str], home: Path, experiment: int, folder: Path) -> None:
+    def __init__(self, server: subprocess.Popen[str], words: Sequence[object], folder: Path) -> None:
         assert server.stdin is not None
         self._folder = folder
-        print(json.dumps([str(home), str(experiment), str(folder)]), file=server.stdin, flush=True)
+        print(json.dumps([[*map(str, words)], str(folder)]), file=server.stdin, flush=True)
         wait_until((folder / "pid").exists)
         self.pid = int((folder / "pid").read_text())
 
@@ -122,7 +122,7 @@ class Detached:
 
 @pytest.fixture(scope="session")
 def runner_server() -> Iterator[subprocess.Popen[str]]:
-    """What `detached` starts its processes by."""
+    """What `forked` starts its processes by."""
     command = [sys.executable, "-W", "error", str(Path(__file__).with_name("runner_server.py"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as server:
         yield server
@@ -131,15 +131,14 @@ def runner_server() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def detached(
-    lab: Lab, runner_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[ExperimentRecord], Detached]]:
-    """A function that runs an experiment in a process of its own; none is left at the end."""
+def forked(
+    tmp_path: Path, runner_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Detached]]:
+    """A function that starts what `runner_server` knows by its words; none is left at the end."""
     started: list[Detached] = []
 
-    def start(record: ExperimentRecord) -> Detached:
-        folder = tmp_path_factory.mktemp("runner")
-        started.append(Detached(runner_server, lab.store.home, record.id, folder))
+    def start(*words: object) -> Detached:
+        started.append(Detached(runner_server, words, tmp_path_factory.mktemp("process")))
         return started[-1]
 
     yield start
@@ -147,5 +146,11 @@ def detached(
         process.kill()
     for each in psutil.process_iter():
         with suppress(psutil.Error):
-            if each.environ().get(ATTEMPT, "").startswith(str(lab.folder)):
+            if each.environ().get(ATTEMPT, "").startswith(str(tmp_path)):
                 each.kill()
+
+
+@pytest.fixture
+def detached(lab: Lab, forked: Callable[..., Detached]) -> Callable[[ExperimentRecord], Detached]:
+    """A function that runs an experiment in a process of its own; none is left at the end."""
+    return lambda record: forked(lab.store.home, record.id)

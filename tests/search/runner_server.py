@@ -1,6 +1,8 @@
-"""Runners in processes of their own that begin with everything imported, which takes a second in a new interpreter.
+"""Runners and jobs in processes of their own that begin with everything imported, which takes a second in a new one.
 
-A line `[home, experiment, folder]` on stdin forks one. In the folder, the file `pid` names it, and `code` its end.
+A line `[words, folder]` on stdin forks one: two words are those of `python -m dovetail.search`, three are the home, the
+file and the code of a job. In the folder, the file `pid` names the process, `output` has what it says, and `code` tells
+its end.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from dovetail.search.jobs import run_job
 from dovetail.search.runner import main
 from dovetail.search.store import Store
 
@@ -21,14 +24,18 @@ def write(path: Path, number: int) -> None:
     unfinished.replace(path)
 
 
-def become_runner(home: str, experiment: str) -> None:
+def become(words: list[str], output: Path) -> None:
     os.setsid()
-    with open(Path(home, "experiments", experiment, "runner.log"), "ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    with open(output, "ab") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
     code = 70
     try:
-        code = main([home, experiment])
+        if len(words) == 2:
+            code = main(words)
+        else:
+            home, config, context_dir = words
+            code = int(run_job(Store.open(home), config, context_dir).state != "COMPLETED")
     finally:
         sys.stderr.flush()
         os._exit(code)
@@ -39,7 +46,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as first:
         Store.open(first).experiments()
     for line in sys.stdin:
-        home, experiment, folder = json.loads(line)
+        words, folder = json.loads(line)
         if os.fork():
             os.wait()
             continue
@@ -47,7 +54,7 @@ if __name__ == "__main__":
         if os.fork():
             os._exit(0)
         if (pid := os.fork()) == 0:
-            become_runner(home, experiment)
+            become(words, Path(folder, "output"))
         write(Path(folder, "pid"), pid)
         write(Path(folder, "code"), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)

@@ -43,6 +43,22 @@ def test_ticks_are_round(values: list[float], ticks: list[float]) -> None:
     assert Scale.of(values).ticks() == pytest.approx(ticks)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        # A fifth of both is the same number.
+        [1.3000000000004435, 1.3000000000004437],
+        # Half of it is none.
+        [0.0, 5e-324],
+        [0.0, 1e-323],
+    ],
+)
+def test_numbers_that_hardly_differ_have_a_scale(values: list[float]) -> None:
+    scale = Scale.of(values)
+    assert all(0 <= scale(value) <= 1 for value in values)
+    assert all(-1e-6 <= scale(tick) <= 1 + 1e-6 for tick in scale.ticks())
+
+
 def test_numbers_of_several_magnitudes_are_logarithmic_unless_one_is_not_positive() -> None:
     assert Scale.of([1, 100]).is_log
     assert not Scale.of([1, 10]).is_log

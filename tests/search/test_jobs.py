@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,17 +30,17 @@ def _run(place: Path, script: str, text: str = "", **options: Any) -> Any:
     return run_job(Store.open(place / "home"), place / "infer.yaml", place / "code", **options)
 
 
-def _start(place: Path, script: str) -> tuple[subprocess.Popen[str], Path]:
-    """Run a job in another process, and return where it works."""
-    (place / "code" / "job.py").write_text(script)
-    (place / "infer.yaml").write_text("entrypoint: python3 job.py\n")
-    program = (
-        "import sys; from dovetail.search.jobs import run_job; from dovetail.search.store import Store;"
-        "print(run_job(Store.open(sys.argv[1]), sys.argv[2], sys.argv[3]).state)"
-    )
-    command = [sys.executable, "-c", program, str(place / "home"), str(place / "infer.yaml"), str(place / "code")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return process, place / "home" / "jobs" / "1" / "code"
+@pytest.fixture
+def start(place: Path, forked: Callable[..., Any]) -> Callable[[str], tuple[Any, Path]]:
+    """A function that runs a job in another process, and returns that and where the job works."""
+
+    def begin(script: str) -> tuple[Any, Path]:
+        (place / "code" / "job.py").write_text(script)
+        (place / "infer.yaml").write_text("entrypoint: python3 job.py\n")
+        process = forked(place / "home", place / "infer.yaml", place / "code")
+        return process, place / "home" / "jobs" / "1" / "code"
+
+    return begin
 
 
 def test_a_job_is_told_its_data_and_its_output_is_kept(place: Path) -> None:
@@ -74,17 +72,22 @@ def test_jobs_are_numbered_and_listed(place: Path) -> None:
 def test_the_output_comes_as_it_is_written(place: Path) -> None:
     said: list[str] = []
     heard = place / "heard"
-    # It goes on only when its first line was heard.
-    script = (
-        f"import pathlib, time\nprint(0)\nwhile not pathlib.Path({str(heard)!r}).exists(): time.sleep(0.01)\nprint(1)"
-    )
+    # It goes on only when its first line was heard, and has begun a sign of three bytes by then.
+    script = f"""
+import pathlib, sys, time
+sign = "━".encode()
+sys.stdout.buffer.write(b"0\\n" + sign[:1])
+while not pathlib.Path({str(heard)!r}).exists():
+    time.sleep(0.01)
+sys.stdout.buffer.write(sign[1:] + b"\\r1\\n")
+"""
 
     def hear(text: str) -> None:
         said.append(text)
         heard.touch()
 
     _run(place, script, on_output=hear)
-    assert said == ["0\n", "1\n"]
+    assert said == ["0\n", "━\r1\n"]
 
 
 def test_settings_change_what_the_file_says(place: Path) -> None:
@@ -102,13 +105,12 @@ def test_a_job_that_cannot_be_meant_leaves_nothing(place: Path) -> None:
     assert Store.open(place / "home").jobs() == []
 
 
-def test_a_job_whose_starter_was_killed_is_still_seen_as_it_is(place: Path, until: Until) -> None:
+def test_a_job_whose_starter_was_killed_is_still_seen_as_it_is(place: Path, start: Any, until: Until) -> None:
     script = "import time, pathlib\nopen('begun', 'w').close()\n"
     script += "while not pathlib.Path('go').exists():\n    time.sleep(0.01)"
-    process, work = _start(place, script)
+    process, work = start(script)
     until((work / "begun").exists)
     process.kill()
-    process.communicate()
     store = Store.open(place / "home")
     assert store.job(1).state == "RUNNING"
     (work / "go").touch()
@@ -153,17 +155,17 @@ def test_the_checkpoint_of_a_trial_is_found_in_the_experiments(place: Path, monk
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_cancels_and_twice_kills(place: Path, until: Until, signals: int) -> None:
+def test_ctrl_c_cancels_and_twice_kills(place: Path, start: Any, until: Until, signals: int) -> None:
     script = "import signal, time\n"
     script += "signal.signal(signal.SIGTERM, lambda *_: open('heard', 'w').close())\n" if signals == 2 else ""
     script += "open('begun', 'w').close()\ntime.sleep(600)"
-    process, work = _start(place, script)
+    process, work = start(script)
     until((work / "begun").exists)
     assert [job.state for job in Store.open(place / "home").jobs()] == ["RUNNING"]
     process.send_signal(signal.SIGINT)
     if signals == 2:
         until((work / "heard").exists)
         process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=120)[0] == "CANCELED\n"
+    assert process.wait() == 1
     job = Store.open(place / "home").job(1)
     assert (job.state, job.exit_code) == ("CANCELED", 143 if signals == 1 else None)

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.search import runner
+from dovetail.search import locks, runner
 from dovetail.search.checkpoints import latest_checkpoint
 from dovetail.search.processes import Attempt, LocalBackend
 from dovetail.search.records import ExperimentRecord
 from dovetail.search.report import report
-from dovetail.search.runner import Runner, backend_for, command_of, request, start_detached, trial_seed
+from dovetail.search.runner import Runner, backend_for, command_of, request, trial_seed
 from dovetail.search.schema import read_experiment
 from dovetail.search.searchers import SearcherKind, Suggestion, searchers
 from dovetail.search.searchers.base import Searcher
@@ -69,6 +69,14 @@ def test_a_trial_without_the_metric_completes_and_the_log_says_what_is_missing(l
     done = lab.run("write({'group': 'validation', 'steps_completed': 1, 'metrics': {'accuracy': 1}})")
     assert (done.trials[0].state, done.trials[0].best) == ("COMPLETED", None)
     assert "reports no number 'loss'" in (done.directory / "runner.log").read_text()
+
+
+@pytest.mark.parametrize("epochs", ["NaN", "Infinity"])
+def test_a_time_that_is_not_finite_is_told_to_nobody(lab: Any, epochs: str) -> None:
+    searcher = {"name": "async_halving", "num_rungs": 1, "max_trials": 1, "max_time": 4, "time_metric": "epochs"}
+    done = lab.run(f"report(1, 0.5, epochs={epochs!r})", searcher)
+    assert (done.trials[0].state, done.trials[0].values) == ("COMPLETED", {})
+    assert "reports no number 'epochs'" in (done.directory / "runner.log").read_text()
 
 
 def test_a_trial_knows_who_it_is(lab: Any) -> None:
@@ -600,13 +608,15 @@ def test_a_paused_experiment_goes_on_where_it_was(lab: Any, detached: Any, until
     assert _codes(done) == [143, 0]
 
 
-def test_a_script_that_leaves_with_code_0_when_it_is_paused_says_so_by_a_file(lab: Any, until: Until) -> None:
+def test_a_script_that_leaves_with_code_0_when_it_is_paused_says_so_by_a_file(
+    lab: Any, detached: Any, until: Until
+) -> None:
     script = SLOW.replace("sys.exit(143)", "Path(os.environ['DOVETAIL_ATTEMPT'], 'preempted').touch(); sys.exit(0)")
     record = lab.create(script)
-    process = start_detached(lab.store, record.id)
+    process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
     request(lab.store, record.id, "pause")
-    assert process.wait(120) == 0
+    assert process.wait() == 0
     assert lab.store.experiment(record.id).trials[0].state == "WAITING"
     assert Runner(lab.store, record.id).run().trials[0].state == "COMPLETED"
 
@@ -622,6 +632,14 @@ def test_a_canceled_experiment_is_over(lab: Any, detached: Any, until: Until, wi
     assert (done.state, done.trials[0].state) == ("CANCELED", "CANCELED")
     assert (done.trials[0].directory / "saved").exists() or not saves
     assert Runner(lab.store, record.id).run().state == "CANCELED"
+
+
+def test_a_paused_experiment_whose_cluster_is_not_there_stays_paused(lab: Any) -> None:
+    record = lab.create("report(1, 0.5)", resources={"cluster": "nowhere"})
+    lab.store.set_state(record.id, "PAUSED")
+    with pytest.raises(ConfigError, match="got 'nowhere'"):
+        Runner(lab.store, record.id).run()
+    assert lab.store.experiment(record.id).state == "PAUSED"
 
 
 def test_a_wish_that_is_granted_already_runs_nothing(lab: Any) -> None:
@@ -659,7 +677,8 @@ def test_ctrl_c_twice_kills_trials_that_do_not_leave(lab: Any, detached: Any, un
 # ------------------------------------------------------------------ one runner after another
 
 
-def test_an_experiment_has_one_runner(lab: Any, detached: Any, until: Until) -> None:
+def test_an_experiment_has_one_runner(lab: Any, detached: Any, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
     record = lab.create(SLOW)
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))

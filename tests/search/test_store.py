@@ -233,6 +233,13 @@ def test_what_became_of_a_job_is_in_its_files(lab: Any) -> None:
     assert lab.store.job(1).started == datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
 
+def test_what_else_lies_beside_jobs_is_none(lab: Any) -> None:
+    for name in ("1 (copy)", "notes"):
+        (lab.store.home / "jobs" / name).mkdir(parents=True)
+        (lab.store.home / "jobs" / name / "job.json").write_text("{}")
+    assert lab.store.jobs() == []
+
+
 # ------------------------------------------------------------------ a server
 
 
@@ -312,3 +319,19 @@ def test_a_server_that_does_not_answer_is_one_sentence_without_the_password(serv
 def test_a_store_that_is_no_url_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match="expected a URL such as postgresql://user@host/name"):
         Store.open(tmp_path, "somewhere")
+
+
+def test_an_address_that_cannot_be_read_is_one_sentence_without_the_password(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
+    with pytest.raises(ExperimentError, match=r"^the store at host:port/lab: expected a URL such as ") as raised:
+        Store.open(tmp_path, "postgresql://me:tree-frog@host:port/lab")
+    assert "frog" not in str(raised.value)
+    # Nor in what a traceback would show.
+    assert raised.value.__suppress_context__
+
+
+def test_a_runner_of_its_own_finds_another_file_of_studies(lab: Any) -> None:
+    lab.store = Store.open(lab.folder / "home", f"sqlite:///{lab.folder / 'other.db'}")
+    record = lab.create("report(1, 0.5)")
+    assert start_detached(lab.store, record.id).wait(120) == 0
+    assert lab.store.experiment(record.id).trials[0].values == {1: 0.5}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from federation import Blobs, Everything, make_trainer
+from rich.console import Console
 from torch import Tensor, nn
 
 from dovetail.clients.simple import Client
 from dovetail.errors import ConfigError
-from dovetail.federated.messages import Task, Update
+from dovetail.federated.backends import Worker
+from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
+from dovetail.servers.display import RoundDisplay
 from dovetail.servers.edge import _part
 from dovetail.servers.fedavg import Server
 
@@ -78,15 +83,66 @@ class _Everything(Everything):
         return name.startswith("3.")
 
 
-def test_a_client_that_fails_is_left_out_at_its_edge_server() -> None:
-    class Failing(Client):
-        def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
-            if task.client_id == 2:
-                raise ValueError("no")
-            return super().work(task, state)
+class Failing(Client):
+    """Of its clients, the second one cannot work."""
 
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        if task.client_id == 2:
+            raise ValueError("no")
+        return super().work(task, state)
+
+
+def test_a_client_that_fails_is_left_out_at_its_edge_server_and_named_above() -> None:
     server = _run(Failing(trainer=make_trainer()), cross_silo=True, total_silos=2)
-    assert all(record.reported and not record.faults for record in server.records)
+    assert [sorted(record.reported) for record in server.records] == [[1, 2]] * 3
+    reason = "ValueError: no (a client of edge server 1)"
+    assert [record.faults for record in server.records] == [
+        (Fault(2, number, "crashed", reason),) for number in (1, 2, 3)
+    ]
+    assert server.evaluate_clients().faults == (Fault(2, 3, "crashed", reason),)
+    assert server.personalize(epochs=1).faults == (Fault(2, 4, "crashed", reason),)
+
+
+def test_a_line_counts_edge_servers_and_names_their_clients() -> None:
+    text = io.StringIO()
+    display = RoundDisplay(Console(file=text, width=200))
+    _run(Failing(trainer=make_trainer()), cross_silo=True, total_silos=2, rounds=1, callbacks=[display])
+    assert text.getvalue().startswith("round 1/1  2 of 2 edge servers  ")
+    assert text.getvalue().endswith("  client 2 crashed: ValueError: no (a client of edge server 1)\n")
+
+
+def test_an_edge_server_that_fails_is_not_taken_for_a_client() -> None:
+    server = Server(_model, Doubles(), rounds=1, per_round=8, cross_silo=True, total_silos=2)
+    server.prepare(Client(trainer=make_trainer()))
+    server._worker = _FailingEdge(server.worker)
+    (record,) = server.run()
+    assert record.reported == (2,)
+    assert record.faults == (Fault(1, 1, "crashed", "ValueError: no network (edge server 1)"),)
+
+
+def test_what_an_edge_server_says_of_its_clients_is_not_trusted() -> None:
+    server = Server(_model, Doubles(), rounds=1, per_round=8, cross_silo=True, total_silos=2)
+    server.prepare(Client(trainer=make_trainer()))
+    server._worker = _LyingEdge(server.worker)
+    (record,) = server.run()
+    reason = "what it says of its clients cannot be read (edge server 1)"
+    assert record.faults == (Fault(1, 1, "wrong shape", reason),)
+
+
+class _FailingEdge:
+    def __init__(self, edge: Worker) -> None:
+        self.edge = edge
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        if task.client_id == 1:
+            raise ValueError("no network")
+        return self.edge.work(task, state)
+
+
+class _LyingEdge(_FailingEdge):
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        update, kept = self.edge.work(task, state)
+        return replace(update, payload={"faults": [{"who": 1}]} if task.client_id == 1 else {}), kept
 
 
 def test_edge_servers_judge_for_their_clients() -> None:
@@ -118,5 +174,7 @@ def test_silos_without_clients_are_refused() -> None:
         _run(per_round=2, cross_silo=True, total_silos=3)
     with pytest.raises(ConfigError, match="total_silos: expected at most one per client, 8, got 9"):
         _run(per_round=9, cross_silo=True, total_silos=9)
+    with pytest.raises(ConfigError, match="min_clients: expected at most total_silos, 2, got 3"):
+        _run(cross_silo=True, total_silos=2, min_clients=3)
     with pytest.raises(ConfigError, match="give synchronous=True"):
         _run(cross_silo=True, synchronous=False)

@@ -11,6 +11,7 @@ from federation import Blobs, Everything, make_model, make_trainer
 from torch import Tensor
 
 from dovetail.clients.simple import Client
+from dovetail.errors import ConfigError
 from dovetail.federated import ServerCallback
 from dovetail.servers.fedavg import Server
 
@@ -36,6 +37,13 @@ def test_the_server_tests_the_new_weights() -> None:
 def test_without_test_data_there_is_nothing_to_test() -> None:
     (record, *_) = _server(Blobs(central=False)).run(Client(trainer=make_trainer()))
     assert set(record.metrics) == {"train_loss"}
+
+
+@pytest.mark.parametrize("data", [None, Blobs()], ids=["no data", "data"])
+@pytest.mark.parametrize("asked", ["model", "trainer", "worker", "evaluate", "evaluate_clients", "personalize"])
+def test_a_server_that_was_not_run_says_so(asked: str, data: Blobs | None) -> None:
+    with pytest.raises(ConfigError, match="call `run` or `prepare` first"):
+        getattr(Server(datasource=data), asked)()
 
 
 def test_every_client_judges_the_global_model_on_its_own_data() -> None:

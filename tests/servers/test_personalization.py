@@ -101,6 +101,14 @@ def test_python_that_says_it_wrongly_is_refused() -> None:
         federation(personalization={"epoch": 1})
 
 
+@pytest.mark.parametrize("epochs", [0, -1])
+def test_less_than_one_epoch_is_refused(epochs: int) -> None:
+    with pytest.raises(ConfigError, match=rf"personalization: expected at least 1 epoch, .* got {epochs}$"):
+        Server(personalization={"epochs": epochs})
+    with pytest.raises(ConfigError, match=rf"personalization: expected at least 1 epoch, .* got {epochs}$"):
+        federation().personalize(epochs=epochs)
+
+
 def _algorithm(**algorithm: Any) -> Any:
     return built(read_federated({"algorithm": algorithm}))[0].algorithm
 

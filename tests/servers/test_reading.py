@@ -77,6 +77,12 @@ def test_all_mistakes_come_at_once_each_with_its_place(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["inbound_processors", "outbound_processors"])
+def test_an_unknown_postprocessor_is_a_mistake(key: str) -> None:
+    with pytest.raises(ConfigErrors, match=rf"^clients\.{key}: unknown postprocessor 'qsdg': did you mean 'qsgd'\?"):
+        read_federated({"clients": {key: ["zstd", {"qsdg": {}}]}})
+
+
 def test_more_clients_per_round_than_there_are_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigErrors, match=r"plato.yml:4:5: clients.per_round: expected at most total_clients, which is"
@@ -136,4 +142,12 @@ def test_a_label_that_is_the_name_of_a_model_is_not_taken_for_one() -> None:
     with pytest.raises(ConfigErrors, match=r"trainer\.model_name: only a label here, .* give model_type: lenet5"):
         read_federated({"trainer": {"model_name": "LeNet5"}})
     assert read_federated({"trainer": {"model_name": "LeNet5", "model_type": "mlp"}}).trainer.model_type == "mlp"
-    assert read_federated({"trainer": {"model_name": "mine"}}).trainer.model_name == "mine"
+
+
+def test_a_label_without_a_model_is_told_with_the_models_that_there_are() -> None:
+    sentence = (
+        r"^trainer\.model_name: only a label here, with which the default model trains: unknown model 'lenet-5': "
+        r"did you mean 'lenet5'\? \(known: cnn, .*\); give model_type for another model$"
+    )
+    with pytest.warns(UserWarning, match=sentence):
+        assert read_federated({"trainer": {"model_name": "lenet-5"}}).trainer.model_name == "lenet-5"

@@ -28,9 +28,27 @@ class Cut(ServerCallback):
     def __init__(self, round: int) -> None:
         self.round = round
 
-    def on_clients_processed(self, server: Any) -> None:
+    def on_weights_aggregated(self, server: Any, updates: Any) -> None:
         if server.current_round == self.round:
             raise PowerCutError
+
+
+class Complain(ServerCallback):
+    """Fails once in every round: in odd ones when they are over, in even ones before."""
+
+    def __init__(self) -> None:
+        self.heard: set[int] = set()
+
+    def on_weights_aggregated(self, server: Any, updates: Any) -> None:
+        self._complain(server.current_round, 0)
+
+    def on_clients_processed(self, server: Any) -> None:
+        self._complain(server.current_round, 1)
+
+    def _complain(self, number: int, remainder: int) -> None:
+        if number % 2 == remainder and number not in self.heard:
+            self.heard.add(number)
+            raise RuntimeError(f"round {number}")
 
 
 def _run(kind: str, folder: Path | None = None, **options: Any) -> Server:
@@ -46,6 +64,22 @@ def test_a_run_that_was_cut_in_any_round_ends_with_the_same_bits(kind: str, tmp_
         with pytest.raises(PowerCutError):
             _run(kind, tmp_path, callbacks=[Cut(round)])
     assert outcome(_run(kind, tmp_path)) == expected
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_round_that_a_callback_fails_after_has_been_and_one_that_it_fails_in_has_not(
+    is_stored: bool, tmp_path: Path
+) -> None:
+    server = make_server("everything", tmp_path if is_stored else None, callbacks=[Complain()])
+    server.prepare(Client(trainer=make_trainer()))
+    for number in range(1, 6):
+        with pytest.raises(RuntimeError, match=f"round {number}"):
+            server.run()
+        assert len(server.records) == number - (number % 2 == 0)
+        if is_stored:
+            newest = store.list_checkpoints(tmp_path / "checkpoints")[-1].path.name
+            assert newest == f"round_{len(server.records)}"
+    assert outcome(server) == outcome(_run("everything"))
 
 
 def test_a_run_that_is_over_stays_as_it_is(tmp_path: Path) -> None:
@@ -102,6 +136,12 @@ def test_a_checkpoint_of_another_federation_is_refused(tmp_path: Path, options: 
     _run("plain", tmp_path, rounds=1)
     with pytest.raises(CheckpointError, match=words):
         _run("plain", tmp_path, **options)
+
+
+def test_a_checkpoint_that_is_not_of_a_server_is_refused(tmp_path: Path) -> None:
+    store.save(tmp_path / "checkpoints" / "epoch_1", {"model": {}, "progress": {}})
+    with pytest.raises(CheckpointError, match="not of a server, and has no rounds: give another checkpoint_path"):
+        _run("plain", tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

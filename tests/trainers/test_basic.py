@@ -112,6 +112,9 @@ def test_an_add_on_that_looks_at_validations_needs_no_data_for_them(problem: Pro
 def test_a_trainer_without_a_model_says_so(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="has no model"):
         Trainer(verbose=False).fit(problem.batches)
+    for use in (Trainer.save_model, Trainer.load_model, Trainer.save_checkpoint):
+        with pytest.raises(ConfigError, match="has no model"):
+            use(Trainer(verbose=False), "nowhere")
 
 
 def test_a_frozen_model_has_nothing_to_optimise(problem: Problem) -> None:
@@ -440,4 +443,12 @@ def test_a_reset_trainer_starts_anew(problem: Problem) -> None:
     trainer.reset()
     assert trainer.context.progress.batches == 0
     assert len(trainer.history.rows) == 0
+    assert trainer.optimizer.state == {}
+
+
+def test_a_reset_trainer_forgets_the_state_of_an_optimizer_that_it_was_given(problem: Problem) -> None:
+    model = problem.model()
+    trainer = quiet(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    trainer.reset()
     assert trainer.optimizer.state == {}

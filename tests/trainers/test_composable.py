@@ -760,6 +760,8 @@ def test_the_model_of_a_time_is_that_of_the_newest_checkpoint_before_it(problem:
     assert all(torch.equal(latest[name], value) for name, value in weights(trainer.model).items())
     with pytest.raises(CheckpointError, match="no checkpoint of client 4"):
         trainer.obtain_model_at_time(4, between)
+    with pytest.raises(ConfigError, match="requested_time: expected a time with its zone"):
+        trainer.obtain_model_at_time(3, between.replace(tzinfo=None))
 
 
 def test_a_loss_that_the_configuration_names_decides_whether_there_is_an_accuracy(problem: Problem) -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from problem import Problem, assert_same_weights
 
-from dovetail import Epochs, Trainer
+from dovetail import Batches, Epochs, Trainer
+from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
 from dovetail.trainers import (
     AbstractTrainerDecorator,
@@ -246,6 +247,53 @@ def test_a_float16_run_is_resumed_with_its_scale(problem: Problem, tmp_path: Any
     assert whole.context.progress.updates < whole.context.progress.batches
     assert second.context.progress == whole.context.progress
     assert_same_weights(second.model, whole.model)
+
+
+class LookAtScale(Callback):
+    """Notes the scale of every step, and fails in the step it is told, once."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.scales: list[float] = []
+        self.fails_at = fails_at
+
+    def on_gradients(self, context: Any, optimizer: Any) -> None:
+        self.scales.append(context.precision.scaler.get_scale())
+        if context.progress.batches == self.fails_at:
+            self.fails_at = -1
+            raise ZeroDivisionError
+
+
+def test_a_new_run_in_float16_begins_with_the_first_scale(problem: Problem) -> None:
+    look = LookAtScale()
+    trainer = AMPTrainer(make_trainer(problem, callbacks=[look]), precision="fp16", init_scale=2.0**40)
+    for _ in range(2):
+        trainer.reset()
+        trainer.fit(problem.batches, max_length=Batches(3))
+    assert look.scales == [2.0**40, 2.0**39, 2.0**38] * 2
+
+
+def test_a_float16_run_goes_on_after_an_error_in_the_middle_of_a_step(problem: Problem) -> None:
+    look = LookAtScale(fails_at=2)
+    trainer = AMPTrainer(make_trainer(problem, callbacks=[look]), precision="fp16", init_scale=2.0**40)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(problem.batches, max_length=Batches(4))
+    trainer.fit(problem.batches, max_length=Batches(4))
+    assert look.scales == [2.0**40, 2.0**39, 2.0**38, 2.0**38, 2.0**37]
+
+
+def test_a_manual_step_that_overflows_at_the_end_of_a_window_is_skipped_once(problem: Problem) -> None:
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        loss = torch.nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
+        trainer.context.backward(loss)
+        trainer.context.step()
+        return {"loss": loss.detach()}
+
+    look = LookAtScale()
+    plain = make_trainer(problem, accumulation_steps=2, train_step=train_step, callbacks=[look])
+    trainer = AMPTrainer(plain, precision="fp16", init_scale=2.0**40)
+    trainer.fit(problem.batches, max_length=Batches(4))
+    assert look.scales == [2.0**40, 2.0**39]
+    assert trainer.context.progress.updates == 0
 
 
 # ------------------------------------------------------------------ making

@@ -26,6 +26,17 @@ from dovetail.trainers.strategies import (
     StepLRSchedulerStrategy,
 )
 
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.second(self.first(x).tanh()))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "logistic": (lambda: nn.Linear(6, 3), (6,)),
     "mlp": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (6,)),
@@ -35,6 +46,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (1, 8, 8),
     ),
+    "shared": (Tied, (6,)),
 }
 OPTIMIZERS = {
     "sgd": SGDOptimizerStrategy(lr=0.1, momentum=0.9, weight_decay=0.01),

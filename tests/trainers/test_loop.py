@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.utils.data as torch_data
 from problem import Problem, assert_same_weights, train_by_hand, weights
 from torch import Tensor, nn
 
 from dovetail import Batches, Epochs, Records, Trainer, Updates
 from dovetail.callbacks import Callback
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.trainers.context import TrainingContext
 
 
@@ -280,6 +282,34 @@ def test_an_optimizer_that_asked_early_steps_when_the_window_closes(problem: Pro
     assert_same_weights(ours, theirs)
 
 
+def test_a_window_asks_no_optimizer_that_an_error_left_waiting(problem: Problem) -> None:
+    asked: list[torch.optim.Optimizer] = []
+
+    class Look(Callback):
+        def on_gradients(self, context: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
+            asked.append(optimizer)
+
+    def train_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        output = manual_step(trainer, batch)
+        if fails:
+            raise fails.pop()
+        return output
+
+    fails = [ZeroDivisionError()]
+    trainer = quiet(
+        problem.model(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        accumulation_steps=2,
+        train_step=train_step,
+        callbacks=[Look],
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(problem.batches, max_length=Batches(2))
+    trainer.reset()
+    trainer.fit(problem.batches, max_length=Batches(2))
+    assert asked == [trainer.optimizer]
+
+
 # ---------------------------------------------------------------------- lengths and periods
 
 
@@ -463,6 +493,28 @@ def test_evaluation_is_weighted_by_samples(problem: Problem) -> None:
         outputs = model.eval()(x)
     assert metrics["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, problem.y[:13]).item(), abs=1e-12)
     assert metrics["accuracy"] == pytest.approx((outputs.argmax(1) == problem.y[:13]).double().mean().item(), abs=1e-7)
+
+
+def test_training_data_are_evaluated_as_a_whole_wherever_training_stands(problem: Problem) -> None:
+    def trained(*, looks: bool) -> nn.Module:
+        trainer = quiet(problem.model(), seed=0)
+        order = torch_data.RandomSampler(problem.batches)
+        trainer.fit(torch_data.DataLoader(problem.batches, None, sampler=order), max_length=Batches(5))
+        if looks:
+            here, there = trainer.evaluate(stage="train"), trainer.evaluate(problem.batches)
+            assert here == pytest.approx(there)
+        trainer.fit(max_length=Batches(24))
+        return trainer.model
+
+    assert_same_weights(trained(looks=False), trained(looks=True))
+
+
+def test_a_stage_that_nobody_knows_is_named(problem: Problem) -> None:
+    trainer = quiet(problem.model())
+    with pytest.raises(UnknownNameError, match=r"'tset'.*'test'"):
+        trainer.evaluate(problem.batches, "tset")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no train data"):
+        trainer.evaluate(stage="train")
 
 
 def test_predictions_come_in_order_and_joined(problem: Problem) -> None:

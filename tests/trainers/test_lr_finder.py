@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from problem import Problem, assert_same_weights
 
 from dovetail import Epochs, Trainer
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.lr_finder import LogFinder, LRFinder
+from dovetail.trainers.strategies import ModelUpdateStrategy
 
 
 def trainer_of(problem: Problem, **options: Any) -> Trainer:
@@ -113,6 +116,21 @@ def test_the_curve_is_drawn(problem: Problem, tmp_path: Path) -> None:
     finder.find()
     path = finder.plot(tmp_path / "deep" / "curve.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_trains_with_the_hooks_of_strategies_and_of_the_class(problem: Problem) -> None:
+    heard: list[str] = []
+
+    class Note(ModelUpdateStrategy):
+        def on_train_start(self, context: TrainingContext) -> None:
+            heard.append("strategy")
+
+    class Own(Trainer):
+        def train_run_start(self, config: Mapping[str, Any]) -> None:
+            heard.append("class")
+
+    LRFinder(Own(problem.model(), "cpu", model_update_strategy=Note(), verbose=False)).find(problem.batches)
+    assert sorted(heard) == ["class", "strategy"]
 
 
 def test_mistakes_are_named(problem: Problem) -> None:

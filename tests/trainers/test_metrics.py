@@ -111,6 +111,22 @@ def test_accuracy_takes_soft_targets() -> None:
     assert accuracy(outputs, torch.tensor([[1.0, 0.0], [0.6, 0.4]])).item() == 0.5
 
 
+def test_a_metric_that_is_no_number_is_refused(problem: Problem) -> None:
+    def hits(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.argmax(dim=1) == targets
+
+    trainer = Trainer(problem.model(), "cpu", metrics=[hits], verbose=False)
+    with pytest.raises(ConfigError, match=r"hits must return one number for a batch, got a tensor of shape \(8,\)"):
+        trainer.evaluate(problem.batches)
+
+
+def test_a_metric_of_named_targets_is_weighted_by_samples() -> None:
+    (mean,) = as_metrics({"mean": lambda outputs, targets: targets["y"].mean()}).values()
+    for values in ([1.0, 1.0, 1.0], [5.0]):
+        mean.update(None, {"y": torch.tensor(values), "id": torch.zeros(len(values))})
+    assert mean.compute() == 2.0
+
+
 def test_an_empty_meter_has_no_means() -> None:
     assert Meter().compute() == {}
     meter = Meter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -314,6 +315,37 @@ def test_a_failed_write_is_only_told_if_so_wished(problem: Problem, tmp_path: Pa
         trainer.fit(problem.batches, max_length=Epochs(2))
     assert trainer.context.progress.epoch == 2
     assert told == []
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_checkpoint_that_could_not_be_written_is_not_taken_for_written(
+    problem: Problem, tmp_path: Path, in_background: bool
+) -> None:
+    trainer = quiet(
+        problem.model(), checkpoint_dir=tmp_path / "here", save_hist=False, save_in_background=in_background
+    )
+    (tmp_path / "here").write_text("in the way", encoding="ascii")
+    with pytest.raises(CheckpointError):
+        trainer.fit(problem.batches, max_length=Epochs(1))
+    (tmp_path / "here").unlink()
+    with pytest.warns(UserWarning, match="nothing to train"):
+        trainer.fit(max_length=Epochs(1))
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["ck_epoch_1_iter_12"]
+
+
+def test_a_new_run_of_the_same_trainer_saves_its_own_end_and_its_own_best(problem: Problem, tmp_path: Path) -> None:
+    ends: list[list[str]] = []
+    for data in (problem.batches, None):
+        trainer = quiet(problem.model(), checkpoint_dir=tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1))
+        for _ in range(2):
+            trainer.reset()
+            trainer.model.load_state_dict(problem.model().state_dict())
+            trainer.fit(problem.batches, data, max_length=Epochs(1), checkpoint_period=Epochs(9))
+            ends.append(sorted(path.name for path in tmp_path.iterdir()))
+            for path in filter(Path.is_dir, tmp_path.iterdir()):
+                shutil.rmtree(path)
+    assert ends[0] == ends[1] == ["best_ck", "ck_epoch_1_iter_12", "ck_history.jsonl"]
+    assert ends[2] == ends[3] == ["ck_epoch_1_iter_12", "ck_history.jsonl"]
 
 
 def test_writing_in_the_background_gives_the_same_checkpoints(problem: Problem, tmp_path: Path) -> None:

@@ -288,6 +288,11 @@ def test_a_schedule_can_be_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "lr.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_drawing_has_at_least_one_update(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num: expected a whole number that is at least 1, got 0"):
+        Triangular().plot(tmp_path / "lr.png", num=0)
+
+
 def test_a_schedule_of_accuracy_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="accuracies are not known before training"):
         DecayWhenAcc().plot(tmp_path / "lr.png", num=10)
@@ -493,7 +498,7 @@ def test_the_first_beta_really_moves_the_weights() -> None:
 
 
 def test_an_optimizer_without_momentum_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs an optimizer with 'momentum' or 'betas'"):
+    with pytest.raises(ConfigError, match="momentum: expected an optimizer with 'momentum' or 'betas'"):
         TriangularMtm().bind(Adagrad([parameter()], lr=0.1))
 
 

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import nn
 from dovetail import Epochs, Trainer
 from dovetail.callbacks import TrainerCallback
 from dovetail.errors import ConfigError
-from dovetail.trainers import ProgressChecker, SingleProcess, basic
+from dovetail.trainers import AMPTrainer, ProgressChecker, SingleProcess, TrainingContext, basic
+from dovetail.trainers.strategies import TestingStrategy
 
 
 def quiet(model: Any, **options: Any) -> Trainer:
@@ -93,7 +95,7 @@ def test_momentum_reaches_the_optimizers_that_take_it(problem: Problem, name: st
 
 def test_an_optimizer_without_momentum_says_so(problem: Problem) -> None:
     trainer = quiet(problem.model(), optim_function="Adagrad")
-    with pytest.raises(ConfigError, match="momentum: Adagrad has none to set"):
+    with pytest.raises(ConfigError, match="momentum: expected an optimizer with 'momentum' or 'betas'"):
         trainer.momentum = 0.5
 
 
@@ -106,6 +108,18 @@ def test_a_learning_rate_is_set_for_one_group_or_all(problem: Problem) -> None:
     trainer.learning_rate = 0.2
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2]
     assert trainer.get_learning_rate() == 0.2
+
+
+def test_rates_that_are_tensors_stay_tensors(problem: Problem) -> None:
+    optimizer = partial(
+        torch.optim.Adam, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), capturable=True
+    )
+    trainer = quiet(problem.model(), optimizer=optimizer)
+    (group,) = trainer.optimizer.param_groups
+    rate, momentum = group["lr"], group["betas"][0]
+    trainer.learning_rate, trainer.momentum = 0.5, 0.25
+    assert (group["lr"] is rate, group["betas"][0] is momentum) == (True, True)
+    assert (float(rate), float(momentum)) == (0.5, 0.25)
 
 
 def test_a_new_batch_size_takes_effect(problem: Problem) -> None:
@@ -138,6 +152,8 @@ def test_accuracy_that_is_high_enough_ends_training(problem: Problem) -> None:
 def test_early_stop_is_checked_for_its_keys() -> None:
     with pytest.raises(ConfigError, match="'num_epochs' and 'improv', got \\['patience'\\]"):
         Trainer(early_stop={"patience": 3})
+    with pytest.raises(ConfigError, match=r"early_stop: expected numbers, got .'num_epochs': 'two'"):
+        Trainer(early_stop={"num_epochs": "two", "improv": 0.1})  # type: ignore[dict-item]
 
 
 def test_an_lr_and_a_momentum_schedule_move_together(problem: Problem) -> None:
@@ -244,6 +260,19 @@ def test_metrics_of_an_epoch_come_from_its_logs(problem: Problem) -> None:
     assert trainer.train_metrics["last_loss"] == trainer.loss_history[-1]
     assert trainer.test_metrics["last_loss"] == float(trainer.log_test["loss"][-1])
     assert trainer.history.get_latest_metric("train_last_loss") == trainer.loss_history[-1]
+    assert trainer.mode == "train"
+
+
+def test_a_metric_that_fails_leaves_the_mode(problem: Problem) -> None:
+    class Fails(Steps):
+        def metric_on_epoch_end(self) -> Mapping[str, float]:
+            if self.mode == "test":
+                raise ZeroDivisionError
+            return {}
+
+    trainer = zae(problem, Fails)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(1, problem.batches, problem.batches[:2])
     assert trainer.mode == "train"
 
 
@@ -374,6 +403,16 @@ def test_test_returns_the_accuracy(problem: Problem) -> None:
     trainer = quiet(problem.model())
     expected = trainer.evaluate(problem.batches[:2])["accuracy"]
     assert trainer.test((problem.x, problem.y), sampler=range(16)) == expected
+
+
+def test_a_testing_strategy_is_heard_through_every_layer(problem: Problem) -> None:
+    class Dtype(TestingStrategy):
+        def test_model(self, model: Any, config: Any, testset: Any, sampler: Any, context: TrainingContext) -> float:
+            return float(model(problem.x.float()).dtype is torch.bfloat16)
+
+    inner = quiet(problem.model().float(), testing_strategy=Dtype())
+    assert inner.test(problem.batches) == 0
+    assert AMPTrainer(inner, precision="bf16").test(problem.batches) == 1
 
 
 def test_a_model_may_be_a_class_or_a_factory(problem: Problem) -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from dovetail.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["LayerNames", "as_patterns", "last_layers", "local_names", "matching"]
 

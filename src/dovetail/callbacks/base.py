@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Callback", "Callbacks", "Report"]
+__all__ = ["FOREIGN_HOOKS", "HOOKS", "Callback", "Callbacks", "Report", "is_new_run"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Callback:
         """Take back what `state_dict` gave."""
 
 
-_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
@@ -166,14 +166,14 @@ class Callbacks:
 
     def __getstate__(self) -> dict[str, Any]:
         # Bound methods are pickled by their names, which those of a class made at run time need not have.
-        return {name: value for name, value in self.__dict__.items() if name not in _HOOKS}
+        return {name: value for name, value in self.__dict__.items() if name not in HOOKS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._bind()
 
     def _bind(self) -> None:
-        for hook in _HOOKS:
+        for hook in HOOKS:
             overridden = (
                 getattr(callback, hook)
                 for callback in self._callbacks
@@ -208,6 +208,11 @@ class Callbacks:
             kind = type(callback).__name__
             seen[kind] = number = seen.get(kind, 0) + 1
             yield (kind if number == 1 else f"{kind}#{number}"), callback
+
+
+def is_new_run(context: TrainingContext) -> bool:
+    """Whether the run that starts has seen nothing yet: all that a callback remembers is of another one."""
+    return context.progress.batches == 0 and context.validated_at < 0
 
 
 # What Lightning, Keras and Transformers call these moments.
@@ -259,6 +264,6 @@ def _warn_of_unheard(kind: type[Callback]) -> None:
     """Say which methods look like hooks and are none; those of a class beside `Callback` are its own business."""
     for cls in kind.__mro__:
         for name in vars(cls) if issubclass(cls, Callback) else ():
-            if name.startswith("on_") and name not in _HOOKS and callable(getattr(kind, name)):
-                unknown = UnknownNameError(f"hook of {cls.__name__}", name, _HOOKS, FOREIGN_HOOKS)
+            if name.startswith("on_") and name not in HOOKS and callable(getattr(kind, name)):
+                unknown = UnknownNameError(f"hook of {cls.__name__}", name, HOOKS, FOREIGN_HOOKS)
                 warnings.warn(f"the loop never calls an {unknown}", UserWarning, stacklevel=4)

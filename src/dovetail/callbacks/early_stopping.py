@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dovetail.callbacks.base import is_new_run
 from dovetail.callbacks.monitor import Mode, Monitor
 from dovetail.errors import ConfigError
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -23,8 +25,10 @@ class _Stopper(Monitor):
     """Stops training when its verdict, a pure function of its state, says so."""
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Stop at once a run that is resumed from after the verdict: it was over."""
+        """Begin a new run from nothing; stop one at once that is resumed from after the verdict: it was over."""
         super().on_train_start(context)
+        if is_new_run(context):
+            self._forget()
         self._stop_if_due(context)
 
     def observe(self, context: TrainingContext, value: float) -> None:
@@ -89,9 +93,8 @@ class EarlyStopping(_Stopper):
         restore_best: bool = False,
     ) -> None:
         super().__init__(monitor, mode)
-        if patience < 1:
-            raise ConfigError(f"EarlyStopping: patience: expected at least 1, got {patience!r}")
-        if min_delta < 0:
+        check_count("EarlyStopping: patience", patience)
+        if not min_delta >= 0:
             raise ConfigError(f"EarlyStopping: min_delta: expected a number that is not negative, got {min_delta!r}")
         self.patience = patience
         self.min_delta = min_delta
@@ -100,6 +103,12 @@ class EarlyStopping(_Stopper):
         self.best_epoch: int | None = None
         self._num_worse = 0
         self._weights: dict[str, Any] | None = None
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Begin a new run without a best value."""
+        if is_new_run(context):
+            self.best = self.best_epoch = self._weights = None
+        super().on_train_start(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Put the best weights back, if that was wanted."""
@@ -213,8 +222,7 @@ class ImprovementWindow(_Stopper):
         self, num_epochs: int, improv: float, monitor: str = "valid_accuracy", mode: Mode | None = None
     ) -> None:
         super().__init__(monitor, mode)
-        if num_epochs < 1:
-            raise ConfigError(f"ImprovementWindow: num_epochs: expected at least 1, got {num_epochs!r}")
+        check_count("ImprovementWindow: num_epochs", num_epochs)
         self.num_epochs = num_epochs
         self.improv = improv
         self._values: deque[float] = deque(maxlen=num_epochs + 1)

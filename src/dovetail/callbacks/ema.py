@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.callbacks.base import Callback
+from dovetail.callbacks.base import Callback, is_new_run
 from dovetail.distributed import own_part, part_of
 from dovetail.errors import ConfigError
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -54,8 +55,7 @@ class EMA(Callback):
     ) -> None:
         if not 0 <= decay <= 1:
             raise ConfigError(f"EMA: decay: expected a number from 0 to 1, got {decay!r}")
-        if every < 1:
-            raise ConfigError(f"EMA: every: expected at least 1, got {every!r}")
+        check_count("EMA: every", every)
         self.decay = decay
         self.every = every
         self.warmup = warmup
@@ -92,11 +92,9 @@ class EMA(Callback):
     def on_train_start(self, context: TrainingContext) -> None:
         """Begin the average, or go on with it."""
         assert context.model is not None
-        if context.model is not self._model:
-            if self._model is not None and not self._is_loaded:
-                self._averages, self.num_averaged = {}, 0
-            self._model = context.model
-        self._is_loaded = False
+        if not self._is_loaded and (context.model is not self._model or is_new_run(context)):
+            self._averages, self.num_averaged = {}, 0
+        self._model, self._is_loaded = context.model, False
         self._bind(context.model)
 
     def on_epoch_start(self, context: TrainingContext) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from dovetail.callbacks.base import Callback
+from dovetail.callbacks.base import Callback, is_new_run
 from dovetail.distributed import whole
 from dovetail.errors import ConfigError
 
@@ -65,6 +65,11 @@ class GradientClipping(Callback):
         self.log = log
         # Sum of sizes, clipped steps and all steps of the running epoch, for each optimizer by its place.
         self._tallies: dict[int, Tensor] = {}
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Begin a new run without the sums of an epoch that another one broke off."""
+        if is_new_run(context):
+            self._tallies.clear()
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
         """Clip what the optimizer is about to use."""

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dovetail.callbacks.base import FOREIGN_HOOKS, Callback
+from dovetail.callbacks.base import FOREIGN_HOOKS, HOOKS, Callback
 from dovetail.errors import ConfigError, UnknownNameError
 
 __all__ = ["LambdaCallback"]
-
-_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class LambdaCallback(Callback):
@@ -30,8 +28,8 @@ class LambdaCallback(Callback):
     def __new__(cls, **hooks: Callable[..., Any]) -> LambdaCallback:
         """Make a class with just these hooks, since the loop calls what a class overrides and nothing else."""
         for name, function in hooks.items():
-            if name not in _HOOKS:
-                raise UnknownNameError("hook", name, _HOOKS, FOREIGN_HOOKS)
+            if name not in HOOKS:
+                raise UnknownNameError("hook", name, HOOKS, FOREIGN_HOOKS)
             if not callable(function):
                 raise ConfigError(f"LambdaCallback: {name}: expected a function, got {function!r}")
         functions = {name: staticmethod(function) for name, function in hooks.items()}

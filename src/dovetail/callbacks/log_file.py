@@ -6,7 +6,6 @@ import csv
 import io
 import itertools
 import json
-import math
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -14,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.callbacks.base import Callback
+from dovetail.callbacks.base import Callback, is_new_run
+from dovetail.history.lines import as_line, write_atomically
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -41,7 +41,9 @@ class _RowLogger(Callback, ABC):
         self._start = self._end = 0
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Make the file hold the rows so far."""
+        """Make the file hold the rows of this run so far."""
+        if is_new_run(context):
+            self._rows = []
         self._write_all()
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
@@ -74,17 +76,10 @@ class _RowLogger(Callback, ABC):
         self._start, self._end = start, start + len(content)
 
     def _write_all(self) -> None:
-        """Write the file anew: beside its name first, so that a reader never sees half of it."""
+        """Write the file anew."""
         self._adopt(self._rows)
         content = self._head() + self._encode(self._rows)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # One name for all: what a killed process has left is overwritten by the next.
-        unfinished = self.path.with_name(f".{self.path.name}.tmp")
-        try:
-            unfinished.write_bytes(content)
-            unfinished.replace(self.path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_atomically(self.path, content)
         self._end = len(content)
         self._start = self._end - len(self._encode(self._rows[-1:]))
 
@@ -193,16 +188,7 @@ class JSONLLogger(_RowLogger):
     """
 
     def _encode(self, rows: Iterable[Mapping[str, Any]]) -> bytes:
-        return b"".join(
-            json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False).encode() + b"\n"
-            for row in rows
-        )
+        return b"".join(map(as_line, rows))
 
     def _decode(self, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
         return map(json.loads, lines)
-
-
-def _finite(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dovetail.callbacks.base import is_new_run
 from dovetail.callbacks.monitor import Mode, Monitor
 from dovetail.errors import ConfigError
 
@@ -79,7 +80,7 @@ class ReduceOnPlateau(Monitor):
         """Bind to the optimizers of the run."""
         super().on_train_start(context)
         bound = [scheduler.optimizer for scheduler in self._schedulers]
-        if self._loaded is None and _same(bound, context.optimizers):
+        if self._loaded is None and _same(bound, context.optimizers) and not is_new_run(context):
             return
         states = self._loaded or []
         self._schedulers = [ReduceLROnPlateau(optimizer, **self._settings) for optimizer in context.optimizers]

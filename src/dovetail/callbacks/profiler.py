@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.callbacks.base import Callback
-from dovetail.errors import ConfigError
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -74,9 +74,7 @@ class Profiler(Callback):
     ) -> None:
         self._cycle = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         for name, number in self._cycle.items():
-            least = int(name == "active")
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ConfigError(f"Profiler: {name}: expected a number that is at least {least}, got {number!r}")
+            check_count(f"Profiler: {name}", number, least=int(name == "active"))
         self.folder = Path(folder)
         self.table = ""
         self.traces: list[Path] = []

@@ -144,8 +144,8 @@ class ProgressDisplay(Callback):
 
     def _begin_epoch(self, context: TrainingContext) -> None:
         self._clear_epoch()
-        has_data = context.trainer is not None and context.data.get("train") is not None
-        self._total = context.trainer.num_batches("train") if has_data and context.trainer is not None else None
+        trainer, has_data = context.trainer, context.data.get("train") is not None
+        self._total = trainer.num_batches("train") if trainer is not None and has_data else None
         self._first_batch = context.progress.batch
         number, last = context.progress.epoch + 1, self._last_epoch(context)
         self._label = f"epoch {number}" if last is None else f"epoch {number:>{len(str(last))}}/{last}"

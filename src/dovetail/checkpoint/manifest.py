@@ -8,14 +8,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.encoding import decode, encode_plain
 from dovetail.checkpoint.files import CHUNK, Digest
-from dovetail.checkpoint.strict_json import dump_json, parse_json
+from dovetail.checkpoint.strict_json import seal, unseal
 from dovetail.errors import CheckpointError
 
 __all__ = [
@@ -120,7 +119,7 @@ def make_manifest(files: Mapping[str, Digest | StoredFile], summary: Any) -> byt
         "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()},
         "summary": summary,
     }
-    return _seal(document)
+    return seal(document)
 
 
 def summarize(summary: Mapping[str, Any] | None) -> Any:
@@ -213,18 +212,11 @@ def _list_files(directory: Path, name: Path) -> dict[str, int]:
     return sizes
 
 
-def _seal(document: Mapping[str, Any]) -> bytes:
-    digest = sha256(dump_json(document, indent=2)).hexdigest()
-    return dump_json({**document, "sha256": digest}, indent=2) + b"\n"
-
-
 def _parse(text: bytes, name: Path) -> CheckpointInfo:
     where = str(name / MANIFEST)
-    document = parse_json(text, where)
-    # The text has exactly one form, so that a changed blank is a damage, too. This must hold in every
-    # later version of the format: whether a manifest is whole is decided before its version is believed.
-    if not isinstance(document, dict) or _seal({k: v for k, v in document.items() if k != "sha256"}) != text:
-        raise CheckpointError(f"{where}: the file is damaged: its content does not match its own SHA-256")
+    # Every later version of the format must be sealed in the same way: whether a manifest is whole is decided before
+    # its version is believed.
+    document = unseal(text, where)
     version = document.get("format_version")
     if document.get("format") != _FORMAT or type(version) is not int or version < 1:
         raise CheckpointError(f"{where}: not the manifest of a Dovetail checkpoint")

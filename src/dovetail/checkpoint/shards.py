@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dovetail.checkpoint.manifest import is_shard_file, shard_file
 from dovetail.checkpoint.strict_json import dump_json, parse_json
-from dovetail.checkpoint.tensors import DTYPES, Block, TensorFile, make_block
+from dovetail.checkpoint.tensors import DTYPES, MAX_ELEMENTS, Block, TensorFile, dtype_name, make_block
 from dovetail.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 __all__ = ["Peers", "parse_index", "plan_shards", "read_shards", "together"]
-
-_MAX_ELEMENTS = 1 << 58
 
 
 class Peers(Protocol):
@@ -87,8 +85,7 @@ def plan_shards(shards: Mapping[str, torch.Tensor], peers: Peers) -> tuple[list[
     plans = together(peers, lambda: [_described(item) for item in planner.create_local_plan().items])
     chosen, _ = planner.create_global_plan([_save_plan(plan, shards) for plan in plans])
     tensors: dict[str, Any] = {
-        name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape), "parts": []}
-        for name, tensor in shards.items()
+        name: {"dtype": dtype_name(tensor), "shape": list(tensor.shape), "parts": []} for name, tensor in shards.items()
     }
     for rank, plan in enumerate(chosen):
         for item in plan.items:
@@ -257,7 +254,7 @@ def _stored(name: str, entry: Any, files: set[str], where: str) -> Stored:
             and not rest
             and _are_lengths(shape)
             # With a zero among them, absurd lengths would make a product of nothing.
-            and math.prod(length or 1 for length in shape) < _MAX_ELEMENTS
+            and math.prod(length or 1 for length in shape) < MAX_ELEMENTS
         ):
             parts = tuple(_part(part, shape, files) for part in entries)
             found = [part for part in parts if part is not None]
@@ -282,12 +279,8 @@ def _part(entry: Any, shape: list[int], files: set[str]) -> Part | None:
 
 
 def _are_lengths(numbers: list[Any]) -> bool:
-    return len(numbers) <= 64 and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in numbers)
+    return len(numbers) <= 64 and all(type(number) is int and 0 <= number < MAX_ELEMENTS for number in numbers)
 
 
 def _part_name(name: str, offsets: Sequence[int]) -> str:
     return f"{name}@{'.'.join(map(str, offsets))}"
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -229,7 +229,7 @@ def list_checkpoints(directory: _Path) -> list[CheckpointInfo]:
     a checkpoint. A directory that does not exist holds none.
     """
     infos, damaged = scan(Path(directory))
-    _warn_about(damaged)
+    _warn_about(damaged, stacklevel=3)
     return infos
 
 
@@ -503,10 +503,10 @@ def _newest(directory: Path, read: Callable[[Path], _T]) -> tuple[Path, _T] | No
             break
         except CheckpointError as problem:
             damaged.append(problem)
-    _warn_about(damaged)
+    _warn_about(damaged, stacklevel=4)
     return found
 
 
-def _warn_about(damaged: list[CheckpointError]) -> None:
+def _warn_about(damaged: list[CheckpointError], stacklevel: int) -> None:
     for error in damaged:
-        warnings.warn(CheckpointWarning(f"passing over a damaged checkpoint: {error}"), stacklevel=4)
+        warnings.warn(CheckpointWarning(f"passing over a damaged checkpoint: {error}"), stacklevel=stacklevel)

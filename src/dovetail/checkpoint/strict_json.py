@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 from dovetail.errors import CheckpointError
 
-__all__ = ["dump_json", "parse_json"]
+__all__ = ["dump_json", "parse_json", "seal", "unseal"]
 
 # The longest whole number that a checkpoint writes as digits has 20 of them and a sign; reading digits
 # costs quadratic time.
@@ -32,6 +34,25 @@ def parse_json(text: bytes, where: str) -> Any:
         raise CheckpointError(f"{where}: nested too deeply") from None
     except ValueError as error:
         raise CheckpointError(f"{where}: not valid JSON: {error}") from error
+
+
+def seal(document: Mapping[str, Any]) -> bytes:
+    """Return an object as a text that holds its own SHA-256."""
+    digest = sha256(dump_json(document, indent=2)).hexdigest()
+    return dump_json({**document, "sha256": digest}, indent=2) + b"\n"
+
+
+def unseal(text: bytes, where: str) -> dict[str, Any]:
+    """Return the object that `seal` made a text of, with its SHA-256.
+
+    Raises:
+        CheckpointError: The text is not JSON, or is not exactly what `seal` makes of its content.
+    """
+    document = parse_json(text, where)
+    # The text has exactly one form, so that a changed blank is a damage, too.
+    if not isinstance(document, dict) or seal({k: v for k, v in document.items() if k != "sha256"}) != text:
+        raise CheckpointError(f"{where}: the file is damaged: its content does not match its own SHA-256")
+    return document
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,17 @@ from dovetail.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "Block", "TensorFile", "make_block", "read_tensors", "stream", "stream_size"]
+__all__ = [
+    "DTYPES",
+    "MAX_ELEMENTS",
+    "Block",
+    "TensorFile",
+    "dtype_name",
+    "make_block",
+    "read_tensors",
+    "stream",
+    "stream_size",
+]
 
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
@@ -45,7 +55,9 @@ DTYPES: dict[str, tuple[str, int]] = {
 _TORCH_NAMES = {code: (name, itemsize) for name, (code, itemsize) in DTYPES.items()}
 _MAX_HEADER = 100_000_000
 _MAX_DIMENSIONS = 64
-_MAX_ELEMENTS = 1 << 58
+
+MAX_ELEMENTS = 1 << 58
+"""More than any tensor has: what a file may not claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,7 @@ def make_block(name: str, tensor: torch.Tensor) -> Block:
         raise CheckpointError(f"{name}: cannot store a tensor of layout {tensor.layout}: store tensor.to_dense()")
     if tensor.device.type == "meta":
         raise CheckpointError(f"{name}: cannot store a tensor on the meta device: it has no values")
-    if _dtype_name(tensor) not in DTYPES:
+    if dtype_name(tensor) not in DTYPES:
         raise CheckpointError(f"{name}: cannot store a tensor of {tensor.dtype} (accepted: {', '.join(DTYPES)})")
     return Block(name, tensor.detach())
 
@@ -171,7 +183,8 @@ def _read_header(
     return 8 + length, _layout(parse_json(raw, where), size - 8 - length, where)
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return the dtype of a tensor as `DTYPES` has it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -181,7 +194,7 @@ def _header(blocks: Sequence[Block]) -> bytes:
     for block in blocks:
         begin, end = end, end + block.nbytes
         header[block.name] = {
-            "dtype": DTYPES[_dtype_name(block.tensor)][0],
+            "dtype": DTYPES[dtype_name(block.tensor)][0],
             "shape": list(block.tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -232,7 +245,7 @@ def _layout(header: Any, size: int, where: str) -> list[tuple[str, str, list[int
                 and len(shape) <= _MAX_DIMENSIONS
                 and all(type(length) is int and length >= 0 for length in shape)
                 # With a zero among them, absurd lengths would make a product of nothing.
-                and math.prod(length or 1 for length in shape) < _MAX_ELEMENTS
+                and math.prod(length or 1 for length in shape) < MAX_ELEMENTS
                 and end - begin == math.prod(shape) * _TORCH_NAMES[code][1]
             ):
                 found.append((begin, end, name, _TORCH_NAMES[code][0], shape))
@@ -251,7 +264,7 @@ def _layout(header: Any, size: int, where: str) -> list[tuple[str, str, list[int
 
 def _fill(memory: memoryview, file: BinaryIO, where: str, digest: Digest) -> None:
     while memory:
-        count = file.readinto(memory[:CHUNK])  # type: ignore[attr-defined] # BinaryIO lacks what every file has
+        count = file.readinto(memory[:CHUNK])  # type: ignore[attr-defined]  # BinaryIO lacks what every file has
         if not count:
             raise CheckpointError(f"{where}: the file ends too early")
         digest.update(memory[:count])

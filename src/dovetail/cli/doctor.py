@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dovetail.cli.output import AsJson, Home, StoreUrl, console, print_json
+from dovetail.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +46,7 @@ def doctor(
         screen = console()
         screen.print(table(checks, screen.width), soft_wrap=True)
         notes = sum(check.status == "note" for check in checks)
-        end = f"; {notes} note{'s' * (notes != 1)}" if notes else ""
+        end = f"; {counted(notes, 'note')}" if notes else ""
         screen.print(f"\nproblems: {', '.join(problems)}{end}" if problems else f"\nnothing essential is missing{end}")
     if problems:
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +15,12 @@ from dovetail.cli.checkpoint import best_checkpoint
 from dovetail.cli.output import (
     EXIT_CODES,
     AsJson,
+    ConfigFile,
+    ContextDir,
+    FollowLog,
     Home,
     StoreUrl,
+    completion,
     console,
     describe_experiment,
     describe_trial,
@@ -28,6 +33,7 @@ from dovetail.cli.output import (
     state_text,
 )
 from dovetail.errors import ConfigError
+from dovetail.extras import require
 from dovetail.info import TEST_MODE
 from dovetail.units import counted
 
@@ -36,7 +42,7 @@ if TYPE_CHECKING:
     from dovetail.search.schema import ExperimentConfig
     from dovetail.search.store import Store
 
-__all__ = ["app", "complete_experiments"]
+__all__ = ["app"]
 
 app = typer.Typer(help="Create experiments, watch, pause and compare them.", no_args_is_help=True, epilog=EXIT_CODES)
 
@@ -44,24 +50,14 @@ _SECONDS_TO_LEAVE = 60.0
 _SECONDS_TO_APPEAR = 10.0
 
 
-def complete_experiments(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the numbers of experiments that begin so, by their folders: a shell cannot wait for a database."""
-    from dovetail.search.store import home_directory
-
-    folders = (home_directory(ctx.params.get("home")) / "experiments").glob("[0-9]*")
-    return sorted((path.name for path in folders if path.name.startswith(incomplete)), key=int)
-
-
-_Id = Annotated[int, typer.Argument(metavar="ID", help="The experiment.", autocompletion=complete_experiments)]
+_Id = Annotated[int, typer.Argument(metavar="ID", help="The experiment.", autocompletion=completion("experiments/*"))]
 _Follow = Annotated[bool, typer.Option("--follow/--detach", help="Watch it, or leave it to itself.")]
 
 
 @app.command(epilog=EXIT_CODES)
 def create(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", exists=True, dir_okay=False)],
-    context_dir: Annotated[
-        Path, typer.Argument(metavar="CONTEXT_DIR", help="The folder with the code.", exists=True, file_okay=False)
-    ] = Path("."),
+    config: ConfigFile,
+    context_dir: ContextDir = Path("."),
     follow: _Follow = True,
     settings: Annotated[
         list[str] | None,
@@ -84,7 +80,10 @@ def create(
     overrides = [*(settings or []), *([] if cluster is None else [f"resources.cluster={cluster}"])]
     wanted = read_experiment(config, overrides)
     if test:
-        wanted = read_experiment(config, [*overrides, *_test_settings(wanted)])
+        with warnings.catch_warnings():
+            # They were said when it was first read.
+            warnings.simplefilter("ignore", UserWarning)
+            wanted = read_experiment(config, [*overrides, *_test_settings(wanted)])
     opened = Store.open(home, store)
     record = opened.create_experiment(wanted, config.read_text(encoding="utf-8"), context_dir)
     print(f"created experiment {record.id}", flush=True)
@@ -101,9 +100,7 @@ def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) ->
     try:
         records = open_store(home, store).experiments()
     except ExperimentError as error:
-        if as_json:
-            return print_json([])
-        return print(error, file=sys.stderr)
+        return print_json([]) if as_json else print(error, file=sys.stderr)
     if as_json:
         return print_json([describe_experiment(record) for record in records])
     rows = [
@@ -151,7 +148,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
 def logs(
     id: _Id,
     trial: Annotated[int | None, typer.Option(metavar="NUMBER", help="Of this trial, by its number.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it is over.")] = False,
+    follow: FollowLog = False,
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
@@ -309,10 +306,11 @@ def _show_failures(record: ExperimentRecord) -> None:
 
 def _ask(store: Store, experiment_id: int, wish: str) -> None:
     """Leave a wish, and wait until it is granted."""
+    from dovetail.search.records import OVER
     from dovetail.search.runner import request
 
     before = store.experiment(experiment_id)
-    if before.state in ("COMPLETED", "CANCELED", "ERROR"):
+    if before.state in OVER:
         raise ConfigError(f"experiment {experiment_id} is {before.state} already: it cannot {wish}")
     record = request(store, experiment_id, wish)
     deadline = time.monotonic() + _SECONDS_TO_LEAVE
@@ -327,14 +325,15 @@ def _ask(store: Store, experiment_id: int, wish: str) -> None:
 
 def _test_settings(config: ExperimentConfig) -> list[str]:
     """Return what makes an experiment one trial of one batch: the searcher's first one, which may not fail twice."""
-    import optuna
-
+    from dovetail.search.databases import quiet_optuna
     from dovetail.search.searchers import make_searcher
     from dovetail.search.space import Space
 
     space = Space(config.hyperparameters)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    first = make_searcher(config.searcher, space, config.seed).suggest(optuna.create_study(), 0)
+    optuna = require("optuna", "search")
+    with quiet_optuna():
+        nothing_yet = optuna.create_study()
+    first = make_searcher(config.searcher, space, config.seed).suggest(nothing_yet, 0)
     searcher = config.raw["searcher"]
     values: dict[str, Any] = {
         "name": f"{config.name} (test)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import tempfile
@@ -179,6 +180,8 @@ def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) 
     if is_over is None and not path.exists():
         raise ConfigError(f"{what} has no log yet")
     position = 0
+    # A part of the file may end inside of a sign of several bytes.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while True:
         # Asked before the file is read: what was written before the end is printed.
         over = is_over is None or is_over()
@@ -186,10 +189,11 @@ def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) 
             with open(path, "rb") as file:
                 file.seek(position)
                 while chunk := file.read(1 << 16):
-                    sys.stdout.write(chunk.decode("utf-8", errors="replace"))
+                    sys.stdout.write(decoder.decode(chunk))
                     position += len(chunk)
             sys.stdout.flush()
         if over:
+            sys.stdout.write(decoder.decode(b"", final=True))
             return
         time.sleep(_POLL_SECONDS)
 

@@ -11,12 +11,17 @@ import typer
 from dovetail.cli.output import (
     EXIT_CODES,
     AsJson,
+    ConfigFile,
+    ContextDir,
+    FollowLog,
     Home,
     StoreUrl,
+    completion,
     console,
     describe_job,
     make_table,
     moment,
+    open_store,
     print_json,
 )
 
@@ -25,22 +30,14 @@ __all__ = ["app"]
 app = typer.Typer(help="Run scripts such as batch inference.", no_args_is_help=True, epilog=EXIT_CODES)
 
 
-def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    from dovetail.search.store import home_directory
-
-    folders = (home_directory(ctx.params.get("home")) / "jobs").glob("[0-9]*")
-    return sorted((path.name for path in folders if path.name.startswith(incomplete)), key=int)
-
-
-_Id = Annotated[int, typer.Argument(metavar="ID", help="The job.", autocompletion=_complete)]
+_MADE_BY = "job run"
+_Id = Annotated[int, typer.Argument(metavar="ID", help="The job.", autocompletion=completion("jobs/*"))]
 
 
 @app.command(epilog=EXIT_CODES)
 def run(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", exists=True, dir_okay=False)],
-    context_dir: Annotated[
-        Path, typer.Argument(metavar="CONTEXT_DIR", help="The folder with the code.", exists=True, file_okay=False)
-    ] = Path("."),
+    config: ConfigFile,
+    context_dir: ContextDir = Path("."),
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file, such as data.trial_id=3."),
@@ -66,9 +63,12 @@ def run(
 def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
     """List all jobs, the oldest first."""
     from dovetail.search.report import duration
-    from dovetail.search.store import Store
+    from dovetail.search.store import ExperimentError
 
-    records = Store.open(home, store).jobs()
+    try:
+        records = open_store(home, store, _MADE_BY).jobs()
+    except ExperimentError as error:
+        return print_json([]) if as_json else print(error, file=sys.stderr)
     if as_json:
         return print_json([describe_job(record) for record in records])
     rows = [
@@ -89,16 +89,16 @@ def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) ->
 @app.command()
 def logs(
     id: _Id,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it is over.")] = False,
+    follow: FollowLog = False,
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
     """Print what a job has said."""
     from dovetail.cli.follow import print_log
-    from dovetail.search.store import Store
 
-    opened = Store.open(home, store)
-    record = opened.job(id)
-    print_log(
-        record.directory / "log.txt", f"job {id}", (lambda: opened.job(id).state != "RUNNING") if follow else None
-    )
+    opened = open_store(home, store, _MADE_BY)
+
+    def is_over() -> bool:
+        return opened.job(id).state != "RUNNING"
+
+    print_log(opened.job(id).directory / "log.txt", f"job {id}", is_over if follow else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,9 +22,13 @@ if TYPE_CHECKING:
 __all__ = [
     "EXIT_CODES",
     "AsJson",
+    "ConfigFile",
+    "ContextDir",
+    "FollowLog",
     "Home",
     "StoreUrl",
     "bytes_text",
+    "completion",
     "console",
     "describe_experiment",
     "describe_job",
@@ -45,6 +49,11 @@ EXIT_CODES = (
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", exists=True, dir_okay=False)]
+ContextDir = Annotated[
+    Path, typer.Argument(metavar="CONTEXT_DIR", help="The folder with the code.", exists=True, file_okay=False)
+]
+FollowLog = Annotated[bool, typer.Option("--follow", "-f", help="Go on until it is over.")]
 Home = Annotated[
     Path | None,
     typer.Option(
@@ -75,8 +84,13 @@ _STYLES = {
 }
 
 
-def open_store(home: Path | None, url: str | None) -> Store:
+def open_store(home: Path | None, url: str | None, made_by: str = "experiment create") -> Store:
     """Return the store that a command reads; looking for what is not there makes no folder.
+
+    Args:
+        home: The folder of experiments; None is that of `DOVETAIL_HOME`, or else `.dovetail`.
+        url: A database server; None is the file in the folder.
+        made_by: The command that makes what is looked for.
 
     Raises:
         ExperimentError: There is none.
@@ -85,10 +99,28 @@ def open_store(home: Path | None, url: str | None) -> Store:
 
     folder = home_directory(home)
     if url is None and not (folder / "store.db").exists():
+        what = made_by.partition(" ")[0]
         raise ExperimentError(
-            f"there are no experiments in {folder}: make one by 'dovetail experiment create', or name another --home"
+            f"there are no {what}s in {folder}: make one by 'dovetail {made_by}', or name another --home"
         )
     return Store.open(home, url)
+
+
+def completion(folders: str, prefix: str = "") -> Callable[[typer.Context, str], list[str]]:
+    """Return what completes the numbers of experiments, trials or jobs: by their folders, as a shell cannot wait.
+
+    Args:
+        folders: A pattern of their paths in the folder of experiments.
+        prefix: What their names have before the number.
+    """
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        from dovetail.search.store import home_directory
+
+        numbers = {path.name.removeprefix(prefix) for path in home_directory(ctx.params.get("home")).glob(folders)}
+        return sorted((each for each in numbers if each.isdecimal() and each.startswith(incomplete)), key=int)
+
+    return complete
 
 
 def console() -> Console:

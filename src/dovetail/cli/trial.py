@@ -10,8 +10,10 @@ import typer
 from dovetail.cli.output import (
     EXIT_CODES,
     AsJson,
+    FollowLog,
     Home,
     StoreUrl,
+    completion,
     console,
     describe_trial,
     hparams_text,
@@ -30,14 +32,7 @@ __all__ = ["app"]
 app = typer.Typer(help="Look at trials, their logs and metrics.", no_args_is_help=True, epilog=EXIT_CODES)
 
 
-def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    from dovetail.search.store import home_directory
-
-    folders = (home_directory(ctx.params.get("home")) / "experiments").glob("*/trials/trial_[0-9]*")
-    numbers = {path.name.removeprefix("trial_") for path in folders}
-    return sorted((number for number in numbers if number.startswith(incomplete)), key=int)
-
-
+_complete = completion("experiments/*/trials/trial_*", prefix="trial_")
 _Id = Annotated[
     int, typer.Argument(metavar="ID", help="The trial, by its number in the store.", autocompletion=_complete)
 ]
@@ -75,7 +70,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
 @app.command()
 def logs(
     id: _Id,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it is over.")] = False,
+    follow: FollowLog = False,
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
@@ -130,9 +125,11 @@ def _reported(path: Path) -> list[dict[str, Any]]:
             "metrics": row["metrics"],
         }
         for row in Reports(path).read()
-        if isinstance(row.get("metrics"), dict) and isinstance(row.get("group"), str) and "steps_completed" in row
+        if isinstance(row.get("metrics"), dict)
+        and isinstance(row.get("group"), str)
+        and isinstance(row.get("steps_completed"), int)
     }
-    return sorted(found.values(), key=lambda row: int(row["batches"]))
+    return sorted(found.values(), key=lambda row: row["batches"])
 
 
 def _is_number(value: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.algorithms.base import Algorithm
-from dovetail.callbacks import NonFiniteLoss, ProgressDisplay
+from dovetail.callbacks import Callback, NonFiniteLoss, ProgressDisplay
 from dovetail.errors import ConfigError
 from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback
@@ -126,7 +126,12 @@ class Client:
         self._fresh = {
             "shared": dict(context.state),
             "strategies": copy.deepcopy(core.strategies.state_dict()),
-            "callbacks": copy.deepcopy(context.callbacks.state_dict()),
+            # With those that have nothing to remember yet.
+            "callbacks": [
+                (it, copy.deepcopy(it.state_dict()))
+                for it in context.callbacks
+                if type(it).state_dict is not Callback.state_dict
+            ],
         }
         self._keeps = bool(core.strategies.hearing("on_client_start"))
         # Whatever stays with a client begins as it does in the server's model.
@@ -287,8 +292,9 @@ class Client:
         context.state.update(self._fresh["shared"], order_seed=mix(task.seed, "order"))
         if self._fresh["strategies"]:
             core.strategies.load_state_dict(copy.deepcopy(self._fresh["strategies"]))
-        if self._fresh["callbacks"]:
-            context.callbacks.load_state_dict(copy.deepcopy(self._fresh["callbacks"]))
+        for callback, first in self._fresh["callbacks"]:
+            if first or callback.state_dict():
+                callback.load_state_dict(copy.deepcopy(first))
         seed_everything(task.seed)
         return before
 

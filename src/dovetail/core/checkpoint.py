@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from dovetail.checkpoint.files import (
     sweep,
     write_file,
 )
-from dovetail.checkpoint.strict_json import dump_json, parse_json
+from dovetail.checkpoint.strict_json import seal, unseal
 from dovetail.core.distributed import DistributedContext
 from dovetail.errors import CheckpointError, ConfigError, DovetailError, UnknownNameError
 
@@ -295,6 +294,8 @@ def storage_directory(storage: _Path | Mapping[str, Any]) -> Path:
 
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(metadata, Mapping | None):
+        raise ConfigError(f"metadata: expected a dict, got {type(metadata).__name__}")
     found = dict(metadata or {})
     steps = found.get("steps_completed", 0)
     if isinstance(steps, bool) or not isinstance(steps, int):
@@ -374,7 +375,7 @@ def _commit(temporary: Path, metadata: Mapping[str, Any], digests: _Digests, tar
         "metadata": metadata,
         "files": {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(digests.items())},
     }
-    write_file(DISK, temporary / _MANIFEST, [_sealed(document)])
+    write_file(DISK, temporary / _MANIFEST, [seal(document)])
     for place, _, _ in os.walk(temporary):
         DISK.sync_directory(Path(place))
     DISK.rename(temporary, target)
@@ -403,10 +404,7 @@ def _read_manifest(place: Path) -> _Manifest:
     where = str(place / _MANIFEST)
     if (size := (place / _MANIFEST).stat().st_size) > _MAX_MANIFEST:
         raise CheckpointError(f"{where}: {size:,} bytes are too many for a manifest")
-    text = (place / _MANIFEST).read_bytes()
-    document = parse_json(text, where)
-    if not isinstance(document, dict) or _sealed({k: v for k, v in document.items() if k != "sha256"}) != text:
-        raise CheckpointError(f"{where}: the file is damaged: its content does not match its own SHA-256")
+    document = unseal((place / _MANIFEST).read_bytes(), where)
     if document.get("format") != _FORMAT or document.get("format_version") != _VERSION or document.keys() != _KEYS:
         raise CheckpointError(f"{where}: not the manifest of stored files, version {_VERSION}")
     try:
@@ -441,11 +439,6 @@ def _unless_damaged(read: Callable[[Path], _Manifest], place: Path) -> _Manifest
         if place.exists():
             warnings.warn(f"passed over a damaged checkpoint: {error}", CheckpointWarning, stacklevel=3)
         return None
-
-
-def _sealed(document: Mapping[str, Any]) -> bytes:
-    digest = sha256(dump_json(document, indent=2)).hexdigest()
-    return dump_json({**document, "sha256": digest}, indent=2) + b"\n"
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -163,7 +163,7 @@ def concat(outputs: Sequence[Any]) -> Any:
 
     Tensors and arrays are joined along their first dimension, those without one are stacked. Tuples, mappings
     and dataclasses are joined part by part. A list counts as one item per sample: lists are strung together.
-    Everything else is collected in a list.
+    Everything else, mappings with different keys among it, is collected in a list.
 
     Example:
         >>> concat([(torch.tensor([1, 2]), ["a", "b"]), (torch.tensor([3]), ["c"])])
@@ -181,7 +181,9 @@ def concat(outputs: Sequence[Any]) -> Any:
         return np.concatenate(outputs) if first.ndim else np.stack(outputs)
     if all(isinstance(output, list) for output in outputs):
         return [item for output in outputs for item in output]
-    if all(isinstance(output, Mapping) for output in outputs):
+    if isinstance(first, Mapping):
+        if any(not isinstance(output, Mapping) or output.keys() != first.keys() for output in outputs):
+            return outputs
         return _with_parts(first, [concat([output[key] for output in outputs]) for key in first])
     if _parts(first) and not isinstance(first, list) and all(type(output) is type(first) for output in outputs):
         columns = zip(*map(_parts, outputs), strict=True)

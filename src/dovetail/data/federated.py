@@ -19,7 +19,7 @@ from dovetail.data.datasets import LeafSynthetic, digits, fashion_mnist
 from dovetail.data.loader import DataLoader
 from dovetail.data.models import logistic, mlp
 from dovetail.data.partition import Partition, make_partition
-from dovetail.data.sources import as_loader
+from dovetail.data.sources import as_loader, holds_samples
 from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.registry import Registry
 
@@ -44,7 +44,8 @@ class Datasource(ABC):
 
     Attributes:
         num_clients: How many clients there are.
-        knows_sizes: Whether `num_samples` is quick: it need not make or read a client's data.
+        knows_sizes: Whether `num_samples` is quick: it need not make or read a client's data. Set it to True beside a
+            `num_samples` of your own for which that holds, or where `train_data` hands out what is in memory.
 
     Example:
         >>> class Lines(Datasource):
@@ -65,9 +66,13 @@ class Datasource(ABC):
         """Return what a client trains on, in any form that `fit` takes."""
 
     def num_samples(self, client_id: int) -> int:
-        """Return how many samples a client trains on."""
+        """Return how many samples a client trains on; unless you override it, by asking for its data."""
         data = self.train_data(client_id)
-        return len(cast(Sized, data)) if isinstance(data, Dataset) else batch_length(data)
+        if isinstance(data, (tuple, Tensor, np.ndarray)):
+            return batch_length(data)
+        if isinstance(data, Sized) and holds_samples(data):
+            return len(data)
+        return sum(batch_length(batch) for batch in as_loader(data, batch_size=1))
 
     def test_data(self, client_id: int) -> Any | None:
         """Return what a client tests on; None where it has nothing of its own."""

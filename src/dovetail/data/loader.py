@@ -28,7 +28,7 @@ from torch.utils.data import (
 from dovetail.data.slicing import Rows, rows_in_memory
 from dovetail.errors import DataError
 
-__all__ = ["DataLoader", "iterate_from"]
+__all__ = ["DataLoader", "EpochSampler", "iterate_from", "mixed_seed"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -139,7 +139,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         if isinstance(batch_sampler, BatchSampler):
             samplers.append(batch_sampler.sampler)
         self._epoch_samplers = [
-            each for each in samplers if type(each) not in _TORCH_SAMPLERS and isinstance(each, _EpochSampler)
+            each for each in samplers if type(each) not in _TORCH_SAMPLERS and isinstance(each, EpochSampler)
         ]
         self._generators = _distinct([self.generator, *map(_generator_of, samplers)], leave_out=self._seeded)
         self._next_epoch = 0
@@ -275,7 +275,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         for purpose, generator in enumerate(self._seeded):
             # The first is that of workers, which rows do without.
             if purpose or rows is None:
-                generator.manual_seed(_mixed(cast(int, self.seed), self._next_epoch, purpose))
+                generator.manual_seed(mixed_seed(cast(int, self.seed), self._next_epoch, purpose))
         batches = self._torch_batches(start) if rows is None else self._sliced_batches(rows, start)
         self._workers_seeded = self.persistent_workers
         return self._counted(running, batches)
@@ -388,8 +388,11 @@ class _Pass:
 
 
 @runtime_checkable
-class _EpochSampler(Protocol):
-    def set_epoch(self, epoch: int) -> None: ...
+class EpochSampler(Protocol):
+    """A sampler whose order depends on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`."""
 
 
 # What a seed is mixed with for the random numbers of samples; 0 and 1 are the generators of a loader.
@@ -422,7 +425,7 @@ class _Share(Sampler[Any]):
         else:
             seeds = self.seeds
             self._latest = _Indices(
-                _Seeding(indices, _mixed(*seeds, _IN_WORKERS, number)) if type(indices) is list else indices
+                _Seeding(indices, mixed_seed(*seeds, _IN_WORKERS, number)) if type(indices) is list else indices
                 for number, indices in rest
             )
         return self._latest
@@ -510,7 +513,8 @@ def _distinct(generators: Iterable[Generator | None], leave_out: list[Generator]
     return found
 
 
-def _mixed(*numbers: int) -> int:
+def mixed_seed(*numbers: int) -> int:
+    """Return a seed of 64 bits that differs, without a pattern, for every other row of numbers."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 

@@ -11,15 +11,28 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dovetail.data.dealing import (
+    Ints,
+    Labelled,
+    Labels,
+    at_least,
+    dealt,
+    drawn,
+    filled,
+    hands,
+    held_owners,
+    listed,
+    proportions,
+)
+from dovetail.data.partition_plot import figure_of
 from dovetail.errors import ConfigError, DataError, UnknownNameError
-from dovetail.extras import require
 from dovetail.registry import Registry
 
 __all__ = [
@@ -40,11 +53,6 @@ __all__ = [
     "sample_quantity",
     "shards",
 ]
-
-Labels: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[Any]"
-
-_Ints: TypeAlias = npt.NDArray[np.int64]
-_Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +83,15 @@ class Partition:
     @classmethod
     def from_lists(cls, clients: Iterable[Sequence[int] | Tensor | npt.NDArray[Any]]) -> Partition:
         """Return the partition that gives each client the samples listed for it."""
-        runs = [torch.as_tensor(samples, dtype=torch.int64) for samples in clients]
+        runs = []
+        for client_id, samples in enumerate(clients, 1):
+            run = torch.as_tensor(samples)
+            if run.ndim != 1 or (len(run) and (run.is_floating_point() or run.dtype is torch.bool)):
+                raise DataError(
+                    f"client {client_id}: expected a row of the numbers of samples, "
+                    f"got shape {tuple(run.shape)} of type {run.dtype}"
+                )
+            runs.append(run.to(torch.int64))
         if not runs:
             raise ConfigError("partition: expected at least one client, got none")
         return cls._of_runs(torch.cat(runs), torch.tensor([len(run) for run in runs]))
@@ -85,8 +101,7 @@ class Partition:
         return cls(indices, sizes.cumsum(0) - sizes, sizes)
 
     @classmethod
-    def _of_owners(cls, owners: _Ints, num_clients: int) -> Partition:
-        # One owner per sample, or -1 for none: no sample can be in two places.
+    def _of_owners(cls, owners: Ints, num_clients: int) -> Partition:
         order = np.argsort(owners, kind="stable")
         owned = order[np.count_nonzero(owners < 0) :]
         sizes = np.bincount(owners[owned], minlength=num_clients)
@@ -118,7 +133,9 @@ class Partition:
         Returns:
             Counts, with a row per client and a column per label in ascending order.
         """
-        data = _Labelled.of(labels)
+        data = Labelled.of(labels)
+        if len(self.indices) and (last := int(self.indices.max())) >= len(data):
+            raise DataError(f"labels: expected those of the whole dataset, at least {last + 1}, got {len(data)}")
         # Runs that clients share are counted once.
         (starts, sizes), which = torch.unique(torch.stack([self.starts, self.sizes]), dim=1, return_inverse=True)
         run = torch.arange(len(sizes)).repeat_interleave(sizes)
@@ -188,21 +205,21 @@ def dirichlet(
         >>> int(partition.sizes.sum()), int(partition.sizes.min()) >= 1
         (100, True)
     """
-    data, rng = _Labelled.of(labels), _generator(seed)
+    data, rng = Labelled.of(labels), _generator(seed)
     _check_positive(alpha=alpha)
     if overlap:
         return _overlapping(
-            len(data), num_clients, partition_size, seed, lambda rng, size: _drawn(data, alpha, size, rng)
+            len(data), num_clients, partition_size, seed, lambda rng, size: drawn(data, alpha, size, rng)
         )
     if partition_size is not None:
         _check_at_least_one(partition_size=partition_size)
         _check_room(len(data), num_clients, partition_size)
-        return _filled(data, np.full(num_clients, partition_size), alpha, rng)
+        return Partition._of_owners(filled(data, np.full(num_clients, partition_size), alpha, rng), num_clients)
     _check_room(len(data), num_clients, min_samples)
     owners = np.empty(len(data), dtype=np.int64)
     for members in data.members(rng):
-        owners[members] = _dealt(len(members), _proportions(rng, np.full(num_clients, alpha)))
-    return Partition._of_owners(_at_least(min_samples, owners, num_clients, rng), num_clients)
+        owners[members] = dealt(len(members), proportions(rng, np.full(num_clients, alpha)))
+    return Partition._of_owners(at_least(min_samples, owners, num_clients, rng), num_clients)
 
 
 def shards(labels: Labels, num_clients: int, *, shards_per_client: int = 2, seed: int = 0) -> Partition:
@@ -218,7 +235,7 @@ def shards(labels: Labels, num_clients: int, *, shards_per_client: int = 2, seed
         >>> shards([0, 0, 1, 1, 2, 2, 3, 3], 2).table([0, 0, 1, 1, 2, 2, 3, 3]).sum(dim=1)
         tensor([4, 4])
     """
-    data, rng = _Labelled.of(labels), _generator(seed)
+    data, rng = Labelled.of(labels), _generator(seed)
     _check_at_least_one(shards_per_client=shards_per_client)
     _check_room(len(data), num_clients, shards_per_client)
     num_shards = num_clients * shards_per_client
@@ -244,9 +261,13 @@ def label_quantity(labels: Labels, num_clients: int, *, classes_per_client: int 
         >>> (label_quantity(labels, 6, classes_per_client=2).table(labels) > 0).sum(dim=1)
         tensor([2, 2, 2, 2, 2, 2])
     """
-    data, rng = _Labelled.of(labels), _generator(seed)
+    data, rng = Labelled.of(labels), _generator(seed)
     _check_room(len(data), num_clients, 1)
-    return _held(data, _hands(np.arange(len(data.names)), num_clients, classes_per_client, rng), rng)
+    most = len(data.names)
+    if not 1 <= classes_per_client <= most:
+        raise ConfigError(f"classes_per_client: expected 1 to {most}, the number of labels, got {classes_per_client}")
+    held = hands(np.arange(most), num_clients, classes_per_client, rng)
+    return Partition._of_owners(held_owners(data, held, rng), num_clients)
 
 
 def mixed_label_quantity(
@@ -274,9 +295,11 @@ def mixed_label_quantity(
         >>> sorted(cut.table(labels)[:, 1].tolist())
         [0, 0, 4, 4]
     """
-    data, rng = _Labelled.of(labels), _generator(seed)
+    data, rng = Labelled.of(labels), _generator(seed)
     _check_room(len(data), num_clients, 1)
     anchors = data.codes_of(anchor_classes, "anchor_classes")
+    if not len(anchors) or len(np.unique(anchors)) < len(anchors):
+        raise ConfigError(f"anchor_classes: expected one label or more, each once, got {list(anchor_classes)}")
     if not 0 <= num_anchored <= num_clients:
         raise ConfigError(f"num_anchored: expected 0 to {num_clients}, the number of clients, got {num_anchored}")
     if not 0 <= kept_anchors <= len(anchors):
@@ -286,8 +309,13 @@ def mixed_label_quantity(
     held = np.empty((num_clients, len(anchors)), dtype=np.int64)
     held[chosen[:num_anchored]] = anchors
     if num_anchored < num_clients:
-        held[chosen[num_anchored:]] = _hands(pool, num_clients - num_anchored, len(anchors), rng)
-    return _held(data, held, rng)
+        if len(anchors) > len(pool):
+            raise ConfigError(
+                f"anchor_classes: expected at most {len(pool)}, as many as there are labels for the other clients, "
+                f"got {len(anchors)}"
+            )
+        held[chosen[num_anchored:]] = hands(pool, num_clients - num_anchored, len(anchors), rng)
+    return Partition._of_owners(held_owners(data, held, rng), num_clients)
 
 
 def sample_quantity(
@@ -310,8 +338,8 @@ def sample_quantity(
     _check_positive(size_alpha=size_alpha)
     _check_room(num_samples, num_clients, min_samples)
     owners = np.empty(num_samples, dtype=np.int64)
-    owners[rng.permutation(num_samples)] = _dealt(num_samples, _proportions(rng, np.full(num_clients, size_alpha)))
-    return Partition._of_owners(_at_least(min_samples, owners, num_clients, rng), num_clients)
+    owners[rng.permutation(num_samples)] = dealt(num_samples, proportions(rng, np.full(num_clients, size_alpha)))
+    return Partition._of_owners(at_least(min_samples, owners, num_clients, rng), num_clients)
 
 
 def mixed(
@@ -338,7 +366,7 @@ def mixed(
         >>> mixed(labels, 4, non_iid_clients=[2, 3]).sizes[[0, 3]]
         tensor([25, 25])
     """
-    data, rng = _Labelled.of(labels), _generator(seed)
+    data, rng = Labelled.of(labels), _generator(seed)
     _check_room(len(data), num_clients, max(1, min_samples))
     skewed = list(range(1, non_iid_clients + 1)) if isinstance(non_iid_clients, int) else sorted(set(non_iid_clients))
     is_negative = isinstance(non_iid_clients, int) and non_iid_clients < 0
@@ -381,7 +409,7 @@ def orthogonal(
         tensor([[5, 5, 0, 0],
                 [0, 0, 5, 5]])
     """
-    data, rng = _Labelled.of(labels), _generator(seed)
+    data, rng = Labelled.of(labels), _generator(seed)
     _check_room(len(data), num_clients, 1)
     if class_groups is None:
         most = min(num_clients, len(data.names))
@@ -400,7 +428,7 @@ def orthogonal(
     for number, group in enumerate(groups):
         members = rng.permutation(np.flatnonzero(np.isin(data.codes, group)))
         clients = np.arange(number, num_clients, len(groups))
-        _check_room(len(members), len(clients), 1, f"the labels {_listed(data.names[group])}")
+        _check_room(len(members), len(clients), 1, f"the labels {listed(data.names[group])} have")
         owners[members] = np.resize(clients, len(members))
     return Partition._of_owners(owners, num_clients)
 
@@ -448,12 +476,12 @@ def distribution(
         >>> distribution([0, 1] * 50, 4, alpha=0.1, size_alpha=5.0).sizes.sum()
         tensor(100)
     """
-    data, rng = _Labelled.of(labels), _generator(seed)
+    data, rng = Labelled.of(labels), _generator(seed)
     _check_positive(alpha=alpha, size_alpha=size_alpha)
     _check_room(len(data), num_clients, min_samples)
-    owners = _dealt(len(data), _proportions(rng, np.full(num_clients, size_alpha)))
-    sizes = np.bincount(_at_least(min_samples, owners, num_clients, rng), minlength=num_clients)
-    return _filled(data, sizes, alpha, rng)
+    owners = dealt(len(data), proportions(rng, np.full(num_clients, size_alpha)))
+    sizes = np.bincount(at_least(min_samples, owners, num_clients, rng), minlength=num_clients)
+    return Partition._of_owners(filled(data, sizes, alpha, rng), num_clients)
 
 
 def _by_name() -> Mapping[str, Callable[..., Partition]]:
@@ -514,8 +542,7 @@ def make_partition(name: str, labels: Labels | int, num_clients: int, **options:
         tensor(100)
     """
     function = partitions.get(name)
-    parameters = inspect.signature(function).parameters.values()
-    known = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
+    known = _options(function)
     given: dict[str, Any] = {}
     for spelled, value in options.items():
         option = _SPELLINGS.get(spelled, spelled)
@@ -565,118 +592,11 @@ def plot(partition: Partition, labels: Labels, path: str | os.PathLike[str] | No
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    figures = require("matplotlib.figure", "plot")
-    table = partition.table(labels).numpy()
-    names = [str(name) for name in _Labelled.of(labels).names]
-    # A Figure of its own, never pyplot: nothing global changes, and no display is needed.
-    figure = figures.Figure(dpi=144, layout="constrained")
-    if len(partition) <= _MOST_BARS and len(names) <= _MOST_COLOURS:
-        _draw_bars(figure, table, names)
-    else:
-        _draw_shares(figure, table, names)
+    figure = figure_of(partition.table(labels).numpy(), [str(name) for name in Labelled.of(labels).names])
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     return figure
-
-
-# ------------------------------------------------------------------ how samples find their owners
-
-
-@dataclass(frozen=True)
-class _Labelled:
-    """The labels of a dataset: their distinct values in ascending order, and for each sample which it is."""
-
-    names: npt.NDArray[Any]
-    codes: _Ints
-
-    @classmethod
-    def of(cls, labels: Labels) -> _Labelled:
-        values = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-        if values.ndim != 1 or values.dtype.kind not in "biuUS":
-            raise DataError(
-                "labels: expected a row of whole numbers or names, one per sample, "
-                f"got shape {values.shape} of type {values.dtype}"
-            )
-        if not len(values):
-            raise DataError("labels: expected at least one sample, got none")
-        names, codes = np.unique(values, return_inverse=True)
-        return cls(names, codes)
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-    def members(self, rng: np.random.Generator) -> list[_Ints]:
-        """Return the samples of each label, in random order."""
-        order = rng.permutation(len(self))
-        order = order[np.argsort(self.codes[order], kind="stable")]
-        return np.split(order, np.bincount(self.codes, minlength=len(self.names)).cumsum()[:-1])
-
-    def codes_of(self, names: Sequence[Any], option: str) -> _Ints:
-        known = {name: code for code, name in enumerate(self.names.tolist())}
-        for name in names:
-            if name not in known:
-                raise ConfigError(f"{option}: the dataset has no label {name!r}; it has {_listed(self.names)}")
-        return np.array([known[name] for name in names], dtype=np.int64)
-
-
-def _dealt(count: int, proportions: _Floats) -> _Ints:
-    """Return the owners of `count` samples: runs as long as the proportions say."""
-    cuts = np.floor(np.cumsum(proportions)[:-1] * count)
-    return np.searchsorted(cuts, np.arange(count), side="right")
-
-
-def _proportions(rng: np.random.Generator, alphas: _Floats) -> _Floats:
-    # Their sum must stay finite; beyond this the proportions are equal to nine digits anyway.
-    return rng.dirichlet(np.clip(alphas, 1e-12, 1e18)) if len(alphas) > 1 else np.ones(1)
-
-
-def _at_least(min_samples: int, owners: _Ints, num_clients: int, rng: np.random.Generator) -> _Ints:
-    """Return owners of whom each has `min_samples`: those who have most give, drawn at random from what they have."""
-    sizes = np.bincount(owners, minlength=num_clients)
-    lacking = np.maximum(min_samples - sizes, 0)
-    num_moved = int(lacking.sum())
-    if num_moved == 0:
-        return owners
-    # The lowest level at which cutting all sizes down to it frees no more than is needed; the rest comes one by one
-    # from those who stand at the level.
-    low, high = min_samples, int(sizes.max())
-    while low < high:
-        level = (low + high) // 2
-        low, high = (low, level) if np.maximum(sizes - level, 0).sum() <= num_moved else (level + 1, high)
-    given = np.maximum(sizes - low, 0)
-    at_level = np.flatnonzero(sizes - given == low)
-    given[rng.permutation(at_level)[: num_moved - int(given.sum())]] += 1
-
-    order = rng.permutation(len(owners))
-    order = order[np.argsort(owners[order], kind="stable")]
-    rank = np.arange(len(owners)) - np.repeat(sizes.cumsum() - sizes, sizes)
-    moved = order[rank < np.repeat(given, sizes)]
-    owners = owners.copy()
-    owners[rng.permutation(moved)] = np.repeat(np.arange(num_clients), lacking)
-    return owners
-
-
-def _filled(data: _Labelled, sizes: _Ints, alpha: float, rng: np.random.Generator) -> Partition:
-    """Fill clients of given sizes with labels that each draws for itself, as long as there are any."""
-    available = np.bincount(data.codes, minlength=len(data.names))
-    # Around the shares of the whole dataset, so that what all want together is about what there is.
-    mixes = rng.dirichlet(np.clip(alpha * len(available) * available / len(data), 1e-12, 1e18), size=len(sizes))
-    wanted = rng.multinomial(sizes, mixes).ravel()
-    num_clients, num_labels = len(sizes), len(available)
-    client = np.repeat(np.repeat(np.arange(num_clients), num_labels), wanted)
-    label = np.repeat(np.tile(np.arange(num_labels), num_clients), wanted)
-    owners = np.full(len(data), -1)
-    unserved, unused = [], []
-    for code, members in enumerate(data.members(rng)):
-        takers = rng.permutation(client[label == code])
-        served = min(len(takers), len(members))
-        owners[members[:served]] = takers[:served]
-        unserved.append(takers[served:])
-        unused.append(members[served:])
-    left = np.concatenate(unserved)
-    owners[rng.permutation(np.concatenate(unused))[: len(left)]] = left
-    return Partition._of_owners(owners, num_clients)
 
 
 def _overlapping(
@@ -684,7 +604,7 @@ def _overlapping(
     num_clients: int,
     partition_size: int | None,
     seed: int,
-    draw: Callable[[np.random.Generator, int], _Ints],
+    draw: Callable[[np.random.Generator, int], Ints],
 ) -> Partition:
     """Let each client draw for itself, with a generator of its own that no other client or seed has."""
     if partition_size is None:
@@ -695,43 +615,6 @@ def _overlapping(
     return Partition.from_lists(np.sort(draw(_generator(seed, client_id), partition_size)) for client_id in clients)
 
 
-def _drawn(data: _Labelled, alpha: float, count: int, rng: np.random.Generator) -> _Ints:
-    """Draw samples without replacement, weighted by their labels: those whose exponential clocks ring first."""
-    weights = _proportions(rng, np.full(len(data.names), alpha))
-    clocks = rng.exponential(size=len(data)) / np.maximum(weights[data.codes], 1e-300)
-    return np.argpartition(clocks, count - 1)[:count]
-
-
-def _hands(pool: _Ints, num_clients: int, count: int, rng: np.random.Generator) -> _Ints:
-    """Deal each client `count` different labels of the pool: the first in turn, so that all are held, then any."""
-    if not 1 <= count <= len(pool):
-        raise ConfigError(f"classes_per_client: expected 1 to {len(pool)}, the number of labels, got {count}")
-    pool = rng.permutation(pool)
-    hands = np.empty((num_clients, count), dtype=np.int64)
-    # Some clients at a time, since each draws a number for each label.
-    for clients in np.array_split(np.arange(num_clients), 1 + num_clients * len(pool) // 10_000_000):
-        first = clients[:, None] % len(pool)
-        others = rng.random((len(clients), len(pool) - 1)).argsort(axis=1)[:, : count - 1]
-        hands[clients] = pool[np.concatenate([first, (first + 1 + others) % len(pool)], axis=1)]
-    return hands
-
-
-def _held(data: _Labelled, held: _Ints, rng: np.random.Generator) -> Partition:
-    """Divide the samples of each label over those who hold it; what nobody holds is left out."""
-    owners = np.full(len(data), -1)
-    for code, members in enumerate(data.members(rng)):
-        holders = rng.permutation(np.flatnonzero((held == code).any(axis=1)))
-        if len(holders) > len(members):
-            name = data.names[code].item()
-            raise DataError(f"label {name!r} has {len(members)} samples for {len(holders)} clients that are to have it")
-        if len(holders):
-            owners[members] = np.resize(holders, len(members))
-    return Partition._of_owners(owners, len(held))
-
-
-# ------------------------------------------------------------------ what cannot be meant
-
-
 def _generator(*seeds: int) -> np.random.Generator:
     if any(seed < 0 for seed in seeds):
         raise ConfigError(f"seed: expected 0 or more, got {min(seeds)}")
@@ -739,17 +622,20 @@ def _generator(*seeds: int) -> np.random.Generator:
 
 
 def _num_samples(labels: Labels | int) -> int:
-    return labels if isinstance(labels, int) else len(labels)
+    count = int(labels) if isinstance(labels, (int, np.integer)) else len(labels)
+    if count < 1:
+        raise DataError(f"labels: expected at least one sample, got {count}")
+    return count
 
 
-def _check_room(num_samples: int, num_clients: int, each: int, of_what: str = "the dataset") -> None:
+def _check_room(num_samples: int, num_clients: int, each: int, of_what: str = "the dataset has") -> None:
     _check_at_least_one(num_clients=num_clients)
     if each < 0:
         raise ConfigError(f"samples per client: expected 0 or more, got {each}")
     if num_samples < num_clients * each:
         raise DataError(
             f"{num_clients} clients with {each} or more samples each need {num_clients * each}, "
-            f"and {of_what} has {num_samples}"
+            f"and {of_what} {num_samples}"
         )
 
 
@@ -763,48 +649,3 @@ def _check_at_least_one(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ConfigError(f"{name}: expected 1 or more, got {value}")
-
-
-def _listed(names: npt.NDArray[Any]) -> str:
-    shown = [str(name) for name in names[:10].tolist()]
-    return ", ".join(shown) + (", …" if len(names) > 10 else "")
-
-
-# ------------------------------------------------------------------ drawing
-
-_MOST_BARS, _MOST_COLOURS, _MOST_ROWS = 50, 20, 500
-_INK = "#333333"
-
-
-def _draw_bars(figure: Any, table: _Ints, names: Sequence[str]) -> None:
-    figure.set_size_inches(7.2, 1.4 + 0.26 * max(len(table), 6))
-    axes = figure.subplots()
-    colours = require("matplotlib", "plot").colormaps["tab10" if len(names) <= 10 else "tab20"].colors
-    clients = np.arange(1, len(table) + 1)
-    left = np.zeros(len(table))
-    for column, name in enumerate(names):
-        axes.barh(clients, table[:, column], left=left, height=0.8, color=colours[column], label=name)
-        left += table[:, column]
-    axes.set_ylim(len(table) + 0.6, 0.4)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("samples", color=_INK)
-    axes.set_ylabel("client", color=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK, labelsize=9)
-    figure.legend(title="label", loc="outside right upper", frameon=False, fontsize=9)
-
-
-def _draw_shares(figure: Any, table: _Ints, names: Sequence[str]) -> None:
-    figure.set_size_inches(7.2, 5.4)
-    axes = figure.subplots()
-    # A row needs a pixel to be seen.
-    every = -(-len(table) // _MOST_ROWS)
-    shares = table[::every] / np.maximum(table[::every].sum(axis=1, keepdims=True), 1)
-    extent = (-0.5, len(names) - 0.5, len(table) + 0.5, 0.5)
-    image = axes.imshow(shares, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, extent=extent)
-    if len(names) <= _MOST_COLOURS:
-        axes.set_xticks(range(len(names)), names)
-    axes.set_xlabel("label" if len(names) <= _MOST_COLOURS else "label, by its rank", color=_INK)
-    axes.set_ylabel("client" if every == 1 else f"client, one in {every}", color=_INK)
-    axes.tick_params(colors=_INK, labelsize=9)
-    figure.colorbar(image, label="share of the client's samples")

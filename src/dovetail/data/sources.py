@@ -33,6 +33,13 @@ class _Indexed(Protocol):
     def __getitem__(self, index: Any) -> Any: ...
 
 
+@runtime_checkable
+class _Table(Protocol):
+    """What data frames and series have, of pandas and others: in brackets they take names, and no row numbers."""
+
+    def to_numpy(self) -> Any: ...
+
+
 def as_loader(
     data: Any,
     *,
@@ -61,7 +68,7 @@ def as_loader(
         sampler: Which samples to use: indices (in this order, unless `shuffle`), a sampler of torch, or an
             object whose `get()` returns one of these. `None` means all.
         collate_fn: Makes a batch of a list of samples.
-        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+        pin_memory: Hand out batches in pinned memory, where there is an accelerator.
         num_replicas: Number of ranks that share the batches.
         rank: The rank of this process among them.
 
@@ -73,14 +80,14 @@ def as_loader(
         >>> [labels.tolist() for _, labels in loader]
         [[4, 2, 0], [1]]
     """
-    if sampler is not None and not isinstance(sampler, Mapping) and isinstance(sampler, SamplerSource):
+    if sampler is not None and isinstance(sampler, SamplerSource) and not isinstance(sampler, (Mapping, _Table)):
         sampler = sampler.get()
     if isinstance(data, (tuple, Tensor, np.ndarray)):
         dataset: Dataset[Any] = _tensor_dataset(data if isinstance(data, tuple) else (data,))
         num_workers = 0
-    elif holds_samples(data):
+    elif isinstance(data, Dataset) or (holds_samples(data) and not isinstance(data, _Table)):
         dataset = data
-    elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
+    elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping, _Table)):
         if sampler is not None:
             raise DataError(f"sampler: a {type(data).__name__} holds batches already; give the dataset instead")
         return data
@@ -97,7 +104,7 @@ def as_loader(
         if isinstance(sampler, Sampler):
             shuffle = False
         else:
-            dataset, sampler = Subset(dataset, _indices(sampler)), None
+            dataset, sampler = Subset(dataset, _indices(sampler, dataset)), None
     try:
         return DataLoader(
             dataset,
@@ -165,10 +172,15 @@ def _tensor(array: Any) -> Tensor:
     return array
 
 
-def _indices(sampler: Any) -> Sequence[int]:
+def _indices(sampler: Any, dataset: Dataset[Any]) -> Sequence[int]:
     if not isinstance(sampler, (str, bytes)) and isinstance(sampler, (Sequence, np.ndarray, Tensor)):
         indices = np.asarray(sampler)
         if indices.ndim == 1 and (indices.size == 0 or indices.dtype.kind in "iu"):
+            # A dataset need not have a length to be read by indices.
+            if isinstance(dataset, Sized):
+                beyond = indices[(indices < -len(dataset)) | (indices >= len(dataset))]
+                if beyond.size:
+                    raise DataError(f"sampler: expected indices of {len(dataset)} samples, got {beyond[0]}")
             return cast(Sequence[int], indices.astype(np.int64).tolist())
     raise DataError(
         f"sampler: expected indices, a torch Sampler or an object whose get() returns one, got {_shown(sampler)}"
@@ -180,7 +192,7 @@ def _shown(value: Any) -> str:
         return f"a {type(value).__name__} of shape {tuple(value.shape)} and type {value.dtype}"
     if value is None or isinstance(value, (str, bytes, int, float)):
         return repr(value)
-    return f"a {type(value).__name__}"
+    return f"a {type(value).__name__}{', whose to_numpy() is an array' if isinstance(value, _Table) else ''}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

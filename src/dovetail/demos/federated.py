@@ -21,6 +21,7 @@ from dovetail.servers import fedavg
 from dovetail.servers.display import RoundDisplay
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
+from dovetail.units import counted
 
 __all__ = ["run"]
 
@@ -46,10 +47,10 @@ def run(folder: Path, *, rounds: int = 30) -> Outcome:
         accuracies[name] = _accuracies(data, algorithm, rounds)
 
     picture(folder / "rounds.png", (11, 4.4), partial(_draw, cut.table(labels), accuracies))
-    last = {name: values[-1] for name, values in accuracies.items()}
+    found = ", ".join(f"{name} {values[-1]:.1%}" for name, values in accuracies.items())
     every_fifth = [number for number in range(1, rounds + 1) if number in (1, rounds) or number % 5 == 0]
     return Outcome(
-        f"test accuracy after {rounds} rounds: " + ", ".join(f"{name} {value:.1%}" for name, value in last.items()),
+        f"test accuracy after {counted(rounds, 'round')}: {found}",
         {"rounds.png": "who has which digits, and the accuracy of both global models round by round"},
         ("round", *accuracies),
         [[str(number), *(f"{values[number - 1]:.1%}" for values in accuracies.values())] for number in every_fifth],

@@ -140,7 +140,7 @@ class TrainerConfig:
         loss_criterion: By name.
         global_lr_scheduler: Whether the rate goes on from round to round as if it were one training.
         model_type: The model, by name; None for the one that fits the data.
-        model_name: Its name in messages and files.
+        model_name: A label, by which nothing is chosen.
         max_concurrency: Plato's name for `num_workers` of the backend `process`.
         target_accuracy: Where training ends early.
         target_perplexity: Where training ends early, for language.

@@ -48,7 +48,7 @@ class RoundRecord:
         elapsed_time: Seconds since the first round began: simulated ones, where time is.
         selected: Who was asked.
         reported: Whose updates were used.
-        faults: Who was left out, and why.
+        faults: Who was left out, and why; of edge servers also whom they have left out.
         metrics: `accuracy` and `loss` of the global model, `train_loss` of the clients, and what else was measured.
         bytes_down: What was sent to clients.
         bytes_up: What was sent by clients.
@@ -67,7 +67,9 @@ class RoundRecord:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the record as lists, dictionaries and numbers."""
-        return {**asdict(self), "metrics": dict(self.metrics)}
+        # Not `asdict`, which copies every id: a checkpoint has all rounds, each with all its clients.
+        faults = tuple(asdict(fault) for fault in self.faults)
+        return {**vars(self), "faults": faults, "metrics": dict(self.metrics)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RoundRecord:

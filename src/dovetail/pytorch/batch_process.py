@@ -191,23 +191,26 @@ def torch_batch_process(
         output = context.checkpoint.directory / progress.output / f"rank_{peers.rank}"
         given = TorchBatchProcessorContext(context, output, max_batches)
         processor = batch_processor_cls(given)
+        share = Share(peers.size, peers.rank, begun=progress.steps, used=progress.batches)
+        turn, skipped = share.turn(share.begun)
         loader = DataLoader(
-            dataset, batch_size=batch_size, shuffle=False, num_replicas=peers.size, rank=peers.rank, **settings
+            dataset, batch_size=batch_size, shuffle=False, num_replicas=peers.size, rank=turn, **settings
         )
+        loader.skip(skipped)
         total = len(dataset) // batch_size if loader.drop_last else -(-len(dataset) // batch_size)
         # As many for everyone, also where batches do not divide: processes that talk must do so equally often.
-        num_steps = min(Share(peers.size).num_steps(total), max_batches or total)
-        begun = progress.batches // peers.size
-        loader.skip(begun)
+        num_steps = share.num_steps(total) if max_batches is None else min(share.num_steps(total), max_batches)
         batches = iter(loader)
-        for step in range(begun, num_steps):
+        for step in range(share.begun, num_steps):
             for batch in _next(batches):
                 with torch.no_grad():
                     processor.process_batch(batch, step)
             done = step + 1
             if done % checkpoint_interval == 0 or done == num_steps:
                 processor.on_checkpoint_start()
-                progress.keep(min(peers.allgather(done)), given._gathered())
+                # Nothing counts as done before what everyone has gathered of it is safe.
+                peers.allgather(None)
+                progress.keep(done, share.position(done), given._gathered())
                 context.train.report_progress(done / num_steps)
                 if done < num_steps and context.preempt.should_preempt():
                     raise Interrupted(peers.broadcast(context.preempt.signal or signal.SIGTERM))
@@ -225,6 +228,7 @@ class _Progress:
     """How far the work has come, kept in the folder of the run.
 
     Attributes:
+        steps: How many batches each process has done, in this run and in those that it goes on from.
         batches: How many batches of the dataset are done, from its beginning on.
         output: The name of the folder for the files of the processor.
         earlier: What reducers had gathered in processes that are gone.
@@ -233,7 +237,7 @@ class _Progress:
     def __init__(self, context: core.Context, work: Mapping[str, Any]) -> None:
         self._store, self._peers, self._work = context.checkpoint, context.distributed, dict(work)
         self._latest = self._peers.broadcast(self._found() if self._peers.is_chief else None)
-        self.batches, self.output, self.earlier = 0, f"output-{uuid.uuid4()}", []
+        self.steps, self.batches, self.output, self.earlier = 0, 0, f"output-{uuid.uuid4()}", []
         if self._latest is not None:
             metadata = self._store.get_metadata(self._latest)
             if (begun := metadata["batch_process"]) != self._work:
@@ -241,19 +245,20 @@ class _Progress:
                     f"{self._store.directory} has the progress of {_described(begun)}, not of {_described(work)}: "
                     f"go on with that, or remove {self._store.directory / self._latest}"
                 )
-            self.batches, self.output = metadata["batches"], metadata["output"]
+            self.steps, self.batches = metadata["steps_completed"], metadata["batches"]
+            self.output = metadata["output"]
             with self._store.restore_path(self._latest) as path:
                 self.earlier = checkpoint.load(path / _REDUCERS)["slots"]
             _logger.info("going on after %d batches", self.batches)
         self.output = self._peers.broadcast(self.output)
 
-    def keep(self, steps: int, gathered: list[Any]) -> None:
-        """Keep that every process has done so many steps."""
+    def keep(self, steps: int, batches: int, gathered: list[Any]) -> None:
+        """Keep that every process has done so many steps, and all of them so many batches of the dataset."""
         if not self._peers.is_chief:
             return
         metadata = {
             "steps_completed": steps,
-            "batches": steps * self._peers.size,
+            "batches": batches,
             "output": self.output,
             "batch_process": self._work,
         }

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.config import hyperparameters
-from dovetail.core import DistributedContext
+from dovetail.config import hyperparameters, locate
+from dovetail.core import DistributedContext, storage_directory
 from dovetail.data import to_device
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
@@ -82,8 +82,8 @@ def init(
     if seed is None:
         seed = info.trial_seed if info is not None else None
     if seed is None:
-        seed = int(config.get("reproducibility", {}).get("experiment_seed", 0))
-    optimizations = config.get("optimizations", {})
+        seed = int(section(config, "reproducibility").get("experiment_seed", 0))
+    optimizations = section(config, "optimizations")
     if aggregation_frequency is None:
         aggregation_frequency = optimizations.get("aggregation_frequency", 1)
     if isinstance(aggregation_frequency, bool) or not isinstance(aggregation_frequency, int):
@@ -151,11 +151,10 @@ class PyTorchTrialContext:
         self.verbose = verbose
         self._config = dict(config)
         self._seed = seed
-        self._trainers: list[tuple[Any, Trainer]] = []
         self._clear()
 
     def _clear(self) -> None:
-        """Forget what a trial has wrapped."""
+        """Forget what a trial has wrapped, and who trained it."""
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[LRScheduler] = []
@@ -165,6 +164,7 @@ class PyTorchTrialContext:
         self.profiler_settings: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.summed: list[Optimizer] = []
         self.clips: dict[Optimizer, ClipGradients | None] = {}
+        self._trainers: list[tuple[PyTorchTrial, Trainer]] = []
         self._training: TrainingContext | None = None
         self._writer: Any = None
         self._initial_batch = 0
@@ -175,7 +175,7 @@ class PyTorchTrialContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.distributed.close()
+        self.distributed.close(error)
 
     # ------------------------------------------------------------------ for a script
 
@@ -191,7 +191,7 @@ class PyTorchTrialContext:
     @property
     def config_data(self) -> dict[str, Any]:
         """The `data` of the configuration: anything that the user put there."""
-        return dict(self._config.get("data") or {})
+        return dict(section(self._config, "data"))
 
     def build_trial(self, trial_class: type[_Trial], **kwargs: Any) -> _Trial:
         """Return a trial, made with a context of its own and further arguments, if it takes any."""
@@ -503,11 +503,13 @@ class PyTorchTrialContext:
     def _trainer(self, trial: PyTorchTrial) -> Trainer:
         from dovetail.pytorch.trainer import Trainer
 
-        for known, trainer in self._trainers:
+        # With the trial's own context, and not this one: a script may forget those of its trials that it is done with.
+        trainers = (trial.made_with or self)._trainers
+        for known, trainer in trainers:
             if known is trial:
                 return trainer
         made = Trainer(trial, self)
-        self._trainers.append((trial, made))
+        trainers.append((trial, made))
         return made
 
     def _run(self, wanted: str) -> TrainingContext:
@@ -600,19 +602,23 @@ def _checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: M
         return Path(given)
     if info is not None and info.directory is not None:
         return Path(info.directory).parent
-    storage = config.get("checkpoint_storage")
-    if storage is None:
-        return Path("checkpoints")
-    # Imported where it is needed: it reads Determined's ways to name a folder.
-    from dovetail.core.checkpoint import storage_directory
-
-    return storage_directory(storage)
+    return storage_directory(config.get("checkpoint_storage") or "checkpoints")
 
 
 def _device(distributed: DistributedContext) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", distributed.local_rank)
     return torch.device("cpu")
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the settings that a configuration has under a name; none where that is missing or empty."""
+    found = config.get(name)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{locate(config, name)}: expected settings by name, got {found!r}")
+    return found
 
 
 def current_checkpoint(context: PyTorchTrialContext, given: Literal["auto"] | str | Path | None) -> str | Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 from dovetail import checkpoint as store
 from dovetail.core import DistributedContext
 from dovetail.errors import CheckpointError, ConfigError
-from dovetail.pytorch.context import PyTorchTrialContext
+from dovetail.pytorch.context import Hyperparameters, PyTorchTrialContext
 from dovetail.pytorch.trial import PyTorchTrial
 
 __all__ = ["load_trial_from_checkpoint_path"]
@@ -36,17 +37,18 @@ def load_trial_from_checkpoint_path(
     """
     if torch_load_kwargs:
         raise ConfigError("torch_load_kwargs: checkpoints are not read by torch.load here, so there is nothing to say")
+    state = store.load(path)
+    own = _own(state, Path(path))
     if trial_class is None:
-        named = _trial_state(Path(path)).get("trial_class", "unknown")
+        named = own.get("trial_class", "unknown")
         raise ConfigError(f"trial_class: names in files are not imported: give the class (it was {named})")
-    own = _trial_state(Path(path))
     context = PyTorchTrialContext(
         hparams=own["hparams"],
         config=own["experiment_config"],
         distributed=DistributedContext(),
         verbose=False,
     )
-    return load_into(context, trial_class, Path(path), dict(trial_kwargs or {}))
+    return _made(context, trial_class, Path(path), state, trial_kwargs or {})
 
 
 def checkpoint_of(root: Path | None, trial_id: int) -> Path:
@@ -78,9 +80,21 @@ def checkpoint_of(root: Path | None, trial_id: int) -> Path:
 def load_into(context: PyTorchTrialContext, trial_class: type[_Trial], path: Path, kwargs: Mapping[str, Any]) -> _Trial:
     """Make a trial, with the hyperparameters of a checkpoint where the context has none, and give it the weights."""
     state = store.load(path)
-    own = _own(state, path)
     if not context.hparams:
-        context.hparams.update(own["hparams"])
+        # A copy: the next checkpoint has hyperparameters of its own.
+        context = copy.copy(context)
+        context.hparams = Hyperparameters(_own(state, path)["hparams"])
+    return _made(context, trial_class, path, state, kwargs)
+
+
+def _made(
+    context: PyTorchTrialContext,
+    trial_class: type[_Trial],
+    path: Path,
+    state: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> _Trial:
+    own = _own(state, path)
     trial = context.build_trial(trial_class, **kwargs)
     models = trial.made_with.models
     if len(models) != own["num_models"]:
@@ -91,10 +105,6 @@ def load_into(context: PyTorchTrialContext, trial_class: type[_Trial], path: Pat
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit {trial_class.__name__}: {error}") from error
     return trial
-
-
-def _trial_state(path: Path) -> dict[str, Any]:
-    return _own(store.load(path), path)
 
 
 def _own(state: Mapping[str, Any], path: Path) -> dict[str, Any]:

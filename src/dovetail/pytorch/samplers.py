@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import BatchSampler, Sampler
 
-from dovetail.data.loader import _mixed
+from dovetail.data.loader import EpochSampler, mixed_seed
 from dovetail.errors import DataError
 
 __all__ = [
@@ -42,15 +42,10 @@ class _Wrapper(Sampler[T]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of `epoch`, for a shuffle somewhere below."""
         sampler: object = self.sampler
-        while isinstance(sampler, BatchSampler) and not isinstance(sampler, _EpochSampler):
+        while isinstance(sampler, BatchSampler) and not isinstance(sampler, EpochSampler):
             sampler = sampler.sampler
-        if isinstance(sampler, _EpochSampler):
+        if isinstance(sampler, EpochSampler):
             sampler.set_epoch(epoch)
-
-
-@runtime_checkable
-class _EpochSampler(Protocol):
-    def set_epoch(self, epoch: int) -> None: ...
 
 
 class RepeatSampler(_Wrapper[T]):
@@ -211,7 +206,7 @@ class ReproducibleShuffleSampler(_Wrapper[T]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[T]:
-        generator = torch.Generator().manual_seed(_mixed(self.seed, self._epoch, 1))
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self._epoch, 1))
         self._epoch += 1
         items = list(self.sampler)
         return iter([items[place] for place in torch.randperm(len(items), generator=generator).tolist()])

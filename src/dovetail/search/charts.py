@@ -7,6 +7,7 @@ style sheet, so that it can be light or dark.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -61,22 +62,17 @@ class Scale:
         """
         # Integers may differ by less than a float can tell.
         low, high = float(min(values, default=0.0)), float(max(values, default=1.0))
-        if low == high:
+        # Half of the smallest float is none.
+        if low / 2 == high / 2:
             margin = abs(low) / 2 or 1.0
             return cls(low - margin, high + margin)
         return cls(low, high, low > 0 and (high > 30 * low if is_log is None else is_log))
 
     def __call__(self, value: float) -> float:
         """Return the place of a value."""
-        low, high, value = (
-            (math.log(each) for each in (self.low, self.high, value))
-            if self.is_log
-            else (
-                self.low,
-                self.high,
-                value,
-            )
-        )
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = map(math.log, (low, high, value))
         # Halved, because the difference of two huge numbers may be none.
         return (value / 2 - low / 2) / (high / 2 - low / 2)
 
@@ -89,7 +85,8 @@ class Scale:
             factors = (1, 2, 5) if last - first <= 2 else (1,)
             ticks = [float(f"{factor}e{power}") for power in range(first, last + 1, stride) for factor in factors]
             return [tick for tick in ticks if -1e-9 < self(tick) < 1 + 1e-9]
-        rough = self.high / count - self.low / count
+        # Halves of different numbers differ, other parts of them may not.
+        rough = max(self.high / 2 - self.low / 2, sys.float_info.min) / count * 2
         unit = 10.0 ** math.floor(math.log10(rough))
         step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= 0.7 * rough)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)

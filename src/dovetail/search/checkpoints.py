@@ -19,6 +19,9 @@ __all__ = ["FILES_FORMAT", "StoredCheckpoint", "checkpoints_of", "latest_checkpo
 FILES_FORMAT = "dovetail-files"
 """What the manifest of a checkpoint says that a script has stored by `core.checkpoint`."""
 
+# What is raised by a file of that name which is damaged, or somebody else's: it may be any JSON, or none.
+_NO_MANIFEST = (ValueError, LookupError, TypeError, AttributeError)
+
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
@@ -99,7 +102,7 @@ def remove_surplus(
 
 
 def _is_intact(checkpoint: StoredCheckpoint) -> bool:
-    with suppress(CheckpointError, OSError):
+    with suppress(CheckpointError, OSError, *_NO_MANIFEST):
         _verify_files(checkpoint.path) if checkpoint.is_files else verify(checkpoint.path)
         return True
     return False
@@ -109,11 +112,11 @@ def _stored_files(trial: Path) -> Iterator[StoredCheckpoint]:
     # `core.checkpoint`, which writes them, needs torch; here nothing does.
     found = []
     for manifest in trial.glob(f"*/{MANIFEST}"):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, *_NO_MANIFEST):
             document = json.loads(manifest.read_bytes())
             if document["format"] == FILES_FORMAT and not is_temporary(manifest.parent.name):
                 steps = document["metadata"].get("steps_completed")
-                found.append((document["created"], manifest.parent, steps if isinstance(steps, int) else None))
+                found.append((str(document["created"]), manifest.parent, steps if isinstance(steps, int) else None))
     return (StoredCheckpoint(path, steps, is_files=True) for _, path, steps in sorted(found, key=lambda it: it[:2]))
 
 

@@ -18,7 +18,7 @@ from dovetail.extras import require
 from dovetail.search.records import TrialRecord, TrialState
 from dovetail.search.searchers.base import Searcher, Suggestion
 from dovetail.search.space import Space
-from dovetail.search.store import Store, best_step, quiet_optuna
+from dovetail.search.store import Store, best_step
 
 __all__ = ["SearcherContract", "answer"]
 
@@ -255,7 +255,6 @@ class _Run:
     ) -> None:
         require("optuna", "search")
         from optuna.storages import InMemoryStorage
-        from optuna.study import StudyDirection
 
         self.searcher = searcher
         self.space = space
@@ -265,8 +264,7 @@ class _Run:
         # Of the trials that run: the number in the store, and what they have reported.
         self._running: dict[int, tuple[int, dict[int, float]]] = {}
         self._store = Store(Path(), "memory", InMemoryStorage())
-        with quiet_optuna():
-            self._id = self._store.storage.create_new_study([StudyDirection.MINIMIZE], "contract")
+        self._id = self._store.new_study("contract", smaller_is_better=True)
         self.study = self._store.study(self._id)
 
     def go_on(self, after_event: Callable[[Searcher], Searcher] | None = None, last: int = _ENOUGH) -> _Run:

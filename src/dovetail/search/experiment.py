@@ -21,7 +21,7 @@ from dovetail.search.runner import Observer, Runner, verdict
 from dovetail.search.schema import ExperimentConfig, read_experiment
 from dovetail.search.searchers import make_searcher, read_searcher
 from dovetail.search.space import Space
-from dovetail.search.store import Store, best_step, quiet_optuna, trial_record
+from dovetail.search.store import Store, best_step, trial_record
 
 if TYPE_CHECKING:
     import optuna
@@ -181,7 +181,7 @@ def search(
         ({'x': 1.0}, 0.0, 5)
     """
     require("optuna", "search")
-    import optuna
+    from optuna.storages import InMemoryStorage
 
     section = {"name": searcher, "metric": metric, "smaller_is_better": smaller_is_better, **options}
     if max_trials is not None:
@@ -189,11 +189,8 @@ def search(
     ranges = Space(space)
     config = read_searcher(section)
     chooser = make_searcher(config, ranges, seed)
-    storage = optuna.storages.InMemoryStorage()
-    direction = optuna.study.StudyDirection.MINIMIZE if smaller_is_better else optuna.study.StudyDirection.MAXIMIZE
-    with quiet_optuna():
-        study_id = storage.create_new_study([direction], metric)
-    store = Store(Path(), "memory", storage)
+    store = Store(Path(), "memory", InMemoryStorage())
+    study_id = store.new_study(metric, smaller_is_better)
     study = store.study(study_id)
     number = 0
     while (suggestion := chooser.suggest(study, number)) is not None:

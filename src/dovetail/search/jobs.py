@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import shutil
@@ -11,15 +12,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import DovetailError
-from dovetail.info import VARIABLE, TrialInfo, write_info
+from dovetail.info import TrialInfo, write_info
+from dovetail.search.locks import holding
 from dovetail.search.processes import Attempt, Backend, LocalBackend, heard_signals
 from dovetail.search.records import JobRecord
-from dovetail.search.runner import backend_for, command_of
 from dovetail.search.schema import read_experiment
 from dovetail.search.secrets import masked, write_private
 from dovetail.search.snapshot import take_snapshot
-from dovetail.search.store import HOME, Store, holding
+from dovetail.search.starting import backend_for, command_of, variables_of
+from dovetail.search.store import Store
 
 __all__ = ["run_job"]
 
@@ -67,7 +68,7 @@ def run_job(
     number, folder = _new_folder(store.home / "jobs")
     try:
         take_snapshot(Path(context_dir), folder / "code", [store.home])
-    except DovetailError:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     write_private(folder / "config.yaml", Path(path).read_text(encoding="utf-8"))
@@ -87,12 +88,7 @@ def run_job(
         "is_on_cluster": not isinstance(work, LocalBackend),
     }
     _write(folder / "job.json", told)
-    env = {
-        "PYTHONUNBUFFERED": "1",
-        **config.environment,
-        VARIABLE: str(folder / "info.json"),
-        HOME: str(store.home),
-    }
+    env = variables_of(config, store.home, folder / "info.json")
     with holding(folder / "lock", f"job {number}"):
         _wait(work, Attempt.of(folder, 0), command, env, config.slots, on_output)
     # Of one that was killed there is no exit code: nobody else could tell that it does not run any more.
@@ -111,11 +107,13 @@ def _wait(
     folder = attempt.folder.parent.parent
     log = folder / "log.txt"
     log.touch()
-    with heard_signals(_SAID) as signals, open(log, encoding="utf-8", errors="replace") as output:
+    # A sign of several bytes may be half written.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with heard_signals(_SAID) as signals, open(log, "rb") as output:
         backend.start(attempt, command, env, folder / "code", slots)
         while True:
             is_over = backend.poll(attempt) is not None
-            if on_output is not None and (text := output.read()):
+            if on_output is not None and (text := decoder.decode(output.read(), final=is_over)):
                 on_output(text)
             if is_over:
                 return

@@ -7,10 +7,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["ExperimentRecord", "ExperimentState", "JobRecord", "TrialRecord", "TrialState"]
+from dovetail.errors import DovetailError
+
+__all__ = ["OVER", "ExperimentError", "ExperimentRecord", "ExperimentState", "JobRecord", "TrialRecord", "TrialState"]
 
 ExperimentState = Literal["ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR"]
 TrialState = Literal["WAITING", "RUNNING", "COMPLETED", "STOPPED", "INVALID_HP", "CANCELED", "ERROR"]
+
+OVER: tuple[ExperimentState, ...] = ("COMPLETED", "CANCELED", "ERROR")
+"""The states of an experiment that nobody can go on with."""
+
+
+class ExperimentError(DovetailError):
+    """An experiment, trial or job that is not there, or not in a state to do what is asked."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from dovetail.search.charts import (
     Scale,
     shown,
 )
+from dovetail.search.databases import quiet_optuna
 from dovetail.search.records import ExperimentRecord, TrialRecord
 
 __all__ = ["best_config", "best_so_far", "duration", "flat", "report", "searched", "to_yaml", "varied"]
@@ -303,13 +304,8 @@ def _shares(
 ) -> dict[str, float]:
     import optuna
 
-    level = optuna.logging.get_verbosity()
-    # No line on the terminal about a study that is nobody's.
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
+    with quiet_optuna():
         study = optuna.create_study(direction="minimize" if record.smaller_is_better else "maximize")
-    finally:
-        optuna.logging.set_verbosity(level)
     for index, trial in enumerate(trials):
         params = {name: column[index] for name, column in columns.items()}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=dict(distributions), value=trial.best))

@@ -16,6 +16,7 @@ So a runner that comes after one that was killed loads that value, does the thir
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -28,31 +29,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dovetail.errors import ConfigError, DovetailError
-from dovetail.info import VARIABLE, TrialInfo, write_info
-from dovetail.search.checkpoints import checkpoints_of, latest_checkpoint, remove_surplus
-from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend, Wish, heard_signals
-from dovetail.search.records import ExperimentRecord, ExperimentState, TrialRecord, TrialState
+from dovetail.errors import DovetailError
+from dovetail.info import TrialInfo, write_info
+from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
+from dovetail.search.databases import file_url
+from dovetail.search.failures import last_words, log_size, newest_checkpoint
+from dovetail.search.processes import Attempt, Backend, Ended, Wish, heard_signals
+from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState
 from dovetail.search.reports import METRICS, Reports, number
-from dovetail.search.schema import ExperimentConfig, read_experiment
+from dovetail.search.schema import read_experiment
 from dovetail.search.searchers import Searcher, SearcherConfig, Suggestion, make_searcher
-from dovetail.search.secrets import masked, masked_url
+from dovetail.search.secrets import masked
 from dovetail.search.space import Space
-from dovetail.search.store import HOME, STORE, WISHES, Store, best_step, experiment_record
+from dovetail.search.starting import backend_for, command_of, trial_seed, variables_of
+from dovetail.search.store import STORE, WISHES, Store, best_step, experiment_record
 from dovetail.units import counted
 
 __all__ = ["Observer", "Runner", "backend_for", "command_of", "main", "request", "start_detached", "trial_seed"]
 
 Observer = Callable[[ExperimentRecord], None]
 
-_LOG = "log.txt"
-# Lines that may follow the one that names an error.
-_NOTES = 20
-_OVER = ("COMPLETED", "CANCELED", "ERROR")
 # Seconds that a trial has to save and leave before it is killed.
 _GRACE = 30.0
 # Seconds between two looks: a twentieth of the time that nothing has happened, so that waiting costs little.
@@ -117,9 +116,9 @@ class Runner:
             before = self.store.experiment(self.experiment_id)
             wish = _read_wish(self._directory)
             is_granted = wish is None or (wish == "pause" and before.state == "PAUSED")
-            if before.state in _OVER or is_granted:
+            if before.state in OVER or is_granted:
                 self._forget_wish()
-            if before.state not in _OVER and not (only_wish and is_granted):
+            if before.state not in OVER and not (only_wish and is_granted):
                 self._load(before)
                 self._go_on()
         return self.store.experiment(self.experiment_id)
@@ -141,12 +140,13 @@ class Runner:
 
     def _load(self, record: ExperimentRecord) -> None:
         self._say(f"process {os.getpid()} runs experiment {record.id}")
-        if record.state == "PAUSED":
-            self.store.set_state(self.experiment_id, "ACTIVE")
         self._study = self.store.study(self.experiment_id)
         self._place = self.store.trials_directory(self.experiment_id)
         self._searcher: Searcher = make_searcher(self._config.searcher, self._space, self._config.seed)
         self._work = self._backend or backend_for(self._config, self._searcher.max_concurrent_trials)
+        # Not before: what cannot run here stays paused.
+        if record.state == "PAUSED":
+            self.store.set_state(self.experiment_id, "ACTIVE")
         self._trials: dict[int, _Trial] = {}
         self._folders: dict[int, Path] = {trial.number: trial.directory for trial in record.trials}
         self._ended: dict[Path, Mapping[int, float]] = {}
@@ -205,7 +205,7 @@ class Runner:
             return found
         trial.is_at_work = False
         trial.end = self._judge(trial, ended)
-        trial.log_at = _size(trial.folder / _LOG)
+        trial.log_at = log_size(trial.folder)
         if trial.end is not None and trial.end != "CANCELED":
             self._searcher.on_exit(trial.number, trial.end)
         return True
@@ -223,7 +223,8 @@ class Runner:
         searcher = self._config.searcher
         value = number(metrics, searcher.metric)
         at = float(steps) if searcher.time_metric == "batches" else number(metrics, searcher.time_metric)
-        if value is None or at is None:
+        # A value may be NaN or infinite, which is bad; such a time says nothing.
+        if value is None or at is None or not math.isfinite(at):
             missing = searcher.metric if value is None else searcher.time_metric
             self._complain(trial, f"its validation reports no number {missing!r}, which the searcher needs")
             return False
@@ -269,7 +270,7 @@ class Runner:
             # A runner that was killed before it could start the next one has looked at it.
             trial.failure, trial.reason = before, before["reason"]
             return False
-        words = _last_words(trial.folder, trial.log_at)
+        words = last_words(trial.folder, trial.log_at)
         said = f": {words}" if words else ""
         how = "was killed" if ended.code is None else f"ended with exit code {ended.code}"
         trial.reason = f"attempt {attempt.number} {how}{said}"
@@ -278,7 +279,7 @@ class Runner:
             return False
         # Addresses of objects differ from process to process.
         plain = re.sub(r"0x[0-9a-fA-F]+", "0x", words)
-        place = [ended.code, plain, trial.steps, _newest_checkpoint(trial.folder)]
+        place = [ended.code, plain, trial.steps, newest_checkpoint(trial.folder)]
         trial.failure = {"attempt": attempt.number, "place": place, "reason": trial.reason}
         if before is None or before["place"] != place:
             return False
@@ -437,13 +438,7 @@ class Runner:
             directory=str(trial.folder),
         )
         write_info(trial.folder / "info.json", info)
-        env = {
-            # Lines of a trial that is killed are in its log.
-            "PYTHONUNBUFFERED": "1",
-            **self._config.environment,
-            VARIABLE: str(trial.folder / "info.json"),
-            HOME: str(self.store.home),
-        }
+        env = variables_of(self._config, self.store.home, trial.folder / "info.json")
         if trial.attempt is not None or trial.record.state == "WAITING":
             self.store.update_trial(self._record_of(trial, "RUNNING"))
         trial.attempt, trial.is_at_work = self._next_attempt(trial), True
@@ -589,58 +584,10 @@ class _Trial:
         return self.record.directory
 
 
-def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
-    """Return the command of a trial: this Python for `python`, and a launcher for several slots.
-
-    Example:
-        >>> command_of(["python3", "-u", "train.py"], slots=2)[1:]
-        ['-u', '-m', 'dovetail.launch', '--slots', '2', 'train.py']
-        >>> command_of(["./train.sh"], slots=2)
-        ['./train.sh']
-    """
-    program, *rest = entrypoint
-    if not re.fullmatch(r"python(3(\.\d+)?)?", program):
-        return list(entrypoint)
-    options = []
-    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
-        options += [rest.pop(0) for _ in range(2 if rest[0] in ("-W", "-X") else 1)]
-    launches = rest[:1] in (["-c"], ["-"]) or rest[:2] in (["-m", "dovetail.launch"], ["-m", "torch.distributed.run"])
-    launcher = ["-m", "dovetail.launch", "--slots", str(slots)] if slots > 1 and rest and not launches else []
-    return [sys.executable, *options, *launcher, *rest]
-
-
 def verdict(searcher: SearcherConfig, time: float) -> Literal["STOPPED", "COMPLETED"]:
     """Return what a trial ends as that its searcher has seen enough of: at `max_time` nothing is left to train."""
     longest = searcher.options.get("max_time")
     return "COMPLETED" if longest is not None and time >= longest else "STOPPED"
-
-
-def trial_seed(seed: int, number: int) -> int:
-    """Return the seed of a trial, which depends on that of the experiment and on its number only."""
-    return int.from_bytes(sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
-
-
-def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:
-    """Return where the configuration of an experiment wants its trials to run.
-
-    Args:
-        config: The configuration.
-        concurrent: How many trials are at work at the same time at most.
-
-    Raises:
-        ConfigError: It wants what this place cannot do.
-    """
-    if config.cluster is None:
-        if config.checkpoint_storage.url is not None:
-            place = masked_url(config.checkpoint_storage.url)
-            raise ConfigError(
-                f"checkpoint_storage: {place!r} is a URL, to which only a cluster copies checkpoints: "
-                "give a folder, or resources.cluster"
-            )
-        return LocalBackend(concurrent=concurrent)
-    from dovetail.search.cluster import RayBackend
-
-    return RayBackend(config.cluster, config.checkpoint_storage.url)
 
 
 def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
@@ -657,14 +604,15 @@ def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
 def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
     """Start a process that runs an experiment and outlives this one; what it says is in `runner.log`."""
     directory = store.experiment(experiment_id).directory
-    env = dict(os.environ) if store.url.startswith("sqlite") else {**os.environ, STORE: store.url}
+    # Where it is told no other, the file in the folder is meant.
+    elsewhere = {} if store.url == file_url(store.home) else {STORE: store.url}
     with open(directory / "runner.log", "ab") as log:
         process = subprocess.Popen(  # noqa: S603 - this program
             [sys.executable, "-m", "dovetail.search", str(store.home), str(experiment_id)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=env,
+            env={**os.environ, **elsewhere},
             start_new_session=True,
         )
     # Somebody has to wait for it, or what is left of it stays for as long as this process.
@@ -690,44 +638,3 @@ def _read_wish(directory: Path) -> Literal["pause", "cancel", "kill"] | None:
         wish = (directory / "wish").read_text()
         return cast(Any, wish) if wish in WISHES else None
     return None
-
-
-def _last_words(trial: Path, begin: int) -> str:
-    """Return what an attempt has said last, in a line: of an error its type and message.
-
-    Args:
-        trial: The folder of the trial.
-        begin: Where the attempt begins in the log.
-    """
-    with suppress(OSError), open(trial / _LOG, "rb") as log:
-        log.seek(max(begin, os.fstat(log.fileno()).st_size - 20_000))
-        lines = [line.rstrip() for line in log.read().decode("utf-8", errors="replace").split("\n") if line.strip()]
-        return (_error_line(lines) or next(reversed(lines), "")).strip()[:300]
-    return ""
-
-
-def _error_line(lines: Sequence[str]) -> str | None:
-    """Return the line of the last traceback that names the error: the first after it that is not indented.
-
-    Notes may follow it. Where more follows than anybody would note, the program went on after that error.
-    """
-    begun = [place for place, line in enumerate(lines) if line == "Traceback (most recent call last):"]
-    after = range(begun[-1] + 1, len(lines)) if begun else range(0)
-    found = next((place for place in after if not lines[place].startswith(" ")), None)
-    return None if found is None or len(lines) - found > _NOTES else lines[found]
-
-
-def _newest_checkpoint(trial: Path) -> int | str | None:
-    """Return after how many batches the newest checkpoint of a trial was written, or else its name."""
-    newest = next(reversed(checkpoints_of(trial)), None)
-    return None if newest is None else newest.path.name if newest.steps is None else newest.steps
-
-
-def _size(path: Path) -> int:
-    with suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-__all__ = ["HIDDEN", "masked", "masked_url", "write_private"]
+__all__ = ["HIDDEN", "masked", "masked_url", "without_secrets", "write_private"]
 
 HIDDEN = "***"
 """What stands in the place of a secret."""
@@ -51,6 +52,21 @@ def masked_url(url: str) -> str:
     # A password may have signs that should have been quoted, such as the slashes in keys of AWS.
     url = re.sub(r"(?<=://)(?:[^/?#:@]*:.*|[^/?#]*)@", f"{HIDDEN}@", url)
     return re.sub(r"(?<=\?).+", HIDDEN, url) if "://" in url else url
+
+
+def without_secrets(text: str, url: str) -> str:
+    """Return a message without what a URL says of passwords, and without parts of it.
+
+    Example:
+        >>> without_secrets("no host 'ret@db'", "postgresql://me:sec/ret@db/lab")
+        "no host '***@db'"
+    """
+    account, _, place = url.partition("://")[2].rpartition("@")
+    secrets = [account.partition(":")[2], *re.findall(r"=([^&]+)", place)]
+    parts = [part for secret in secrets for part in (secret, unquote(secret), *re.split(r"[@/:?#&=]", secret))]
+    for part in sorted({*parts} - {""}, key=len, reverse=True):
+        text = text.replace(part, HIDDEN)
+    return text
 
 
 def write_private(path: Path, text: str) -> None:

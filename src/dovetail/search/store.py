@@ -11,14 +11,11 @@ knows Optuna can open it. Beside it lie, in the folder `.dovetail`,
 
 from __future__ import annotations
 
-import fcntl
+import itertools
 import json
-import logging
 import math
 import os
 import shutil
-import sqlite3
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,16 +24,26 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from dovetail.errors import DovetailError, UnknownNameError
+from dovetail.errors import UnknownNameError
 from dovetail.extras import require
+from dovetail.search.databases import file_url, open_file, open_server, quiet_optuna
+from dovetail.search.locks import holding, is_taken
 from dovetail.search.processes import Attempt, is_at_work
-from dovetail.search.records import ExperimentRecord, ExperimentState, JobRecord, TrialRecord, TrialState
-from dovetail.search.secrets import masked, masked_url, write_private
+from dovetail.search.records import (
+    OVER,
+    ExperimentError,
+    ExperimentRecord,
+    ExperimentState,
+    JobRecord,
+    TrialRecord,
+    TrialState,
+)
+from dovetail.search.secrets import masked, write_private
 from dovetail.search.snapshot import take_snapshot
 
 if TYPE_CHECKING:
     import optuna
-    from optuna.storages import BaseStorage, RDBStorage
+    from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial
 
     from dovetail.search.schema import ExperimentConfig
@@ -55,12 +62,6 @@ WISHES = ("pause", "cancel", "kill")
 _RECORD = "dovetail"
 _STATE = "state"
 _MEMORY = "dovetail:runner"
-# Longer than anyone who only looks whether it is taken.
-_PATIENCE = 2.0
-
-
-class ExperimentError(DovetailError):
-    """An experiment, trial or job that is not there, or not in a state to do what is asked."""
 
 
 def home_directory(given: str | os.PathLike[str] | None = None) -> Path:
@@ -106,8 +107,8 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         address = url or os.environ.get(STORE)
         if address is not None:
-            return cls(folder, address, _open_server(address))
-        return cls(folder, f"sqlite:///{folder / 'store.db'}", _open_file(folder / "store.db"))
+            return cls(folder, address, open_server(address))
+        return cls(folder, file_url(folder), open_file(folder))
 
     # ------------------------------------------------------------------ what there is
 
@@ -161,7 +162,7 @@ class Store:
         attempt, started = Attempt.of(folder, 0), _time(told["started"])
         code = attempt.exit_code
         # Somebody waits for it, or did so and was killed.
-        if code is None and (_is_taken(folder / "lock") or is_at_work(attempt)):
+        if code is None and (is_taken(folder / "lock") or is_at_work(attempt)):
             return JobRecord(job_id, told["name"], "RUNNING", folder, started=started)
         # It may have ended between the two looks.
         code = attempt.exit_code
@@ -199,8 +200,6 @@ class Store:
             text: The file that it was read from, which is kept for people.
             context_dir: The folder with the code.
         """
-        import optuna
-
         experiments = self.home / "experiments"
         unfinished = experiments / f".new-{uuid.uuid4().hex}"
         storage = config.checkpoint_storage.folder
@@ -212,9 +211,7 @@ class Store:
             write_private(unfinished / "config.yaml", text)
             write_private(unfinished / "config.json", json.dumps(config.raw, indent=2) + "\n")
             (unfinished / "trials").mkdir()
-            minimize = config.searcher.smaller_is_better
-            direction = optuna.study.StudyDirection.MINIMIZE if minimize else optuna.study.StudyDirection.MAXIMIZE
-            number = self._new_study(config.name, direction)
+            number = self.new_study(config.name, config.searcher.smaller_is_better)
             directory = experiments / str(number)
             # Numbers are given again in a database whose last experiment was deleted.
             shutil.rmtree(directory, ignore_errors=True)
@@ -249,8 +246,7 @@ class Store:
 
     def set_state(self, experiment_id: int, state: ExperimentState, reason: str | None = None) -> None:
         """Write down what became of an experiment."""
-        over = state in ("COMPLETED", "CANCELED", "ERROR")
-        value = {"state": state, "reason": reason, "ended": _now() if over else None}
+        value = {"state": state, "reason": reason, "ended": _now() if state in OVER else None}
         self.storage.set_study_user_attr(experiment_id, _STATE, value)
 
     def wish(self, experiment_id: int, wish: str) -> None:
@@ -273,6 +269,17 @@ class Store:
             yield
 
     # ------------------------------------------------------------------ what the runner needs
+
+    def new_study(self, name: str, smaller_is_better: bool) -> int:
+        """Add a study, and return its number; where there is one of the name already, it has a number behind it."""
+        from optuna.exceptions import DuplicatedStudyError
+        from optuna.study import StudyDirection
+
+        direction = StudyDirection.MINIMIZE if smaller_is_better else StudyDirection.MAXIMIZE
+        for again in itertools.count(1):
+            with suppress(DuplicatedStudyError), quiet_optuna():
+                return self.storage.create_new_study([direction], name if again == 1 else f"{name} #{again}")
+        raise AssertionError("there is always a free number")
 
     def study(self, experiment_id: int) -> optuna.Study:
         """Return the study of an experiment."""
@@ -359,20 +366,12 @@ class Store:
     def _job_numbers(self) -> list[int]:
         with suppress(FileNotFoundError):
             folder = self.home / "jobs"
-            return sorted(int(name) for name in os.listdir(folder) if (folder / name / "job.json").exists())
+            names = [name for name in os.listdir(folder) if (folder / name / "job.json").exists()]
+            return sorted(int(name) for name in names if name.isdecimal())
         return []
 
     def _experiment(self, number: int, attributes: Mapping[str, Any]) -> ExperimentRecord:
         return experiment_record(number, attributes, self.storage.get_all_trials(number, deepcopy=False))
-
-    def _new_study(self, name: str, direction: Any) -> int:
-        import optuna
-
-        for again in range(1, 1 << 30):
-            study_name = name if again == 1 else f"{name} #{again}"
-            with suppress(optuna.exceptions.DuplicatedStudyError), quiet_optuna():
-                return self.storage.create_new_study([direction], study_name)
-        raise AssertionError("there are fewer studies than that")
 
 
 def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
@@ -408,7 +407,7 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
         created=_time(told["created"]),
         ended=None if state["ended"] is None else _time(state["ended"]),
         reason=state["reason"],
-        is_running=_is_taken(directory / "lock"),
+        is_running=is_taken(directory / "lock"),
         trials=tuple(trial_record(trial, place, smaller) for trial in trials if _RECORD in trial.system_attrs),
     )
 
@@ -451,103 +450,6 @@ def best_step(values: Mapping[int, float], smaller_is_better: bool) -> int | Non
     sign = 1 if smaller_is_better else -1
     numbers = {step: value for step, value in values.items() if not math.isnan(value)}
     return min(numbers, key=lambda step: (sign * numbers[step], step), default=None)
-
-
-# ------------------------------------------------------------------ databases
-
-
-def _open_file(path: Path) -> RDBStorage:
-    from optuna.storages import RDBStorage
-
-    def connect() -> sqlite3.Connection:
-        connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
-        # Readers do not wait for the writer, and a commit does not wait for the disk: a process that is killed loses
-        # nothing, a machine that loses its power the last moment.
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        return connection
-
-    # Two processes that both make the tables fail.
-    with open(path.with_name("store.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return RDBStorage(f"sqlite:///{path}", engine_kwargs={"creator": connect})
-
-
-def _open_server(url: str) -> RDBStorage:
-    from optuna.storages import RDBStorage
-
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        raise ExperimentError("the store: expected a URL such as postgresql://user@host/name")
-    if scheme in ("postgres", "postgresql"):
-        require("psycopg", "postgres")
-        scheme = "postgresql+psycopg"
-    from sqlalchemy import create_engine, exc, text
-
-    address = f"{scheme}://{rest}"
-    try:
-        engine = create_engine(address)
-        with engine.connect() as connection:
-            # Two processes that both make the tables fail; the lock goes with the connection.
-            if engine.name == "postgresql":
-                connection.execute(text("SELECT pg_advisory_lock(7265746)"))
-            return RDBStorage(address, engine_kwargs={"pool_pre_ping": True})
-    except (exc.SQLAlchemyError, ImportError) as error:
-        # Not the whole message: it may have the password in it.
-        place = masked_url(f"{scheme}://{rest}").partition("://")[2].rpartition("@")[2]
-        problem = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
-        raise ExperimentError(f"the store at {place} cannot be opened: {problem}") from error
-    finally:
-        with suppress(UnboundLocalError):
-            engine.dispose()
-
-
-@contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """Keep what Optuna says of every new study from the terminal."""
-    logger = logging.getLogger("optuna")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-# ------------------------------------------------------------------ locks and times
-
-
-@contextmanager
-def holding(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock, for as long as the block lasts and this process lives.
-
-    Raises:
-        ExperimentError: Another process holds it.
-    """
-    with open(path, "a+") as lock:
-        deadline = time.monotonic() + _PATIENCE
-        while not _locked(lock.fileno(), fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                lock.seek(0)
-                raise ExperimentError(f"{what} is being run already, by process {lock.read().strip() or 'unknown'}")
-            time.sleep(0.02)
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
-
-
-def _locked(descriptor: int, kind: int) -> bool:
-    with suppress(BlockingIOError):
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _is_taken(path: Path) -> bool:
-    with suppress(FileNotFoundError), open(path) as lock:
-        return not _locked(lock.fileno(), fcntl.LOCK_SH)
-    return False
 
 
 def _smaller_is_better(attributes: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dovetail.federated.callbacks import ServerCallback
+from dovetail.federated.config import FederatedConfig
 from dovetail.federated.messages import Fault
 from dovetail.federated.records import RoundRecord
 from dovetail.units import counted
@@ -61,7 +62,7 @@ class RoundDisplay(ServerCallback):
     def on_clients_processed(self, server: Any) -> None:
         """Leave a line for the round."""
         assert self._console is not None
-        self._console.print(_line(server.records[-1], server.config.trainer.rounds), soft_wrap=True, markup=False)
+        self._console.print(_line(server.records[-1], server.config), soft_wrap=True, markup=False)
         if self._bar is not None:
             self._bar.update(self._task, completed=server.current_round)
 
@@ -84,9 +85,11 @@ class RoundDisplay(ServerCallback):
             self._bar = None
 
 
-def _line(record: RoundRecord, rounds: int) -> str:
-    asked = len(record.reported) + len(record.faults)
-    words = [f"round {record.round}/{rounds}", f"{len(record.reported)} of {counted(asked, 'client')}"]
+def _line(record: RoundRecord, config: FederatedConfig) -> str:
+    # A round that does not wait hears of clients that others have asked.
+    asked = len(record.selected) if config.server.synchronous else len(record.reported) + len(record.faults)
+    who = "edge server" if config.algorithm.cross_silo else "client"
+    words = [f"round {record.round}/{config.trainer.rounds}", f"{len(record.reported)} of {counted(asked, who)}"]
     words += [f"{_LABELS[name]} {record.metrics[name]:.4f}" for name in _LABELS if name in record.metrics]
     if record.staleness:
         words.append(f"staleness up to {record.staleness}")

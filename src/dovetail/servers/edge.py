@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from dovetail.algorithms import Algorithm
 from dovetail.clients.simple import Client
 from dovetail.errors import ConfigError
 from dovetail.federated.config import FederatedConfig
-from dovetail.federated.messages import Task, Update
+from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection
 from dovetail.federated.states import ClientState
@@ -24,6 +25,8 @@ __all__ = ["Edge", "Silos"]
 
 # What an edge server goes on with when it is asked again.
 _KEPT = ("algorithm", "selection", "postprocessors", "clients")
+# Under this key of its payload it tells of its clients.
+_FAULTS = "faults"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,23 @@ class Silos:
             )
         return Edge(self, client, model, datasource)
 
+    def faults(self, own: Iterable[Fault], updates: Iterable[Update]) -> list[Fault]:
+        """Return the faults of edge servers, and those that they tell of their clients: ids alone could be of either.
+
+        Args:
+            own: Whom the server above has left out.
+            updates: What it has heard.
+        """
+        found = list(own)
+        told: list[Fault] = []
+        for update in updates:
+            try:
+                told += [_of_client(plain, update.client_id) for plain in update.payload.get(_FAULTS, ())]
+            except (LookupError, TypeError, ValueError):
+                reason = "what it says of its clients cannot be read"
+                found.append(Fault(update.client_id, update.round, "wrong shape", reason))
+        return [replace(fault, reason=f"{fault.reason} (edge server {fault.client_id})") for fault in found] + told
+
 
 class Edge:
     """Does the work of any edge server: some rounds of its own, over the clients of its silo.
@@ -96,16 +116,24 @@ class Edge:
         """
         server = self._server(task)
         present = server.state_dict()
-        begun = (task.round - 1) * self._silos.config.algorithm.local_rounds
+        # Whoever is to judge does so after the rounds that have been, and begins none.
+        rounds = task.round if task.kind == "evaluate" else task.round - 1
+        done = rounds * self._silos.config.algorithm.local_rounds
         server.load_state_dict(
-            {**present, **state, "round": begun, "weights": {**present["weights"], **task.weights}, "records": []}
+            {**present, **state, "round": done, "weights": {**present["weights"], **task.weights}, "records": []}
         )
         if task.kind != "train":
             epochs = task.config.get("epochs")
             found = server.evaluate_clients() if task.kind == "evaluate" else server.personalize(epochs=epochs)
             names = sorted({name for each in found.metrics.values() for name in each})
             metrics = {name: found.mean(name) for name in names}
-            answer = Update(task.client_id, task.round, sum(found.num_samples.values()), metrics=metrics)
+            answer = Update(
+                task.client_id,
+                task.round,
+                sum(found.num_samples.values()),
+                payload=_told(found.faults),
+                metrics=metrics,
+            )
             if task.kind == "evaluate":
                 return answer, state
             after = server.state_dict()
@@ -113,9 +141,8 @@ class Edge:
         records = server.run()
         after = server.state_dict()
         last = records[-1]
-        metrics = {"faults": float(sum(len(record.faults) for record in records))}
         names_above = {"train_loss": "loss", "accuracy": "test_accuracy"}
-        metrics |= {above: last.metrics[name] for name, above in names_above.items() if name in last.metrics}
+        metrics = {above: last.metrics[name] for name, above in names_above.items() if name in last.metrics}
         if self._silos.config.server.simulate_wall_time:
             metrics["simulated_seconds"] = server.clock.now
         update = Update(
@@ -123,6 +150,7 @@ class Edge:
             task.round,
             num_samples=sum(self._datasource.num_samples(client_id) for client_id in last.reported),
             delta={name: after["weights"][name] - value for name, value in task.weights.items()},
+            payload=_told([fault for record in records for fault in record.faults]),
             metrics=metrics,
         )
         return update, {name: after[name] for name in _KEPT}
@@ -165,6 +193,16 @@ class Edge:
         server.members = _part(range(1, self._datasource.num_clients + 1), silo, len(self._silos.ids))
         server.prepare(self._client)
         return server
+
+
+def _told(faults: Sequence[Fault]) -> dict[str, Any]:
+    """What an edge server sends of its clients' faults; nothing where there are none."""
+    return {_FAULTS: [asdict(fault) for fault in faults]} if faults else {}
+
+
+def _of_client(plain: Mapping[str, Any], silo: int) -> Fault:
+    reason = f"{plain['reason']} (a client of edge server {silo})"
+    return Fault(int(plain["client_id"]), int(plain["round"]), plain["kind"], reason)
 
 
 def _part(items: range, number: int, total: int) -> range:

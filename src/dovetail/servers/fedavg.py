@@ -13,16 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dovetail import checkpoint as store
 from dovetail.algorithms import Algorithm, FedAvg
 from dovetail.algorithms.registry import algorithm_of
 from dovetail.clients.simple import Client, as_trainer, load_weights
-from dovetail.data import as_loader, split_batch
 from dovetail.data.federated import Datasource, datasource
-from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, Done, Worker, backends
 from dovetail.federated.callbacks import ServerCallback
@@ -38,6 +36,7 @@ from dovetail.federated.selection import ClientSelection, RandomSelection, selec
 from dovetail.federated.states import ClientStates, StoredClientStates
 from dovetail.federated.validation import admit, check_update
 from dovetail.servers.edge import Silos
+from dovetail.servers.refusals import check_algorithm, check_epochs, check_model, check_settings
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.interruption import listening
 from dovetail.trainers.pieces import as_module
@@ -50,6 +49,7 @@ _STATES = "clients.db"
 _NUM_CHECKPOINTS = 2
 # Over how many clients' samples an average client is found.
 _AVERAGED = 100
+_NOT_PREPARED = "the server knows no model and no data yet: call `run` or `prepare` first"
 _Kind = Literal["train", "evaluate", "personalize"]
 
 
@@ -133,8 +133,8 @@ class Server:
         self._trainer: Trainer | None = None
         self._worker: Worker | None = None
         self._is_at_work = False
-        _check(config, self.outbound)
-        _check_algorithm(self.algorithm, self.outbound, config)
+        check_settings(config, self.outbound)
+        check_algorithm(self.algorithm, self.outbound)
         self._silos: Silos | None = None
         if config.algorithm.cross_silo:
             # Everything that is said of clients is said of those of the edge servers.
@@ -145,7 +145,8 @@ class Server:
     @property
     def trainer(self) -> Trainer:
         """The trainer that tests the global model; its model has the newest weights."""
-        assert self._trainer is not None, "the server has not run yet"
+        if self._trainer is None:
+            raise ConfigError(_NOT_PREPARED)
         return self._trainer
 
     @property
@@ -158,7 +159,8 @@ class Server:
     @property
     def worker(self) -> Worker:
         """Who does the work of those whom this server asks; there from `prepare` on."""
-        assert self._worker is not None, "the server is not prepared"
+        if self._worker is None:
+            raise ConfigError(_NOT_PREPARED)
         return self._worker
 
     def run(self, client: Client | None = None) -> list[RoundRecord]:
@@ -195,11 +197,12 @@ class Server:
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the global model on the server's test data; none without such data."""
+        trainer = self.trainer
         data = self.datasource.central_test_data()
         if data is None:
             return {}
         load_weights(self.model, self.weights)
-        return dict(self.trainer.evaluate(data))
+        return dict(trainer.evaluate(data))
 
     def evaluate_clients(self, ids: Iterable[int] | None = None) -> ClientsEvaluation:
         """Let clients judge the global model, with what is their own in it, on their own test data.
@@ -217,11 +220,16 @@ class Server:
         Args:
             ids: Who; None for all.
             epochs: How many epochs; None for those of `algorithm.personalization`, or else of a round.
+
+        Raises:
+            ConfigError: There is less than one epoch, or the server was neither run nor prepared.
         """
-        told = dict(self.config.algorithm.personalization)
-        epochs = told.get("epochs") if epochs is None else epochs
+        epochs = self.config.algorithm.personalization.get("epochs") if epochs is None else epochs
+        check_epochs(epochs)
         # To strategies this is a round after the last one.
-        config = {**self._client_config(), **({"epochs": epochs} if epochs else {}), "rounds": self.current_round}
+        config = {**self._client_config(), "rounds": self.current_round}
+        if epochs is not None:
+            config["epochs"] = epochs
         self.current_round += 1
         try:
             found = self._heard_of(ids, config, "personalize")
@@ -238,7 +246,6 @@ class Server:
 
     def _heard_of(self, ids: Iterable[int] | None, config: Mapping[str, Any], kind: _Kind) -> ClientsEvaluation:
         """Ask clients for their metrics."""
-        assert self._worker is not None, "the server has not run yet"
         wanted = list(self._everyone if ids is None else ids)
         weights = self._sent()
         size = max(self.config.clients.per_round, 1)
@@ -252,11 +259,12 @@ class Server:
                     if isinstance(outcome, Fault):
                         faults.append(outcome)
                         continue
-                    if outcome.update.metrics:
-                        answers[outcome.update.client_id] = outcome.update
+                    answers[outcome.update.client_id] = outcome.update
                     if kind == "personalize":
                         self.states.put(outcome.update.client_id, outcome.state)
-        found = [answers[client_id] for client_id in wanted if client_id in answers]
+        if self._silos is not None:
+            faults = self._silos.faults(faults, answers.values())
+        found = [answers[client_id] for client_id in wanted if client_id in answers and answers[client_id].metrics]
         return ClientsEvaluation(
             {update.client_id: dict(update.metrics) for update in found},
             {update.client_id: update.num_samples for update in found},
@@ -289,6 +297,8 @@ class Server:
         gathering = self._gathering([task.client_id for task in tasks])
         updates, unusable = self._usable([report.update for report in reports], gathering)
         faults += unusable
+        if self._silos is not None:
+            faults = self._silos.faults(faults, [report.update for report in reports])
         left_out = {fault.client_id for fault in unusable}
         used = [report for report in reports if updates and report.update.client_id not in left_out]
         if len(used) < max(self.config.server.min_clients, 1):
@@ -318,9 +328,12 @@ class Server:
                 staleness=max((update.staleness for update in updates), default=0),
             )
         )
-        self._tell("on_clients_processed")
-        self.states.commit()
-        self._save()
+        try:
+            self._tell("on_clients_processed")
+        finally:
+            # What is in the records has been, whatever becomes of those who hear of it.
+            self.states.commit()
+            self._save()
 
     def _ask(self) -> tuple[list[Task], list[Fault]]:
         """Send tasks to as many clients as are missing, and put their answers on the way."""
@@ -465,8 +478,7 @@ class Server:
         if self._is_at_work:
             yield
             return
-        assert self._worker is not None
-        self.backend.start(self._worker)
+        self.backend.start(self.worker)
         self._is_at_work = True
         try:
             yield
@@ -490,7 +502,7 @@ class Server:
         trainer: Any = as_trainer(self._given_trainer or client._given_trainer)
         self._initial_model = copy.deepcopy(self._first_model(client, trainer))
         if self.config.trainer.model_type is not None:
-            _check_takes(self.config.trainer.model_type, self._initial_model, self.datasource)
+            check_model(self.config.trainer.model_type, self._initial_model, self.datasource)
         trainer.model = copy.deepcopy(self._initial_model)
         self._trainer = trainer
         self.weights = {name: value.detach().clone() for name, value in self._initial_model.state_dict().items()}
@@ -537,6 +549,8 @@ class Server:
     def _everyone(self) -> Sequence[int]:
         if self._silos is not None:
             return self._silos.ids
+        if self.datasource is None:
+            raise ConfigError(_NOT_PREPARED)
         return range(1, self.datasource.num_clients + 1) if self.members is None else self.members
 
     @property
@@ -599,6 +613,8 @@ class Server:
         self.clock.load_state_dict(place["clock"])
 
     def _check_fits(self, state: Mapping[str, Any]) -> None:
+        if "records" not in state:
+            raise CheckpointError("the checkpoint is not of a server, and has no rounds: give another checkpoint_path")
         shapes = [{name: value.shape for name, value in each.items()} for each in (state["weights"], self.weights)]
         if shapes[0] != shapes[1]:
             raise CheckpointError("the checkpoint is of another model: give another checkpoint_path, or the same model")
@@ -632,34 +648,6 @@ def _is_simulated(config: FederatedConfig) -> bool:
     return config.server.simulate_wall_time or not config.server.synchronous
 
 
-def _check(config: FederatedConfig, outbound: Chain) -> None:
-    """Refuse what cannot be meant together."""
-    server = config.server
-    if server.request_update:
-        raise ConfigError(
-            "request_update: a simulated client has no half-trained model to send; staleness_bound alone waits for it"
-        )
-    if not server.synchronous and outbound.needs_cohort:
-        raise ConfigError("synchronous: masks cancel among the clients of one round, so every round must wait for all")
-    if server.min_clients > config.clients.per_round:
-        raise ConfigError(
-            f"min_clients: expected at most per_round, {config.clients.per_round}, got {server.min_clients}: no round "
-            "would ever count"
-        )
-
-
-def _check_algorithm(algorithm: Algorithm, outbound: Chain, config: FederatedConfig) -> None:
-    """Refuse what an algorithm cannot work with."""
-    name = algorithm.title
-    if algorithm.needs_each_update and outbound.needs_cohort:
-        raise ConfigError(f"algorithm: {name} looks at every update, and masks let the server see their sum only")
-    if algorithm.needs_each_update and outbound.needs_plain_mean:
-        raise ConfigError(f"algorithm: {name} makes more of updates than their mean, which is all that noise protects")
-    unknown = sorted(set(config.algorithm.personalization) - {"epochs"})
-    if unknown:
-        raise UnknownNameError("setting of personalization", unknown[0], ["epochs"])
-
-
 def _perplexity(metrics: Mapping[str, float]) -> float:
     return metrics.get("perplexity", math.exp(min(metrics.get("loss", math.inf), 700.0)))
 
@@ -672,24 +660,6 @@ def _named_data(config: FederatedConfig) -> Datasource:
     return datasource(
         data.datasource, config.clients.total_clients, seed=data.random_seed, **wishes, **dict(data.options)
     )
-
-
-def _check_takes(name: str, model: nn.Module, datasource: Datasource) -> None:
-    """Refuse a model of a configuration that does not take the data of it, before anybody trains."""
-    # A loader with a seed leaves all randomness as it is.
-    batch = next(iter(as_loader(datasource.train_data(1), batch_size=2, seed=0)), None)
-    inputs = split_batch(batch)[0]
-    if not isinstance(inputs, Tensor):
-        return
-    try:
-        with torch.inference_mode():
-            copy.deepcopy(model).eval()(inputs)
-    except (RuntimeError, TypeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"trainer.model_type: {name} does not take samples of shape {tuple(inputs.shape[1:])}, which the data "
-            f"are made of; give another one, or its parameters.model ({reason})"
-        ) from error
 
 
 def _made(algorithm: Any) -> Algorithm | None:

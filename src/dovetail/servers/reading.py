@@ -90,10 +90,19 @@ def read_federated(
             problems.extend([unknown_key(name, [*_SECTIONS, "general"])])
     _check_names(sections, problems)
     problems.raise_any()
+    where = f"{path}: " if path is not None else ""
     if ignored:
-        where = f"{path}: " if path is not None else ""
         warnings.warn(
             f"{where}keys that mean nothing here are ignored: {', '.join(ignored)}", UserWarning, stacklevel=2
+        )
+    trainer = sections["trainer"]
+    if trainer["model_name"] is not None and trainer["model_type"] is None:
+        unknown = UnknownNameError("model", trainer["model_name"], models.names())
+        warnings.warn(
+            f"{where}trainer.model_name: only a label here, with which the default model trains: {unknown}; give "
+            "model_type for another model",
+            UserWarning,
+            stacklevel=2,
         )
     return FederatedConfig(**{name: _KINDS[name](**values) for name, values in sections.items()})
 
@@ -162,11 +171,6 @@ def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) 
                 # What is free need not be written below `options`.
                 keys = [key for key in _SECTIONS[section] if key != "options"]
                 problems.extend([unknown_key(name, [*keys, *known])], section)
-    for key in ("inbound_processors", "outbound_processors"):
-        for item in clients.get(key, ()):
-            name = item if isinstance(item, str) else next(iter(item))
-            if name not in postprocessors.names():
-                problems.add(("clients", key), str(UnknownNameError("postprocessor", name, postprocessors.names())))
 
 
 def _known_options(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -346,6 +350,8 @@ _IGNORED: dict[str, frozenset[str]] = {
 # Which names mean something, by the keys that hold them.
 _TABLES: dict[tuple[str, str], Registry[Any]] = {
     ("algorithm", "type"): algorithms,
+    ("clients", "inbound_processors"): postprocessors,
+    ("clients", "outbound_processors"): postprocessors,
     ("data", "datasource"): datasources,
     ("data", "sampler"): partitions,
     ("data", "testset_sampler"): partitions,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 from abc import ABC
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.history.lines import as_line, encode, write_atomically
 from dovetail.tracking.base import Logger, Run, Status, Value, check_name, sort
 
 __all__ = ["FolderLogger", "InFolders"]
@@ -109,12 +109,12 @@ class FolderLogger(InFolders):
         if found.numbers and self.format == "csv":
             text = io.StringIO(newline="")
             csv.writer(text, lineterminator="\n").writerows((step, *item) for item in found.numbers.items())
-            _append(self.path / "metrics.csv", text.getvalue())
+            _append(self.path / "metrics.csv", text.getvalue().encode())
         elif found.numbers:
-            _append(self.path / "metrics.jsonl", _json_line(step, found.numbers))
+            _append(self.path / "metrics.jsonl", as_line({"step": step, **found.numbers}))
         if found.histograms:
             counts = {name: histogram.as_dict() for name, histogram in found.histograms.items()}
-            _append(self.path / "histograms.jsonl", _json_line(step, counts))
+            _append(self.path / "histograms.jsonl", as_line({"step": step, **counts}))
         for name, figure in found.figures.items():
             target = self.path / "figures" / check_name(name) / f"{step}.png"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,16 +127,17 @@ class FolderLogger(InFolders):
 
     def _write_status(self, status: str) -> None:
         assert self._run is not None
-        hyperparameters = {name: _finite(value) for name, value in self._run.hyperparameters.items()}
+        hyperparameters = {name: encode(value) for name, value in self._run.hyperparameters.items()}
         content = {"id": self._run.id, "status": status, "hyperparameters": hyperparameters}
-        _replace(self.path / "run.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
+        text = json.dumps(content, indent=2, allow_nan=False)
+        write_atomically(self.path / "run.json", f"{text}\n".encode())
 
 
-def _append(path: Path, text: str) -> None:
+def _append(path: Path, content: bytes) -> None:
     # Opened for each report, which is a few times a second at most: a file that is not open cannot be left half-written
     # by a killed process for longer than this line, and goes to no child process.
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(text)
+    with path.open("ab") as file:
+        file.write(content)
 
 
 def _cut(path: Path, stays: Callable[[str], bool], head: str = "") -> None:
@@ -146,22 +147,4 @@ def _cut(path: Path, stays: Callable[[str], bool], head: str = "") -> None:
         with path.open(encoding="utf-8", newline="") as file:
             # A killed process may have left its last line unfinished.
             lines = [line for line in list(file)[1 if head else 0 :] if line.endswith("\n") and stays(line)]
-    _replace(path, head + "".join(lines))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file beside its name first, so that a reader never sees half of it."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8", newline="")
-    unfinished.replace(path)
-
-
-def _json_line(step: int, values: Mapping[str, Any]) -> str:
-    row = {"step": step, **{name: _finite(value) for name, value in values.items()}}
-    return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    write_atomically(path, (head + "".join(lines)).encode())

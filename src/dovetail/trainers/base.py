@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, cast, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -191,6 +191,8 @@ class Trainer(ABC):
                 f"stage: expected 'train', 'valid', 'test' or 'predict', got a {type(stage).__name__}; inputs and "
                 "targets are a pair, evaluate((x, y))"
             )
+        if stage not in get_args(Stage):
+            raise UnknownNameError("stage", stage, get_args(Stage))
         return cast("dict[str, float]", self._enter("evaluate", data=data, stage=stage))
 
     def predict(self, data: Any = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dovetail import checkpoint as store
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers.basic import Trainer
 from dovetail.trainers.processes import train_in_process
 from dovetail.trainers.strategies import (
@@ -136,7 +136,10 @@ class ComposableTrainer(Trainer):
 
         Raises:
             CheckpointError: There is none.
+            ConfigError: The time has no zone.
         """
+        if requested_time.tzinfo is None:
+            raise ConfigError(f"requested_time: expected a time with its zone, got {requested_time!r}")
         folder = Path(self.options.checkpoint_dir)
         before = [
             info

@@ -85,6 +85,8 @@ class Window:
         self.closes = is_last or self._position == self.size
         if self.opens:
             self._items = 0
+            # Of a window that an error has cut short.
+            self._deferred.clear()
 
     def weight(self, num_items: Any, *, first_of_batch: bool) -> Any:
         """Return the factor for a loss over `num_items` items of the running batch."""
@@ -112,8 +114,10 @@ class Window:
         """Items that a loss of the window is divided by, where several batches share it."""
         return self._expected
 
-    def normalise(self, optimizer: Optimizer) -> None:
-        """Make the gradients those of one large batch, once the window's items are all known."""
+    def settle(self, optimizer: Optimizer) -> None:
+        """Make the gradients those of one large batch, now that the window's items are all known, for a last step."""
+        if optimizer in self._deferred:
+            self._deferred.remove(optimizer)
         factor = self._expected / self._items
         if isinstance(factor, Tensor) or factor != 1.0:
             for group in optimizer.param_groups:
@@ -125,9 +129,9 @@ class Window:
         """Remember optimizers that were asked to step before the window closes."""
         self._deferred += [optimizer for optimizer in optimizers if optimizer not in self._deferred]
 
-    def take_deferred(self, stepped: list[Optimizer]) -> list[Optimizer]:
-        """Return, and forget, the deferred optimizers that did not step when the window closed."""
-        waiting, self._deferred = [it for it in self._deferred if it not in stepped], []
+    def take_deferred(self) -> list[Optimizer]:
+        """Return, and forget, the deferred optimizers that nobody asked again to step when the window closed."""
+        waiting, self._deferred = self._deferred, []
         return waiting
 
 
@@ -521,7 +525,7 @@ class TrainingContext:
         before = len(stepped)
         for optimizer in chosen:
             if window.size > 1:
-                window.normalise(optimizer)
+                window.settle(optimizer)
             trainer.clip_gradients(optimizer)
             for hook in self.callbacks.on_gradients:
                 hook(self, optimizer)

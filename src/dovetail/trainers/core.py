@@ -58,7 +58,7 @@ from dovetail.trainers.pieces import (
     requires_closure,
 )
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
-from dovetail.trainers.saving import Saver
+from dovetail.trainers.saving import RETENTION, Saver
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.strategies.base import TrainingStepStrategy
 from dovetail.trainers.strategies.bundle import Strategies, check_roles, refuse_both
@@ -260,26 +260,7 @@ class CoreTrainer(base.Trainer):
         if asks_for_none:
             context.saver = None
         elif context.saver is None and (save is not None or options.save_best):
-            context.saver = Saver(
-                Path(options.checkpoint_dir),
-                options.checkpoint_name,
-                # The seed's rule: whoever saves at all keeps the best, too.
-                keep_best=options.save_best or options.save_every != 0,
-                monitor=options.best_metric,
-                mode=options.best_mode,
-                retention={
-                    rule: number
-                    for rule, number in (
-                        ("last", options.keep_last),
-                        ("best", options.keep_best),
-                        ("every", options.keep_every),
-                    )
-                    if number is not None
-                },
-                keep_history=options.save_hist,
-                on_error=options.on_save_error,
-                in_background=options.save_in_background,
-            )
+            context.saver = Saver.from_options(options)
         planned = Epochs(self.num_epochs) if length is None else _length(length)
         return Plan(
             max_length=self._in_phases(planned),
@@ -290,13 +271,13 @@ class CoreTrainer(base.Trainer):
 
     def setup(self) -> None:
         """Seed a fresh run, place the model, make the criterion and, to train, optimizers and schedulers."""
-        context = self.context
-        if context.model is None:
-            raise ConfigError("the trainer has no model: give it one, Trainer(model, …)")
+        context, model = self.context, self._given_model()
         is_fresh = context.progress.batches == 0
         if context.stage == "train" and is_fresh and self.options.seed is not None:
             seed_everything(self.options.seed)
-        self._place_model(context.model)
+        self._place_model(model)
+        if context.stage == "train" and context.precision is not None:
+            context.precision.begin(anew=is_fresh)
         if self.criterion is None:
             self.criterion = self.get_loss_criterion()
         if isinstance(self.criterion, nn.Module):
@@ -317,15 +298,13 @@ class CoreTrainer(base.Trainer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken; a state of another model or optimizer is refused as a whole."""
-        context = self.context
-        if context.model is None:
-            raise ConfigError("the trainer has no model to load the state into: give it one, Trainer(model, …)")
+        context, model = self.context, self._given_model()
         if self.options.device_map is not None:
             context.device = as_device(self.options.device_map)
-        self._place_model(context.model)
+        self._place_model(model)
         self._build_optimizers()
         check_fits(context, state)
-        context.model.load_state_dict(state["model"])
+        model.load_state_dict(state["model"])
         for optimizer, optimizer_state in zip(context.optimizers, state["optimizers"], strict=True):
             if self.options.memory_format is not None:
                 optimizer_state = map_tensors(_channels_last, optimizer_state)
@@ -361,12 +340,11 @@ class CoreTrainer(base.Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizers, schedulers, counters, history, callbacks, randomness and the place in the data."""
-        context = self.context
-        assert context.model is not None
+        context, model = self.context, self._given_model()
         # A trainer that has not trained yet is to be loaded like any other.
         self._build_optimizers()
         return {
-            "model": context.model.state_dict(),
+            "model": model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in context.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in context.schedulers],
             "kinds": kinds_of(context),
@@ -619,23 +597,22 @@ class CoreTrainer(base.Trainer):
 
         Of several processes all call this, and the first one writes.
         """
-        assert self.context.model is not None
         format: Literal["safetensors", "ckpt"] = (
             "ckpt" if Path(path).suffix in (".ckpt", ".pt", ".pth") else "safetensors"
         )
         # Of a model that several processes hold in parts, all of them ask for the whole.
-        state = {name: whole(value) for name, value in self.context.model.state_dict().items()}
+        state = {name: whole(value) for name, value in self._given_model().state_dict().items()}
         if not self.context.is_main:
             return Path(path)
         return store.export_model(path, state, format=format)
 
     def load_model(self, path: str | Path, strict: bool = True) -> None:
         """Load weights that `save_model` wrote."""
-        assert self.context.model is not None
-        present = self.context.model.state_dict()
+        model = self._given_model()
+        present = model.state_dict()
         state = {name: part_of(value, present.get(name)) for name, value in store.load_model_file(Path(path)).items()}
         try:
-            self.context.model.load_state_dict(state, strict=strict)
+            model.load_state_dict(state, strict=strict)
         except RuntimeError as error:
             # What is in one of them only is no reason unless it must not be.
             names = state.keys() | present.keys() if strict else state.keys() & present.keys()
@@ -728,12 +705,15 @@ class CoreTrainer(base.Trainer):
         self.context.config = {**self._own_config, **config}
 
     def reset(self) -> None:
-        """Forget progress, history and optimizer state, and keep the model: the next `fit` is a new run."""
+        """Forget progress, history, optimizer state and the best so far, and keep the model: a new run comes next."""
         context = self.context
         context.progress, context.history, context.meter = Progress(), History(), Meter()
+        for optimizer in context.optimizers:
+            # One that was given as an object is used again.
+            optimizer.state.clear()
         context.optimizers.clear()
         context.schedulers.clear()
-        context.validated_at, context.validation = -1, {}
+        context.validated_at, context.validation, context.saver = -1, {}, None
         self._epoch_start, self._restored_order = None, None
 
     def close(self) -> None:
@@ -769,6 +749,11 @@ class CoreTrainer(base.Trainer):
     @property
     def _tests_by_default(self) -> bool:
         return self._test_step is None and type(self).test_step is CoreTrainer.test_step
+
+    def _given_model(self) -> nn.Module:
+        if self.context.model is None:
+            raise ConfigError("the trainer has no model: give it one, Trainer(model, …)")
+        return self.context.model
 
     def _refuse_two_steps(self, strategy: TrainingStepStrategy | None) -> None:
         """Refuse a strategy whose step would never be used; one that accumulates or clips goes with any step."""
@@ -884,7 +869,7 @@ class CoreTrainer(base.Trainer):
     def _saves_by_options(self) -> bool:
         """Whether the options that were given ask for checkpoints: their defaults alone do not, except in `train()`."""
         return self.saves_by_default or bool(
-            self.given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", *_KEEP}
+            self.given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", *RETENTION}
         )
 
     def _default_callbacks(self) -> list[Callback]:
@@ -922,8 +907,6 @@ _DATASET_OPTION = {
 
 _NEED_TARGETS = "give pairs (inputs, targets), or a train_step and test_step that need none"
 
-
-_KEEP = ("keep_last", "keep_best", "keep_every")
 
 _WISHES = ("max_length", "validation_period", "checkpoint_period")
 

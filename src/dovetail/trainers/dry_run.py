@@ -7,6 +7,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.explain import Outlook, count_parameters, look_ahead
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.saving import Saver
-from dovetail.trainers.untouched import layers, untouched
+from dovetail.trainers.untouched import layers, own_callbacks, untouched
 from dovetail.units import Batches
 
 __all__ = ["dry_run"]
@@ -75,7 +76,7 @@ def dry_run(
     with untouched(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
         ahead = look_ahead(trainer, **wishes)
         has_validation = _shorten_validation(trainer)
-        context.callbacks = Callbacks([*filter(_is_part_of_trainer, context.callbacks), watch])
+        context.callbacks = Callbacks([*own_callbacks(context), watch])
         context.saver = Saver(Path(folder))
         num_batches = min(context.window.size, ahead.num_batches or context.window.size)
         moment = Batches(context.progress.batches + num_batches)
@@ -171,20 +172,9 @@ def _shorten_validation(trainer: Trainer) -> bool:
     context = trainer.context
     if context.data.get("valid") is None:
         return False
-    first = list(_first(trainer.batches("valid")))
+    first = list(islice(trainer.batches("valid"), 1))
     context.data["valid"] = first or None
     return bool(first)
-
-
-def _first(batches: Any) -> Iterator[Any]:
-    for batch in batches:
-        yield batch
-        return
-
-
-def _is_part_of_trainer(callback: Callback) -> bool:
-    """Whether a callback is how strategies or methods of the trainer's class are heard: part of what is computed."""
-    return type(callback).__name__ in ("OwnHooks", "StrategyHooks")
 
 
 def _is_verbose(trainer: Trainer) -> bool:

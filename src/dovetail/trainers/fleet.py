@@ -118,7 +118,7 @@ class FleetTrainer(TrainerDecorator):
         """Return the state of one member's model."""
         model = self.context.model
         assert model is not None
-        parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         return {
             name: value[position].detach() if name in parameters else value.detach()
             for name, value in model.state_dict().items()
@@ -290,12 +290,17 @@ def stacked(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> nn.Modu
         (torch.Size([5, 2, 3]), torch.Size([5, 7, 2]))
     """
     many = copy.deepcopy(model)
+    # By the parameter of one, so that layers that share it go on to do so.
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in many.named_modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
+            if parameter is None:
+                continue
+            if parameter not in made:
                 full = f"{prefix}.{name}" if prefix else name
                 rows = torch.stack([state[full].to(parameter.device) for state in states])
-                module._parameters[name] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+                made[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[parameter]
     kind = type(f"Fleet{type(model).__name__}", (_Rows, type(many)), {"one": (model,)})
     many.__class__ = kind
     return many

@@ -14,7 +14,7 @@ from typing import Any
 from dovetail.trainers.context import TrainingContext
 from dovetail.units import counted
 
-__all__ = ["Interrupted", "heeding_signals", "listening"]
+__all__ = ["Interrupted", "heeding_signals", "leave_if_signalled", "listening"]
 
 
 class Interrupted(KeyboardInterrupt, SystemExit):

@@ -28,6 +28,7 @@ from dovetail.elastic import RunResult, run_workers
 from dovetail.errors import ConfigError
 from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
+from dovetail.trainers.context import Plan
 from dovetail.trainers.interruption import Interrupted
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.trainers.relay import (
@@ -152,8 +153,7 @@ def _taken(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: M
         return result["returned"]
     context = trainer.context
     loop.offer_data(context, train=arguments["train_data"], valid=arguments["val_data"])
-    wishes = {name: arguments[name] for name in ("max_length", "validation_period", "checkpoint_period")}
-    context.plan = trainer.plan(**wishes)
+    context.plan = _planned(trainer, arguments)
     trainer.load_state_dict(result["trainer"])
     context.state.update(result["shared"])
     context.stop_reason = result["stop_reason"]
@@ -161,8 +161,11 @@ def _taken(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: M
 
 
 def _keeps_checkpoints(trainer: Trainer, arguments: Mapping[str, Any]) -> bool:
-    wishes = {name: arguments[name] for name in ("max_length", "validation_period", "checkpoint_period")}
-    return trainer.plan(**wishes).save is not None
+    return _planned(trainer, arguments).save is not None
+
+
+def _planned(trainer: Trainer, arguments: Mapping[str, Any]) -> Plan:
+    return trainer.plan(**{name: arguments[name] for name in ("max_length", "validation_period", "checkpoint_period")})
 
 
 def _failure(folder: Path, outcome: RunResult) -> Exception:

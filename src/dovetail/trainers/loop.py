@@ -22,7 +22,7 @@ from dovetail.history import History
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.interruption import heeding_signals, leave_if_signalled
-from dovetail.trainers.metrics import MeanOf, Meter, compute_metrics, warn_if_empty
+from dovetail.trainers.metrics import MeanOf, Meter, compute_metrics, warn_of_no_data
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.units import Batches, Epochs, Progress, TrainUnit, counted
 
@@ -219,7 +219,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
                     context.closure = partial(_again, context, batch)
                 step(zero_grad=False)
         elif accumulates and window.closes:
-            waiting = window.take_deferred(stepped)
+            waiting = window.take_deferred()
             if waiting:
                 step(*waiting)
 
@@ -256,7 +256,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             f"{total}: the last updates would miss batches; give the loader its true length, or none"
         )
     if progress.batch == 0:
-        warn_if_empty(0, "training")
+        warn_of_no_data("training")
         return {"loss": math.nan}
     return {} if context.interrupted else trainer.reduce(meter).compute()
 
@@ -323,7 +323,13 @@ def val_epoch(context: TrainingContext) -> dict[str, float]:
 
 def evaluate(trainer: Trainer, data: Any = None, stage: Stage = "test") -> dict[str, float]:
     """Return the metrics of one pass over `data`; nothing of the training changes."""
-    with _lent_data(trainer.context, stage, data), _running(trainer, stage):
+    context = trainer.context
+    if stage == "train":
+        # To be judged they are test data: a training pass begins where progress stands, and moves the place in them.
+        data, stage = context.data.get("train") if data is None else data, "test"
+        if data is None:
+            raise DataError("no train data: pass it to the call, or train_dataset=… to the trainer")
+    with _lent_data(context, stage, data), _running(trainer, stage):
         return _evaluate_pass(trainer, stage)
 
 
@@ -371,7 +377,7 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
                 meter.include(name, metric.meter)
         means = trainer.reduce(meter).compute()
         if not means:
-            warn_if_empty(0, stage)
+            warn_of_no_data(stage)
             return {"loss": math.nan, **dict.fromkeys(metrics, math.nan)}
         return {**means, **compute_metrics(metrics)}
 

@@ -14,7 +14,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
-from dovetail.trainers.untouched import untouched
+from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches, counted
 
 __all__ = ["LRFinder", "LogFinder"]
@@ -67,6 +67,10 @@ class LRFinder:
     ) -> None:
         if not 0 < lr_min < lr_max:
             raise ConfigError(f"LRFinder: expected 0 < lr_min < lr_max, got {lr_min} and {lr_max}")
+        if not 0 <= beta < 1:
+            raise ConfigError(f"LRFinder: expected a beta of at least 0 and below 1, got {beta}")
+        if num_epochs < 1:
+            raise ConfigError(f"LRFinder: expected num_epochs of at least 1, got {num_epochs}")
         if lr_select_method not in get_args(Method):
             raise UnknownNameError("lr_select_method", lr_select_method, get_args(Method))
         self.trainer = trainer
@@ -91,7 +95,7 @@ class LRFinder:
         with untouched(trainer, train=train_data):
             num_batches = (trainer.num_batches("train") or 100) * self.num_epochs
             sweep.num_batches = min(num_batches, self.max_batches or num_batches)
-            context.callbacks, context.schedulers = Callbacks([sweep]), []
+            context.callbacks, context.schedulers = Callbacks([*own_callbacks(context), sweep]), []
             never = Batches(0)
             trainer.fit(
                 max_length=Batches(context.progress.batches + sweep.num_batches),

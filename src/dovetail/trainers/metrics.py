@@ -11,9 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from dovetail.data import batch_length
 from dovetail.errors import ConfigError
 
-__all__ = ["MeanOf", "Meter", "Metric", "accuracy", "as_metrics"]
+__all__ = ["MeanOf", "Meter", "Metric", "accuracy", "as_metrics", "compute_metrics", "warn_of_no_data"]
 
 
 @runtime_checkable
@@ -156,7 +157,11 @@ class MeanOf:
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Take in one batch."""
-        self._meter.add({"value": self.function(outputs, targets)}, len(targets))
+        value = self.function(outputs, targets)
+        if not isinstance(value, (int, float)) and (not isinstance(value, Tensor) or value.ndim):
+            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ConfigError(f"metrics: {_name(self.function)} must return one number for a batch, got {found}")
+        self._meter.add({"value": value}, batch_length(targets))
         if len(self._meter) >= 256:
             self._meter.flush()
 
@@ -202,10 +207,9 @@ def compute_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return values
 
 
-def warn_if_empty(num_batches: int, stage: str) -> None:
-    """Say once that a pass saw no data, so that a NaN in its metrics is no riddle."""
-    if num_batches == 0:
-        warnings.warn(f"the {stage} data is empty: its metrics are NaN", UserWarning, stacklevel=2)
+def warn_of_no_data(stage: str) -> None:
+    """Say that a pass saw no data, so that a NaN in its metrics is no riddle."""
+    warnings.warn(f"the {stage} data is empty: its metrics are NaN", UserWarning, stacklevel=2)
 
 
 def _to_host(values: list[Tensor | float]) -> list[float]:

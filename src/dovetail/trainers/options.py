@@ -133,6 +133,8 @@ class TrainerOptions:
         if window is not None and (not isinstance(window, Mapping) or set(window) != {"num_epochs", "improv"}):
             shown = sorted(window) if isinstance(window, Mapping) else repr(window)
             raise ConfigError(f"early_stop: expected the keys 'num_epochs' and 'improv', got {shown}")
+        if window is not None and not all(isinstance(it, (int, float)) for it in window.values()):
+            raise ConfigError(f"early_stop: expected numbers, got {dict(window)}")
 
     def _check_number(self, name: str, what: str, kinds: tuple[type, ...], least: float) -> None:
         value: Any = getattr(self, name)

@@ -45,11 +45,21 @@ class Precision:
             raise ConfigError(f"precision: expected 'auto', 'fp32', 'fp16' or 'bf16', got {name!r}{hint}")
         self.dtype = _best_dtype(device_type) if name == "auto" else _DTYPES[name]
         self.device_type = device_type
-        self.scaler = torch.amp.GradScaler(device_type, init_scale=init_scale) if self.dtype is torch.float16 else None
+        self._init_scale = init_scale
+        self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
         self._stepped = False
         self._is_used = False
         # By reference, not by id: an id is given to another optimizer once its owner is gone.
         self._watched: WeakSet[Optimizer] = WeakSet()
+
+    def begin(self, *, anew: bool) -> None:
+        """Begin a run: with the first scale if it is a new one, else with the scale there is."""
+        if self.scaler is None or not (anew or self._is_used):
+            return
+        # What an error has cut short between unscaling and the update of the scale is forgotten with the old scaler.
+        state, self.scaler, self._is_used = self.scaler.state_dict(), self._new_scaler(), False
+        if not anew:
+            self.scaler.load_state_dict(state)
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the forward pass and the loss are computed."""
@@ -99,6 +109,9 @@ class Precision:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _watched=WeakSet())
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device_type, init_scale=self._init_scale)
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped = True

@@ -13,12 +13,16 @@ from dovetail.checkpoint.files import DISK, sweep
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.history import History
 from dovetail.trainers import foreign
+from dovetail.trainers.options import TrainerOptions
 from dovetail.units import Progress
 
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
 
-__all__ = ["Saver", "checkpoint", "finish", "load", "resume", "save"]
+__all__ = ["RETENTION", "Saver", "checkpoint", "finish", "load", "resume", "save"]
+
+# The options that say which periodic checkpoints stay, and what `Saver.retention` calls them.
+RETENTION = {"keep_last": "last", "keep_best": "best", "keep_every": "every"}
 
 
 @dataclass
@@ -66,6 +70,23 @@ class Saver:
     def __post_init__(self) -> None:
         if not self.name or Path(self.name).name != self.name or self.name.startswith("."):
             raise ConfigError(f"checkpoint_name: expected a plain file name, got {self.name!r}")
+
+    @classmethod
+    def from_options(cls, options: TrainerOptions) -> Saver:
+        """Return what a trainer's options ask for."""
+        rules = {rule: getattr(options, name) for name, rule in RETENTION.items()}
+        return cls(
+            Path(options.checkpoint_dir),
+            options.checkpoint_name,
+            # The seed's rule: whoever saves at all keeps the best, too.
+            keep_best=options.save_best or options.save_every != 0,
+            monitor=options.best_metric,
+            mode=options.best_mode,
+            retention={rule: number for rule, number in rules.items() if number is not None},
+            keep_history=options.save_hist,
+            on_error=options.on_save_error,
+            in_background=options.save_in_background,
+        )
 
     def path(self, progress: Progress) -> Path:
         """Return where the periodic checkpoint of a moment lies."""
@@ -134,17 +155,24 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
         saver.improved = False
         save(trainer, saver.directory / f"best_{saver.name}")
     if saver.owes:
-        saver.owes, saver.saved_at = False, _place(progress)
-        save(trainer, saver.path(progress))
+        saver.owes, saver.saved_at = False, None
+        if _write(trainer, saver.path(progress)):
+            saver.saved_at = _place(progress)
 
 
 def save(trainer: Trainer, path: Path) -> Path:
     """Write the whole state of a trainer, seen from its outermost layer, and tell the callbacks."""
+    _write(trainer, path)
+    return path
+
+
+def _write(trainer: Trainer, path: Path) -> bool:
+    """Write the state, and return whether it is on the disk, or on its way there; a failure is an error or told."""
     context, saver = trainer.context, trainer.context.saver
     # Every process of a run has a part in its state, and one of them writes it, unless it is in parts.
     state = trainer.state_dict()
     if not context.is_main and context.peers is None:
-        return path
+        return True
     context.history.sync()
     summary = {
         "run": context.run_id,
@@ -157,14 +185,13 @@ def save(trainer: Trainer, path: Path) -> Path:
         saver.writer = saver.writer or store.AsyncWriter(on_error=saver.on_error)
         saver.writer.submit(path, state, summary=summary)
         saver.writing = path
-        return path
+        return True
     on_error = saver.on_error if saver is not None else "raise"
-    if store.save(path, state, summary=summary, on_error=on_error, peers=context.peers) is not None:
-        if context.is_main:
-            _tell(trainer, path)
-    elif saver is not None:
-        saver.saved_at = None
-    return path
+    if store.save(path, state, summary=summary, on_error=on_error, peers=context.peers) is None:
+        return False
+    if context.is_main:
+        _tell(trainer, path)
+    return True
 
 
 def finish(trainer: Trainer) -> None:
@@ -172,8 +199,12 @@ def finish(trainer: Trainer) -> None:
     saver = trainer.context.saver
     if saver is None or saver.writer is None:
         return
-    saver.writer.wait()
     path, saver.writing = saver.writing, None
+    try:
+        saver.writer.wait()
+    except CheckpointError:
+        saver.saved_at = None
+        raise
     if path is None:
         return
     # A write that only warned about its failure has left nothing to tell of.

@@ -27,6 +27,7 @@ from dovetail.trainers import loop
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.pieces import as_mode
+from dovetail.trainers.schedules.applied import set_lr, set_momentum
 from dovetail.units import Epochs
 
 __all__ = ["ClassicSpelling", "PlatoSpelling", "ProgressChecker", "RunSpelling", "own_hooks"]
@@ -124,21 +125,13 @@ class ClassicSpelling(CoreTrainer):
     @momentum.setter
     def momentum(self, value: float) -> None:
         for group in _groups(self.optimizer):
-            if "betas" in group:
-                group["betas"] = (value, *group["betas"][1:])
-            elif "momentum" in group:
-                group["momentum"] = value
-            else:
-                raise ConfigError(
-                    f"momentum: {type(self.optimizer).__name__} has none to set; use an optimizer with 'momentum' or "
-                    "'betas'"
-                )
+            set_momentum(group, value)
 
     def set_learning_rate(self, rate: float, param_zero: bool = True) -> None:
         """Set the rate of the first parameter group, or of all."""
         groups = _groups(self.optimizer)
         for group in groups[:1] if param_zero else groups:
-            group["lr"] = rate
+            set_lr(group, rate)
 
     def set_train_dataset(self, data: Any) -> None:
         """Train on these data from now on."""
@@ -406,7 +399,7 @@ class PlatoSpelling(CoreTrainer):
         testing = self.strategies.testing
         if testing is not None:
             settings = {**self.context.config, "test_batch_size": self.test_batch_size, **config}
-            with loop.looking(self, "test"), self._autocast():
+            with loop.looking(self._spoken_to(), "test"), self._autocast():
                 return float(testing.test_model(self.model, settings, testset, sampler, self.context))
         size = int(config.get("batch_size", self.test_batch_size))
         metrics = self.evaluate(self.get_test_loader(size, testset, sampler))
@@ -534,17 +527,18 @@ class _RunLog(_OfARun):
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         trainer = self._trainer
         mode = trainer.mode
-        for stage, into in (("train", self.train_metrics), ("test", self.test_metrics)):
-            prefix = "train_" if stage == "train" else "valid_"
+        for stage, prefix, into in (("train", "train_", self.train_metrics), ("test", "valid_", self.test_metrics)):
             found = {name[len(prefix) :]: value for name, value in metrics.items() if name.startswith(prefix)}
             if not found:
                 continue
             trainer.toggle(stage)
-            further = dict(trainer.metric_on_epoch_end() or {})
+            try:
+                further = dict(trainer.metric_on_epoch_end() or {})
+            finally:
+                trainer.toggle(mode)
             into.update({**found, **further})
             for name, value in further.items():
                 context.history.update_metric(prefix + name, value)
-        trainer.toggle(mode)
 
 
 class _BestWeights(_OfARun):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from dovetail.callbacks import Callback
 from dovetail.data import DataLoader
 from dovetail.history import History
 from dovetail.trainers.base import Trainer
@@ -19,7 +20,7 @@ from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Nesting
 
-__all__ = ["kept", "layers", "strategies_of", "untouched"]
+__all__ = ["kept", "layers", "own_callbacks", "strategies_of", "untouched", "with_parts"]
 
 
 def layers(trainer: Trainer) -> list[Trainer]:
@@ -36,6 +37,19 @@ def strategies_of(trainer: Trainer) -> Strategies:
     return found if isinstance(found, Strategies) else Strategies()
 
 
+def own_callbacks(context: TrainingContext) -> list[Callback]:
+    """Return the callbacks by which strategies and the trainer's own class are heard: part of what is computed."""
+    return [it for it in context.callbacks if type(it).__name__ in ("OwnHooks", "StrategyHooks")]
+
+
+def with_parts(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
+    """Yield strategies, each followed by those that it holds."""
+    for strategy in strategies:
+        yield strategy
+        if isinstance(strategy, Nesting):
+            yield from with_parts(strategy.parts)
+
+
 @contextmanager
 def kept(trainer: Trainer) -> Iterator[None]:
     """Put back every attribute of the layers, the strategies and the context, and all randomness.
@@ -45,7 +59,7 @@ def kept(trainer: Trainer) -> Iterator[None]:
     """
     context, randomness = trainer.context, rng_state()
     slots = _held({name: getattr(context, name) for name in TrainingContext.__slots__})
-    owners = [*layers(trainer), *_with_parts(list(strategies_of(trainer)))]
+    owners = [*layers(trainer), *with_parts(strategies_of(trainer))]
     attributes = [(owner, _held(vars(owner))) for owner in owners]
     try:
         yield
@@ -124,13 +138,6 @@ def _released(held: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
             value.clear()
             value.update(content)
     return {name: value for name, (value, _) in held.items()}
-
-
-def _with_parts(strategies: Sequence[Strategy]) -> Iterator[Strategy]:
-    for strategy in strategies:
-        yield strategy
-        if isinstance(strategy, Nesting):
-            yield from _with_parts(strategy.parts)
 
 
 def _random_sources(trainer: Trainer, stage: str) -> Iterator[tuple[Any, Any]]:

@@ -22,8 +22,9 @@ from doing import Doing, Fragile, die, done, faults, hang, started, tasks
 from forked import run, start
 
 from dovetail.errors import ConfigError
-from dovetail.federated.backends import Backend, Done, Process, Sequential, Worker, WorkerError
+from dovetail.federated.backends import Backend, Done, Process, Sequential, Worker, WorkerError, processes
 from dovetail.federated.backends import nursery as nurseries
+from dovetail.federated.backends.parcels import Block
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
 
@@ -121,6 +122,14 @@ def test_a_client_that_takes_too_long_is_left_out_and_its_process_ended(tmp_path
     assert done(outcomes).keys() == {1, 3, 4}
 
 
+def test_a_client_that_takes_too_long_is_not_waited_for_once_more() -> None:
+    """Its worker is at work, and does not leave by itself."""
+    with running(Doing({1: hang}), num_workers=1, timeout=0.5) as backend:
+        began = time.monotonic()
+        assert len(faults(list(backend.run(tasks(1))))) == 1
+        assert time.monotonic() - began < 0.5 + processes._GRACE / 2
+
+
 class Foreseeing(Doing):
     """Knows how much there is to do."""
 
@@ -157,6 +166,20 @@ def test_what_a_dead_worker_had_not_begun_is_done_by_another_one(num_workers: in
         outcomes = list(backend.run(tasks(4)))
     assert sorted(fault.client_id for fault in faults(outcomes)) == [2, 3]
     assert done(outcomes).keys() == {1, 4}
+
+
+@pytest.mark.parametrize(("deed", "left_out"), [(lambda: None, set()), (hang, {2})], ids=["answers", "hangs"])
+def test_tasks_and_answers_larger_than_a_pipe_keep_nobody_waiting(deed: Callable[[], Any], left_out: set[int]) -> None:
+    """The next task is given to a worker that does not read it yet, and may be about to answer, or never to."""
+    work = [(task, {"plain": list(range(300_000))}) for task, _ in tasks(4)]
+    with running(Foreseeing({2: deed}), num_workers=1, timeout=3.0) as backend:
+        outcomes: list[Any] = []
+        # A server that waits for ever cannot say so.
+        server = threading.Thread(target=lambda: outcomes.extend(backend.run(work)), daemon=True)
+        server.start()
+        server.join(60)
+    assert done(outcomes).keys() == {1, 2, 3, 4} - left_out
+    assert {fault.client_id for fault in faults(outcomes)} == left_out
 
 
 def test_work_that_is_not_foreseen_waits_for_whoever_is_free(tmp_path: Path) -> None:
@@ -266,6 +289,17 @@ def test_nothing_is_left_open() -> None:
         assert len(os.listdir("/proc/self/fd")) > before
     assert all(map(is_gone, pids))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_that_nobody_holds_any_more_is_let_go() -> None:
+    """As when a worker cannot be begun, and nobody is left to close what was made for it."""
+    block = Block()
+    descriptor = block.descriptor
+    os.fstat(descriptor)
+    del block
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 @pytest.mark.parametrize(

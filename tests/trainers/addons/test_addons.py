@@ -12,7 +12,7 @@ from problem import Problem, assert_same_weights
 from dovetail import Trainer
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback
-from dovetail.errors import CheckpointError, UnknownNameError
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.trainers.addons import AddOnBase, MultiGPUAddon, SignalHandlerAddon, StateManagerAddon
 from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
 from dovetail.trainers.interruption import Interrupted
@@ -77,6 +77,31 @@ def test_mistakes_are_named(problem: Problem, tmp_path: Path) -> None:
         make(problem, extended, save_path=tmp_path).load_state()
     with pytest.raises(TypeError, match="save_path"):
         make(problem, extended)
+
+
+def test_a_device_that_is_none_is_named(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match=r"device: expected a name such as 'cpu'.*got 'gpu'"):
+        Trainer.add_on(MultiGPUAddon)(problem.model(), ["cpu", "gpu"])
+
+
+def test_a_checkpoint_that_cannot_be_written_at_a_signal_leaves_no_run_behind(problem: Problem, tmp_path: Path) -> None:
+    class Signal(Callback):
+        def on_step_end(self, context: Any, output: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    class Torn(Trainer):
+        torn = 0
+
+        def teardown(self, error: BaseException | None) -> None:
+            self.torn += 1
+            super().teardown(error)
+
+    (tmp_path / "file").touch()
+    trainer = make(problem, Torn.add_on(SignalHandlerAddon), signal_save_path=tmp_path / "file" / "x")
+    trainer.context.callbacks.add(Signal())
+    with pytest.raises(CheckpointError, match="could not be written"):
+        trainer.fit(problem.batches)
+    assert trainer.torn == 1
 
 
 def test_add_ons_stack_in_any_order(problem: Problem, tmp_path: Path) -> None:

@@ -71,5 +71,7 @@ def test_mistakes_are_named(problem: Problem) -> None:
         make(problem, WandBLoggerAddon, web_logger={"wanbd": {}})
     with pytest.raises(ConfigError, match=r"NeptuneLoggerAddon needs its settings as \{'neptune': \{…\}\}, got None"):
         make(problem, WandBLoggerAddon, NeptuneLoggerAddon, web_logger={"wandb": {}})
+    with pytest.raises(ConfigError, match=r"web_logger: expected settings as \{'wandb': \{…\}\}, got 'wandb'"):
+        make(problem, WandBLoggerAddon, web_logger="wandb")
     with pytest.raises(TypeError, match="web_logger"):
         make(problem, WandBLoggerAddon)

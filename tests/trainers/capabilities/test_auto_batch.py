@@ -356,7 +356,7 @@ def test_a_batch_that_cannot_be_cut_is_told() -> None:
 
 def test_a_sharded_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="AutoBatch and ShardedDataParallel cannot be combined"):
-        make(Trainer.add_on(ShardedDataParallel, AutoBatch), model_of()).fit(max_length=Batches(1))
+        make(Trainer.add_on(ShardedDataParallel, AutoBatch), model_of())
 
 
 def test_other_errors_go_on_at_once() -> None:

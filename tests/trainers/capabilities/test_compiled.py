@@ -464,6 +464,19 @@ def test_a_run_that_cannot_be_compiled_is_the_eager_run_and_says_why_once(
     assert_same_weights(*(trainer.model for trainer in trainers))
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_a_hook_that_comes_between_two_runs_is_called(problem: Problem) -> None:
+    seen: list[int] = []
+    trainer = make(problem)
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    assert trainer.graphs == 1
+    trainer.model[0].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    with pytest.warns(UserWarning, match="without a graph: a Linear has the hook"):
+        trainer.fit(problem.batches, max_length=Epochs(2))
+    assert seen == [8] * 12
+
+
 def test_an_unknown_mode_is_refused(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="mode: expected 'model' or 'step', got 'graph'"):
         make(problem, mode="graph")

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, TensorDataset
 
 from dovetail import Batches, Epochs
+from dovetail.data import DataLoader
 from dovetail.errors import ConfigError, DataError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
@@ -132,15 +133,20 @@ def test_no_batch_is_larger_than_the_largest(context: TrainingContext) -> None:
     assert [len(batch) for batch in batches(strategy, context)] == [5, 5]
 
 
-@pytest.mark.parametrize("size", [0, 2.5])
+@pytest.mark.parametrize("size", [0, 2.5, True])
 def test_an_impossible_size_is_refused(size: Any, context: TrainingContext) -> None:
-    with pytest.raises(ConfigError, match=f"batch size that is at least 1, got {size}"):
+    with pytest.raises(ConfigError, match=f"adjust_fn: expected a whole number that is at least 1, got {size}"):
         batches(DynamicBatchSizeDataLoaderStrategy(adjust_fn=lambda context: size), context)
+    with pytest.raises(
+        ConfigError, match=f"initial_batch_size: expected a whole number that is at least 1, got {size}"
+    ):
+        DynamicBatchSizeDataLoaderStrategy(initial_batch_size=size)
 
 
-def test_a_stream_cannot_have_changing_sizes(context: TrainingContext) -> None:
+@pytest.mark.parametrize("data", [Stream(), DataLoader(range(8), batch_size=2)], ids=["stream", "batches"])
+def test_what_has_its_own_batches_cannot_have_changing_sizes(data: Any, context: TrainingContext) -> None:
     with pytest.raises(DataError, match="expected a dataset with indices"):
-        DynamicBatchSizeDataLoaderStrategy().create_train_loader(Stream(), None, 4, context)
+        DynamicBatchSizeDataLoaderStrategy().create_train_loader(data, None, 4, context)
 
 
 def test_the_size_changes_from_epoch_to_epoch(problem, train) -> None:

@@ -17,6 +17,7 @@ from dovetail import Epochs
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.schedules import Triangular
 from dovetail.trainers.strategies import (
     CosineAnnealingLRSchedulerStrategy,
     CosineAnnealingWarmRestartsSchedulerStrategy,
@@ -35,6 +36,7 @@ from dovetail.trainers.strategies import (
     TimmLRSchedulerStrategy,
     WarmupSchedulerStrategy,
 )
+from dovetail.trainers.strategies.coerce import as_scheduler_strategy
 
 PAIRS: list[tuple[LRSchedulerStrategy, Callable[[Optimizer], Any]]] = [
     (StepLRSchedulerStrategy(2, 0.5), partial(StepLR, step_size=2, gamma=0.5)),
@@ -123,7 +125,12 @@ def test_a_schedule_per_batch_counts_batches(problem, train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"), [({"interval": "step"}, "interval: expected 'epoch'"), ({"frequency": 0}, "at least 1")]
+    ("keywords", "message"),
+    [
+        ({"interval": "step"}, "interval: expected 'epoch'"),
+        ({"frequency": 0}, "at least 1"),
+        ({"frequency": 1.5}, "a whole number"),
+    ],
 )
 def test_an_impossible_interval_is_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -152,6 +159,15 @@ def test_an_unknown_scheduler_in_the_configuration_is_answered_with_the_nearest(
     context.config = {"lr_scheduler": "StepLr"}
     with pytest.raises(UnknownNameError, match="did you mean 'StepLR'"):
         DefaultLRSchedulerStrategy().create_scheduler(sgd(), context)
+
+
+def test_a_rate_that_goes_on_from_round_to_round_counts_epochs(context: TrainingContext) -> None:
+    context.config = {"lr_scheduler": "ExponentialLR", "global_lr_scheduler": True, "epochs": 2}
+    context.config["parameters"] = {"learning_rate": {"gamma": 0.5}}
+    context.current_round = 3
+    assert DefaultLRSchedulerStrategy().create_scheduler(sgd(), context).get_last_lr() == [0.5**4]
+    with pytest.raises(ConfigError, match="global_lr_scheduler: expected interval='epoch', got 'update'"):
+        DefaultLRSchedulerStrategy(interval="update").create_scheduler(sgd(), context)
 
 
 def test_the_default_calls_its_function_with_the_optimizer(context: TrainingContext) -> None:
@@ -270,6 +286,12 @@ def test_a_warm_up_goes_on_where_its_state_was_taken(stop: int, context: Trainin
 def test_a_warm_up_with_another_interval_than_its_base_is_refused() -> None:
     with pytest.raises(ConfigError, match="give both the same interval and frequency"):
         WarmupSchedulerStrategy(5, 0.0, StepLRSchedulerStrategy(interval="update"))
+
+
+def test_a_base_that_knows_its_interval_only_when_it_is_made_is_refused_then(context: TrainingContext) -> None:
+    strategy = WarmupSchedulerStrategy(5, 0.0, as_scheduler_strategy(Triangular(stepsize=4)))
+    with pytest.raises(ConfigError, match="give both the same interval and frequency"):
+        strategy.create_scheduler(sgd(), context)
 
 
 # In the manner of timm

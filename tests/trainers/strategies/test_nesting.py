@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
+    CompositeLossStrategy,
     CompositeUpdateStrategy,
     CrossEntropyLossStrategy,
     DefaultLRSchedulerStrategy,
+    GradientClippingOptimizerStrategy,
+    GradientClippingStepStrategy,
     ModelUpdateStrategy,
     NoOpUpdateStrategy,
     StateTrackingUpdateStrategy,
+    WarmupSchedulerStrategy,
 )
 
 
@@ -47,6 +52,21 @@ def test_the_state_of_other_parts_is_refused() -> None:
     state = CompositeUpdateStrategy([StateTrackingUpdateStrategy()]).state_dict()
     with pytest.raises(CheckpointError, match="holds 2 strategies, and the checkpoint has 1"):
         CompositeUpdateStrategy([NoOpUpdateStrategy(), NoOpUpdateStrategy()]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda context: CompositeLossStrategy([(len, 0.5)]),
+        lambda context: WarmupSchedulerStrategy(2, 0.0, len),
+        lambda context: CompositeUpdateStrategy([len]).setup(context),
+        lambda context: GradientClippingOptimizerStrategy(len).setup(context),
+        lambda context: GradientClippingStepStrategy(base_strategy=len).setup(context),
+    ],
+)
+def test_what_is_no_strategy_is_refused_inside_another(nest: Any, context: TrainingContext) -> None:
+    with pytest.raises(ConfigError, match=r"Strategy: expected strategies inside, got <built-in function len>"):
+        nest(context)
 
 
 @pytest.mark.parametrize(

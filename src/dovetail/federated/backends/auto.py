@@ -11,6 +11,7 @@ import torch
 from dovetail.federated.backends.base import Backend, Foresight, Outcome, Work, Worker
 from dovetail.federated.backends.processes import Process, num_cores
 from dovetail.federated.backends.sequential import Sequential
+from dovetail.federated.backends.vectorized import Vectorized
 from dovetail.federated.messages import Task
 
 __all__ = ["Auto"]
@@ -70,11 +71,8 @@ class Auto(Backend):
             self._picked.close()
 
     def _pick(self, work: Sequence[Work]) -> tuple[Backend, str]:
-        from dovetail.federated.backends.registry import backends
-
-        if torch.cuda.is_available() and "vectorized" in backends.names():
-            made = backends.get("vectorized")(num_workers=self.num_workers, timeout=self.timeout)
-            return made, f"this machine has a {torch.cuda.get_device_name()}"
+        if torch.cuda.is_available():
+            return Vectorized(self.num_workers, self.timeout), f"this machine has a {torch.cuda.get_device_name()}"
         alone = Sequential(self.num_workers, self.timeout)
         together = Process(self.num_workers, self.timeout)
         if self.timeout is not None:

@@ -120,13 +120,14 @@ def nursery() -> Nursery:
     me = os.getpid()
     with _MAKING:
         found = _NURSERIES.get(me)
+        if found is not None:
+            if found.is_alive():
+                return found
+            found.close()
+        _NURSERIES[me] = made = Nursery()
         if found is None:
             atexit.register(_close, me)
-        elif not found.is_alive():
-            found.close()
-            found = None
-        _NURSERIES[me] = found or Nursery()
-        return _NURSERIES[me]
+        return made
 
 
 def _close(owner: int) -> None:

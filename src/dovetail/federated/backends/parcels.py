@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,17 +102,22 @@ class Block:
 
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = _nameless() if descriptor is None else descriptor
+        # Also where an error leaves nobody to close it.
+        self._closing = weakref.finalize(self, os.close, self.descriptor)
+        self._end = 0
 
     def write(self, parts: Sequence[memoryview]) -> list[Place]:
         """Put memory here, over what was here before, and return where each part lies now."""
-        places, start = [], 0
-        for part in parts:
-            done = 0
-            while done < part.nbytes:
-                done += os.pwrite(self.descriptor, part[done:], start + done)
-            places.append((start, part.nbytes))
-            start += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return places
+        self._end = 0
+        return [self.append(part) for part in parts]
+
+    def append(self, part: memoryview) -> Place:
+        """Put memory behind what was put here last, and return where it lies."""
+        start, done = self._end, 0
+        while done < part.nbytes:
+            done += os.pwrite(self.descriptor, part[done:], start + done)
+        self._end = start + -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return start, part.nbytes
 
     def read(self, place: Place) -> memoryview:
         """Return a copy."""
@@ -137,7 +143,7 @@ class Block:
 
     def close(self) -> None:
         """Let go of it. It is freed when all processes have."""
-        os.close(self.descriptor)
+        self._closing()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

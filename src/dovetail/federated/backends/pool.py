@@ -216,9 +216,11 @@ class Pool(Backend, Generic[S]):
 
     def _failed(self, seat: S, kind: Literal["crashed", "timed out"], reason: str) -> Fault:
         """Say what became of a task, and dismiss its worker; what that had not begun is given to another one."""
-        task = self._tasks[seat.given.popleft()]
-        self._waiting.extendleft(reversed(seat.given))
+        begun, *others = seat.given
+        self._waiting.extendleft(reversed(others))
+        # With what it was given: one that is at work does not leave by itself.
         self._dismiss(seat)
+        task = self._tasks[begun]
         return Fault(task.client_id, task.round, kind, reason)
 
     def _patience(self) -> float | None:

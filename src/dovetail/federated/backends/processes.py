@@ -148,10 +148,14 @@ class Process(Pool[_ProcessSeat]):
     def _give(self, seat: _ProcessSeat, position: int) -> bool:
         parcel = self._parcels[position]
         shared = [self._common.get(key) for key in self._keys[position]]
-        own = iter(_next(seat.inboxes).write([it for it, place in zip(parcel.bulk, shared, strict=True) if not place]))
+        inbox = _next(seat.inboxes)
+        own = iter(inbox.write([it for it, place in zip(parcel.bulk, shared, strict=True) if not place]))
         places = [(place is not None, place or next(own)) for place in shared]
+        letter = pickle.dumps((self._round, self._weights, parcel.content, places))
+        # A worker that is at work reads nothing. So what goes through the pipe must always fit in: where the letter is.
+        where = inbox.append(memoryview(letter))
         try:
-            seat.connection.send_bytes(pickle.dumps((self._round, self._weights, parcel.content, places)))
+            seat.connection.send_bytes(pickle.dumps(where))
         except OSError:
             return False
         return True
@@ -244,12 +248,13 @@ def live(descriptors: Sequence[int]) -> None:
         now, known = 0, dict[Place, memoryview]()
         weights: list[Weights] = []
         while True:
-            number, first, content, marked = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
+            where = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
+            inbox = _next(inboxes)
+            number, first, content, marked = pickle.loads(inbox.read(where))  # noqa: S301 - our own server's
             if number != now:
                 now, known = number, {}
                 content_of_weights, *bulk = shared.read_all(first)
                 weights = opened(bytes(content_of_weights), bulk)
-            inbox = _next(inboxes)
             bulk = [_read(place, it, known, shared, inbox) for it, place in marked]
             work: Work = opened(content, bulk, weights)
             outcome = attempted(worker, work)

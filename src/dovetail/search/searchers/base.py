@@ -99,7 +99,7 @@ class Searcher(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether no trial is left to suggest; an experiment ends when this is so and no trial runs."""
+        """Whether no trial is left to suggest. It is so when an experiment ends: none is suggested, and none runs."""
 
     def on_validation(self, number: int, time: int, value: float) -> bool:
         """Learn the metric of a trial, in the order of its reports; False ends the trial.

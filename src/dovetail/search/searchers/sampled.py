@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from dovetail.extras import require
+from dovetail.search.databases import quiet_optuna
 from dovetail.search.searchers.base import Sampler, comparable, generator
 from dovetail.search.space import Space
 
@@ -93,7 +92,7 @@ class OptunaSampler(Sampler):
         # A study of its own: samplers write down what they think, and look at trials that still run.
         storage = _storage_of(_with_finite_values(_finished(study, *states)))
         sampler = self._make(generator(self._seed, number).getrandbits(32))
-        with _quiet():
+        with quiet_optuna():
             finished = optuna.create_study(storage=storage, sampler=sampler, direction=self._direction)
         params: dict[str, Any] = finished.ask(self._space.distributions()).params
         return params
@@ -201,15 +200,3 @@ def _storage_of(trials: list[FrozenTrial]) -> InMemoryStorage:
             return [trial for trial in trials if states is None or trial.state in states]
 
     return Finished()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Optuna from announcing a study that nobody will see."""
-    log = logging.getLogger("optuna.storages._in_memory")
-    before = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

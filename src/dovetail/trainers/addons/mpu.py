@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from dovetail.trainers.addons.core import AddOnBase
 from dovetail.trainers.capabilities import DataParallel
+from dovetail.trainers.pieces import as_device
 
 __all__ = ["MultiGPUAddon"]
 
@@ -44,4 +43,4 @@ class MultiGPUAddon(DataParallel, AddOnBase):
             num_processes = len(device)
         super().__init__(model, device, *args, num_processes=num_processes, **kwargs)
         if isinstance(device, Sequence) and not isinstance(device, str):
-            self._devices = [torch.device(each) for each in device]
+            self._devices = [as_device(each) for each in device]

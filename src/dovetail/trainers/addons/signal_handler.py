@@ -39,14 +39,19 @@ class SignalHandlerAddon(AddOnBase):
 
     def teardown(self, error: BaseException | None) -> None:
         """Save what a signal has ended."""
-        if isinstance(error, Interrupted) and not error.at_once:
-            self.save_checkpoint(self.signal_save_path)
-            if self.signal_log_path is not None and self.context.is_main:
-                self.signal_log_path.parent.mkdir(parents=True, exist_ok=True)
-                now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-                progress = self.context.progress
-                place = f"{counted(progress.epoch, 'epoch')} and {counted(progress.batches, 'batch', 'batches')}"
-                with self.signal_log_path.open("a", encoding="utf-8") as log:
-                    name = signal.Signals(error.number).name
-                    log.write(f"{now} {name} after {place}: saved to {self.signal_save_path}\n")
-        super().teardown(error)
+        try:
+            if isinstance(error, Interrupted) and not error.at_once:
+                self.save_checkpoint(self.signal_save_path)
+                self._log_signal(error.number)
+        finally:
+            super().teardown(error)
+
+    def _log_signal(self, number: int) -> None:
+        if self.signal_log_path is None or not self.context.is_main:
+            return
+        now, name = datetime.now(timezone.utc).isoformat(timespec="seconds"), signal.Signals(number).name
+        progress = self.context.progress
+        place = f"{counted(progress.epoch, 'epoch')} and {counted(progress.batches, 'batch', 'batches')}"
+        self.signal_log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.signal_log_path.open("a", encoding="utf-8") as log:
+            log.write(f"{now} {name} after {place}: saved to {self.signal_save_path}\n")

@@ -21,9 +21,12 @@ class _WebLoggerAddon(AddOnBase):
 
     service: ClassVar[str] = ""
 
-    def __init__(self, *args: Any, web_logger: Mapping[str, Mapping[str, Any]], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, web_logger: Any, **kwargs: Any) -> None:
         kinds = {kind.service: kind for kind in type(self).__mro__ if issubclass(kind, _WebLoggerAddon)}
         mounted = {service: kinds[service] for service in sorted(kinds) if service}
+        if not isinstance(web_logger, Mapping):
+            expected = ", ".join(f"{service!r}: {{…}}" for service in mounted)
+            raise ConfigError(f"web_logger: expected settings as {{{expected}}}, got {web_logger!r}")
         for service in web_logger:
             if service not in mounted:
                 raise UnknownNameError("web_logger", service, mounted)

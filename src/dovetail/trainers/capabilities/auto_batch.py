@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import TrainingContext, clear_gradients
-from dovetail.trainers.untouched import layers, strategies_of, untouched
+from dovetail.trainers.untouched import layers, own_callbacks, untouched
 from dovetail.units import Batches, Progress
 
 __all__ = ["AutoBatch", "find_batch_size", "is_out_of_memory"]
@@ -54,6 +54,10 @@ class AutoBatch(Capability):
     """
 
     kind = "batch sizing"
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "sharded data parallel": "a process that cuts its batch would compute more often than the others, and all "
+        "would wait for each other"
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The most samples that fitted, by what is computed.
@@ -66,18 +70,6 @@ class AutoBatch(Capability):
     def micro_batch_size(self) -> int | None:
         """The most samples that a training step computes at once; None while every batch has fitted."""
         return self._sizes.get("train")
-
-    def setup(self) -> None:
-        """Refuse a model whose processes must all compute equally often."""
-        # Imported here because it is a capability beside this one.
-        from dovetail.trainers.capabilities.sharded import ShardedDataParallel
-
-        if any(isinstance(layer, ShardedDataParallel) for layer in layers(self.context.trainer or self)):
-            raise ConfigError(
-                "AutoBatch and ShardedDataParallel cannot be combined: a process that cuts its batch would compute "
-                "more often than the others, and all would wait for each other"
-            )
-        super().setup()
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the loss of the whole batch; with micro-batches, all but the last are differentiated already."""
@@ -457,8 +449,7 @@ def _trying(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
             if isinstance(layer, AutoBatch):
                 layer._is_active = False
         core.batch_size = size  # type: ignore[attr-defined]  # every trainer of ours has it, an abstract one does not
-        hooks = strategies_of(trainer).as_callback()
-        context.callbacks = Callbacks([_BatchesOf(size), *([] if hooks is None else [hooks])])
+        context.callbacks = Callbacks([_BatchesOf(size), *own_callbacks(context)])
         context.progress = Progress()
         yield
 

@@ -16,8 +16,7 @@ from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.nesting import Nesting
+from dovetail.trainers.untouched import layers, with_parts
 from dovetail.trainers.whole_step import CannotCompileError, Outputs, WholeStep, check_compiler
 from dovetail.units import Epochs, TrainUnit
 
@@ -201,7 +200,9 @@ class Compiled(Capability):
                 raise CannotCompileError("it uses a tensor that neither model, batch nor strategies hold in its form")
             self._step.look_again()
             return self._step
-        spaces = [(type(it).__name__, vars(it)) for it in (*_layers(context.trainer), *_parts(trainer.strategies))]
+        assert context.trainer is not None
+        owners = (*layers(context.trainer), *with_parts(trainer.strategies))
+        spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
         step = WholeStep(self._computed, modules, optimizer, trainer.options.gradient_clip, spaces)
         if context.client_id:
@@ -337,16 +338,9 @@ class _NoVerbs:
         raise CannotCompileError(f"train_step optimises by itself, by {name}")
 
 
-def _layers(trainer: Trainer | None) -> Iterator[Trainer]:
-    layer: Any = trainer
-    while isinstance(layer, Trainer):
-        yield layer
-        layer = vars(layer).get("trainer")
-
-
 def _kinds(trainer: Trainer | None) -> tuple[type[Any], ...]:
     """The types of all layers, the outermost first."""
-    return tuple(map(type, _layers(trainer)))
+    return () if trainer is None else tuple(map(type, layers(trainer)))
 
 
 @cache
@@ -368,13 +362,6 @@ def _own_verb(kinds: tuple[type[Any], ...], *verbs: str) -> str | None:
             if verb in vars(cls) and cls.__module__ not in _PLAIN:
                 return f"{cls.__name__} has its own {verb}"
     return None
-
-
-def _parts(strategies: Any) -> Iterator[Strategy]:
-    for strategy in strategies:
-        yield strategy
-        if isinstance(strategy, Nesting):
-            yield from _parts(strategy.parts)
 
 
 def _owner(hook: Any) -> str:

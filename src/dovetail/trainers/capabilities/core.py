@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
+from dovetail.trainers.untouched import layers
 
 if TYPE_CHECKING:
     from dovetail.trainers.decorators import TrainerDecorator
@@ -53,18 +54,11 @@ def capabilities_of(trainer: Trainer) -> list[type[Capability]]:
     return [capability for _, capability in _named(trainer)]
 
 
-def _layers(trainer: Trainer) -> Iterator[Trainer]:
-    layer: Any = trainer
-    while isinstance(layer, Trainer):
-        yield layer
-        layer = vars(layer).get("trainer")
-
-
 def _named(trainer: Trainer) -> list[tuple[str, type[Capability]]]:
     """The capabilities, each with the name that its user knows: of the layer, or of the add-on."""
     return [
         (type(layer).__name__ if "trainer" in vars(layer) else _add_on(layer, cls), cls)
-        for layer in _layers(trainer)
+        for layer in layers(trainer)
         for cls in type(layer).__mro__
         if "kind" in vars(cls)
     ]

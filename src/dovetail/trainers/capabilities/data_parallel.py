@@ -110,8 +110,9 @@ class DataParallel(Capability):
         if is_fresh and group.rank:
             # Alike in all but noise: dropout and augmentation draw something else in every process.
             seed_everything(_seed_of(context.state["order_seed"], 0, group.rank))
+        # Nothing is left of a step that an error has cut short.
         self._layouts.clear()
-        self._turn.agreed = None
+        self._turn, context.notes.is_idle = _Turn(), False
 
     def teardown(self, error: BaseException | None) -> None:
         """Let the others go on, or tell them why this process leaves."""
@@ -311,10 +312,6 @@ class DataParallel(Capability):
         context.notes.num_averaged = layout.weight
         if turn.news is None:
             turn.news = news
-
-    def _news(self, is_idle: bool) -> list[float]:
-        """Samples since the last update."""
-        return [self._turn.samples + (0 if is_idle else self.context.notes.num_samples)]
 
     def _flags(self) -> list[float]:
         """Whether this process was asked to stop, and by which signal."""

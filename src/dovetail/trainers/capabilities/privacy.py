@@ -26,7 +26,6 @@ from dovetail.distributed import Group
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
 from dovetail.trainers.capabilities.core import Capability
-from dovetail.trainers.capabilities.sharded import ShardedDataParallel
 from dovetail.trainers.context import Stage
 from dovetail.units import Batches, Epochs, TrainUnit, Updates
 
@@ -77,6 +76,8 @@ class DifferentialPrivacy(Capability):
     conflicts: ClassVar[Mapping[str, str]] = {
         "compilation": "a compiled step makes its update without clipping single samples and without noise",
         "batch sizing": "the parts of a batch that is cut would be clipped and counted as batches of their own",
+        "sharded data parallel": "a process that holds a part of the parameters cannot tell the norm of a sample's "
+        "gradient; use DataParallel",
     }
 
     def __init__(
@@ -122,7 +123,6 @@ class DifferentialPrivacy(Capability):
         self._num_samples = 0
         self._is_clipped = self._is_private = False
         super().__init__(*args, **kwargs)
-        _check_layers(self)
 
     @property
     def epsilon(self) -> float:
@@ -146,7 +146,6 @@ class DifferentialPrivacy(Capability):
             return
         trainer, model = cast("CoreTrainer", self), context.model
         assert model is not None
-        _check_layers(context.trainer)
         if trainer.options.gradient_clip:
             raise ConfigError(
                 "gradient_clip and differential privacy: set max_grad_norm, which clips every sample's gradient, alone"
@@ -491,17 +490,6 @@ def _silent(message: str) -> Iterator[None]:
 def _check_number(name: str, value: float | None, accepts: Callable[[float], bool], what: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not accepts(value)):
         raise ConfigError(f"{name}: expected a number {what}, got {value!r}")
-
-
-def _check_layers(trainer: Any) -> None:
-    """Refuse the one way of training in several processes that has no gradients of single samples."""
-    while trainer is not None:
-        if isinstance(trainer, ShardedDataParallel):
-            raise ConfigError(
-                "DifferentialPrivacy and ShardedDataParallel cannot be combined: a process that holds a part of the "
-                "parameters cannot tell the norm of a sample's gradient; use DataParallel"
-            )
-        trainer = vars(trainer).get("trainer")
 
 
 def _check_model(model: nn.Module) -> None:

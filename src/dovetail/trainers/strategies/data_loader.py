@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from dovetail.data import DataLoader, SamplerSource, as_loader
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import DataError
 from dovetail.trainers.strategies.base import DataLoaderStrategy
 from dovetail.trainers.strategies.nesting import Described
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -217,6 +218,10 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
     _sized_epoch: int = field(default=-1, init=False)
     _restored: Mapping[str, Any] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        check_count("initial_batch_size", self.initial_batch_size)
+        check_count("max_batch_size", self.max_batch_size)
+
     def create_train_loader(
         self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
     ) -> Iterable[Any]:
@@ -226,7 +231,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
             DataError: The data is a stream or in batches already.
         """
         whole = as_loader(trainset, batch_size=1, sampler=sampler)
-        if not isinstance(whole, DataLoader) or isinstance(whole.dataset, IterableDataset):
+        if whole is trainset or not isinstance(whole, DataLoader) or isinstance(whole.dataset, IterableDataset):
             raise DataError(f"{self!r} forms batches itself: expected a dataset with indices, got {trainset!r}")
         shuffles = sampler is not None and not isinstance(_resolved(sampler), Sampler)
         restored, self._restored = self._restored, {}
@@ -262,8 +267,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
         assert self._batches is not None
         context.state["batch_size"] = self._batches.batch_size
         size = self.initial_batch_size if self.adjust_fn is None else self.adjust_fn(context)
-        if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"adjust_fn: expected a batch size that is at least 1, got {size!r}")
+        check_count("adjust_fn", size)
         self._batches.batch_size = context.state["batch_size"] = min(size, self.max_batch_size)
         self._sized_epoch = context.progress.epoch
 

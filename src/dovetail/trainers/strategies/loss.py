@@ -215,6 +215,7 @@ class CompositeLossStrategy(Nesting, LossCriterionStrategy):
         if not self.strategies:
             raise ConfigError("CompositeLossStrategy: expected at least one loss, got none")
         self._weighted = [it if isinstance(it, tuple) else (it, 1.0) for it in self.strategies]
+        self.check_parts()
         self.is_classification = any(strategy.is_classification for strategy, _ in self._weighted)
 
     def classifies(self, context: TrainingContext) -> bool:

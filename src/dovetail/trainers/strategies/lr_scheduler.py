@@ -22,6 +22,7 @@ from dovetail.trainers.pieces import schedulers
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.strategies.base import LRSchedulerStrategy, Strategy
 from dovetail.trainers.strategies.nesting import Described, Nesting
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import Interval, TrainingContext
@@ -93,8 +94,7 @@ class TimedSchedulerStrategy(Described, LRSchedulerStrategy):
         if self.interval not in ("epoch", "update", "batch"):
             hint = foreign.did_you_mean(self.interval, foreign.INTERVALS)
             raise ConfigError(f"interval: expected 'epoch', 'update' or 'batch', got {self.interval!r}{hint}")
-        if self.frequency < 1:
-            raise ConfigError(f"frequency: expected a number that is at least 1, got {self.frequency!r}")
+        check_count("frequency", self.frequency)
 
     def step(self, scheduler: Any, context: TrainingContext) -> None:
         """Advance the scheduler."""
@@ -128,6 +128,9 @@ class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
             return None
         arguments = dict(config.get("parameters", {}).get("learning_rate", {}))
         goes_on = bool(config.get("global_lr_scheduler")) and context.current_round > 0
+        if goes_on and self.interval != "epoch":
+            # How many updates the rounds before had, nobody has counted.
+            raise ConfigError(f"global_lr_scheduler: expected interval='epoch', got {self.interval!r}")
         if name == "CosineAnnealingLR" and self.interval == "epoch" and "epochs" in config:
             epochs = config["epochs"] * (config.get("rounds", 1) if goes_on else 1)
             arguments.setdefault("T_max", max(1, epochs // self.frequency))
@@ -348,14 +351,9 @@ class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warmup_epochs < 0:
-            raise ConfigError(f"warmup_epochs: expected a number that is not negative, got {self.warmup_epochs!r}")
-        base = self.base_scheduler
-        if base is not None and (base.interval, base.frequency) != (self.interval, self.frequency):
-            raise ConfigError(
-                f"{self!r}: the warm-up steps at every {self.frequency}. {self.interval}, what follows it at every "
-                f"{base.frequency}. {base.interval}; give both the same interval and frequency"
-            )
+        check_count("warmup_epochs", self.warmup_epochs, least=0)
+        self.check_parts()
+        self._check_interval()
 
     @property
     def parts(self) -> Sequence[Strategy]:
@@ -365,6 +363,8 @@ class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
     def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> WarmupLR:
         """Return one scheduler for both, whose state holds both."""
         base = None if self.base_scheduler is None else self.base_scheduler.create_scheduler(optimizer, context)
+        # Some know their interval only now.
+        self._check_interval()
         return WarmupLR(optimizer, self.warmup_epochs, self.warmup_start_lr, base)
 
     def step(self, scheduler: Any, context: TrainingContext) -> None:
@@ -373,6 +373,14 @@ class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
             scheduler.step()
         elif self.base_scheduler is not None and scheduler.base is not None:
             self.base_scheduler.step(scheduler.base, context)
+
+    def _check_interval(self) -> None:
+        base = self.base_scheduler
+        if base is not None and (base.interval, base.frequency) != (self.interval, self.frequency):
+            raise ConfigError(
+                f"{self!r}: the warm-up steps at every {self.frequency}. {self.interval}, what follows it at every "
+                f"{base.frequency}. {base.interval}; give both the same interval and frequency"
+            )
 
 
 class WarmupLR(LRScheduler):

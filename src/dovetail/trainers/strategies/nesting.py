@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -49,12 +49,23 @@ class Nesting(Described, Strategy, ABC):
         """The strategies inside, in the order in which they are called."""
 
     def setup(self, context: TrainingContext) -> None:
-        """Set up every part; if one of them fails, those before it are torn down."""
+        """Set up every part; if one of them fails, those before it are torn down.
+
+        Raises:
+            ConfigError: A part is no strategy.
+        """
+        self.check_parts()
         with ExitStack() as done:
             for part in self.parts:
                 part.setup(context)
                 done.callback(part.teardown, context)
             done.pop_all()
+
+    def check_parts(self) -> None:
+        """Refuse a part that is no strategy, such as the bare loss or scheduler that a trainer would take."""
+        for part in self.parts:
+            if not isinstance(part, Strategy):
+                raise ConfigError(f"{type(self).__name__}: expected strategies inside, got {part!r}")
 
     def teardown(self, context: TrainingContext) -> None:
         """Tear every part down, the last one first, whatever goes wrong with another."""

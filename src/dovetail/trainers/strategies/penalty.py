@@ -16,7 +16,7 @@ from dovetail.trainers.strategies.nesting import Nesting
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Anchored", "PenalizedLossStrategy", "copied", "sent", "trained"]
+__all__ = ["Anchored", "PenalizedLossStrategy", "Weights", "copied", "sent", "trained"]
 
 # Tensors by the names of a model's parameters.
 Weights = Mapping[str, Tensor]

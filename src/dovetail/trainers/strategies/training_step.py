@@ -23,6 +23,7 @@ from dovetail.trainers.precision import Precision, PrecisionName
 from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
 from dovetail.trainers.strategies.nesting import Described, Nesting
 from dovetail.trainers.strategies.optimizer import clip_gradients
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -243,7 +244,7 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
     create_graph: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("accumulation_steps", self.accumulation_steps)
+        check_count("accumulation_steps", self.accumulation_steps)
         self.backward_options = _wanted(create_graph=self.create_graph)
 
     def setup(self, context: TrainingContext) -> None:
@@ -432,7 +433,7 @@ class MultipleForwardPassStepStrategy(NestingStepStrategy):
     aggregate_fn: Callable[[list[Tensor]], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        _check_count("num_passes", self.num_passes)
+        check_count("num_passes", self.num_passes)
 
     def loss(
         self,
@@ -583,11 +584,6 @@ def _chain(strategy: TrainingStepStrategy | None) -> Iterator[TrainingStepStrate
     while strategy is not None:
         yield strategy
         strategy = strategy.base_strategy if isinstance(strategy, NestingStepStrategy) else None
-
-
-def _check_count(name: str, count: Any) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{name}: expected a whole number that is at least 1, got {count!r}")
 
 
 def _wanted(**options: bool) -> dict[str, bool]:

@@ -1,30 +1,23 @@
-"""Schedules of the learning rate and of momentum, and the torch schedulers that apply them.
-
-A `Schedule` is a function of the number of updates or epochs, or of the validation accuracy, and knows no
-optimizer. `schedule.bind(optimizer)` makes a torch scheduler of it; everything else in the library, and a
-training loop of your own, sees only that.
-"""
+"""Schedules of the learning rate and of momentum: functions of the count, which know no optimizer."""
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from dovetail.errors import ConfigError
 from dovetail.extras import require
+from dovetail.trainers.schedules.applied import ScheduleLR
+from dovetail.units import check_count
 
 __all__ = [
-    "CosineAnnealingScheduler",
     "DecayToEpoch",
     "DecayToEpochScheduler",
     "DecayWhenAcc",
@@ -44,9 +37,6 @@ __all__ = [
     "LogDecayScheduler",
     "MtmScheduler",
     "Schedule",
-    "ScheduleLR",
-    "SchedulerBase",
-    "SchedulerChain",
     "StepScheduler",
     "Triangular",
     "Triangular2",
@@ -62,10 +52,7 @@ __all__ = [
     "TriangularScheduler",
     "WarmRestart",
     "WarmRestartScheduler",
-    "WarmUpScheduler",
 ]
-
-# Schedules
 
 
 @dataclass(kw_only=True)
@@ -144,6 +131,7 @@ class Schedule(ABC):
             raise ConfigError(f"{type(self).__name__} cannot be drawn: accuracies are not known before training")
         figure = require("matplotlib.figure", "plot").Figure(figsize=(6, 3.4), dpi=144, layout="constrained")
         axes = figure.subplots()
+        check_count("num", num)
         counts = range(0, num + 1, math.ceil(num / 2000))
         axes.plot(counts, [self.value(count) for count in counts], color="#0072B2", linewidth=1.7)
         axes.set_title(type(self).__name__, loc="left", fontweight="bold")
@@ -552,217 +540,3 @@ def _triangle(count: float, stepsize: float) -> float:
 
 def _halving_triangle(count: float, stepsize: float) -> float:
     return _triangle(count, stepsize) * math.pow(0.5, count // (2 * stepsize))
-
-
-# The torch scheduler of a schedule
-
-
-class ScheduleLR(LRScheduler):
-    """A `Schedule` at work on an optimizer.
-
-    The value is absolute: it is set in every parameter group, whatever its own learning rate was; a group
-    with the key `lr_scale` gets the learning rate times that. Momentum is `momentum`, or the first of `betas`.
-    The first value is set at once, so it holds for the first update; each `step` sets the next one.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=5.0)
-        >>> scheduler = Triangular(lr_min=0.0, lr_max=1.0, stepsize=4).bind(optimizer)
-        >>> scheduler.interval, scheduler.get_last_lr()
-        ('update', [0.0])
-        >>> scheduler.step()
-        >>> optimizer.param_groups[0]["lr"]
-        0.25
-
-    Args:
-        optimizer: The optimizer whose learning rate or momentum is set.
-        schedule: The schedule. The scheduler works with a copy, which has its own state.
-
-    Attributes:
-        interval: Whether `step` is to be called after every update or after every epoch.
-        key: What is set.
-        takes_metric: Whether `step` is to be given the validation accuracy of the epoch.
-        needs_accuracy: Whether validation accuracies matter at all. If `step` does not take them, because it is
-            called after every update, `observe` does.
-
-    Raises:
-        ConfigError: The schedule is one of momentum, and the optimizer has none.
-    """
-
-    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
-        self.schedule = copy.copy(schedule)
-        self.interval: Literal["update", "epoch"] = "update" if schedule.unit == "update" else "epoch"
-        self.key = schedule.key
-        self.takes_metric = schedule.unit == "accuracy"
-        self.needs_accuracy = schedule.needs_accuracy
-        self._write = _set_lr if self.key == "lr" else _set_momentum
-        super().__init__(optimizer)
-
-    def step(self, metrics: Tensor | float | None = None) -> None:
-        """Go on to the next value.
-
-        Args:
-            metrics: The newest validation accuracy, for a schedule that depends on it; None if there is none.
-        """
-        # All of torch's own step is replaced. It warns when no update has come before; here nothing
-        # would be lost, as a value depends on the count alone.
-        if metrics is not None:
-            self.schedule.observe(float(metrics))
-        self._step_count += 1
-        self.last_epoch += 1
-        self._apply()
-
-    def observe(self, accuracy: Tensor | float) -> None:
-        """Take a validation accuracy into account at once, without going on to the next value."""
-        self.schedule.observe(float(accuracy))
-        self._apply()
-
-    def get_lr(self) -> list[float | Tensor]:
-        """Return the current value for every parameter group."""
-        value = self.schedule.value(self.last_epoch)
-        if self.key == "momentum":
-            return [value for _ in self.optimizer.param_groups]
-        return [value * group.get("lr_scale", 1.0) for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position and what was observed, as plain numbers."""
-        return {
-            "last_epoch": self.last_epoch,
-            "step_count": self._step_count,
-            "schedule": self.schedule.state_dict(),
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go back to where `state_dict` was taken, and set the value of that moment."""
-        self.last_epoch = state_dict["last_epoch"]
-        self._step_count = state_dict["step_count"]
-        self.schedule.load_state_dict(state_dict["schedule"])
-        self._apply()
-
-    def _apply(self) -> None:
-        self._last_lr = self.get_lr()
-        for group, value in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            self._write(group, float(value))
-
-
-def _set_lr(group: dict[str, Any], value: float) -> None:
-    # A compiled step reads the learning rate from a tensor: the number changes, the tensor stays.
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(value)
-    else:
-        group["lr"] = value
-
-
-def _set_momentum(group: dict[str, Any], value: float) -> None:
-    if "momentum" in group:
-        group["momentum"] = value
-    elif "betas" not in group:
-        raise ConfigError("a momentum schedule needs an optimizer with 'momentum' or 'betas', this one has neither")
-    elif isinstance(group["betas"][0], Tensor):
-        group["betas"][0].fill_(value)
-    else:
-        group["betas"] = (value, *group["betas"][1:])
-
-
-# Schedulers that fit together end to end
-
-
-class SchedulerBase(LRScheduler, ABC):
-    """A torch scheduler of known length, whose learning rates are a function of the step.
-
-    Args:
-        optimizer: The optimizer whose learning rates are set.
-        total_iters: The length; afterwards the last learning rates hold.
-        eta_min: The smallest learning rate.
-    """
-
-    def __init__(self, optimizer: Optimizer, total_iters: int, eta_min: float = 0.0) -> None:
-        if total_iters <= 0:
-            raise ConfigError(f"{type(self).__name__}: total_iters: expected a number above 0, got {total_iters!r}")
-        self.total_iters = total_iters
-        self.eta_min = eta_min
-        super().__init__(optimizer)
-
-    @abstractmethod
-    def lrs_at(self, step: int) -> list[float | Tensor]:
-        """Return the learning rate of every parameter group after `step` steps, at most `total_iters`."""
-
-    def get_lr(self) -> list[float | Tensor]:
-        """Return the current learning rate of every parameter group."""
-        return self.lrs_at(min(self.last_epoch, self.total_iters))
-
-    def _between(self, height: float) -> list[float | Tensor]:
-        return [self.eta_min + (base - self.eta_min) * height for base in self.base_lrs]
-
-
-class WarmUpScheduler(SchedulerBase):
-    """A straight line from `eta_min` up to the optimizer's own learning rate.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> WarmUpScheduler(optimizer, total_iters=4).lrs_at(1)
-        [0.25]
-    """
-
-    def lrs_at(self, step: int) -> list[float | Tensor]:
-        """Return the learning rate of every parameter group after `step` steps."""
-        return self._between(step / self.total_iters)
-
-
-class CosineAnnealingScheduler(SchedulerBase):
-    """Half a cosine from the optimizer's own learning rate down to `eta_min`.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> CosineAnnealingScheduler(optimizer, total_iters=4).lrs_at(4)
-        [0.0]
-    """
-
-    def lrs_at(self, step: int) -> list[float | Tensor]:
-        """Return the learning rate of every parameter group after `step` steps."""
-        return self._between((1 + math.cos(math.pi * step / self.total_iters)) / 2)
-
-
-class SchedulerChain(SchedulerBase):
-    """Several schedulers of one optimizer, one after the other. Only the chain is stepped.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> chain = SchedulerChain(WarmUpScheduler(optimizer, 2), CosineAnnealingScheduler(optimizer, 4))
-        >>> chain.total_iters, [round(chain.lrs_at(step)[0], 4) for step in range(7)]
-        (6, [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0])
-
-    Raises:
-        ConfigError: There is no scheduler, or they have different optimizers.
-    """
-
-    def __init__(self, *schedulers: SchedulerBase) -> None:
-        if not schedulers:
-            raise ConfigError("SchedulerChain: expected at least one scheduler, got none")
-        optimizer = schedulers[0].optimizer
-        if any(scheduler.optimizer is not optimizer for scheduler in schedulers):
-            raise ConfigError("SchedulerChain: expected schedulers of one optimizer, got several optimizers")
-        self.schedulers = schedulers
-        super().__init__(optimizer, sum(scheduler.total_iters for scheduler in schedulers))
-
-    def lrs_at(self, step: int) -> list[float | Tensor]:
-        """Return the learning rate of every parameter group after `step` steps."""
-        *earlier, last = self.schedulers
-        for scheduler in earlier:
-            if step < scheduler.total_iters:
-                return scheduler.lrs_at(step)
-            step -= scheduler.total_iters
-        return last.lrs_at(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the chain and of its schedulers."""
-        return super().state_dict() | {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go back to where `state_dict` was taken."""
-        for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "schedulers"})

@@ -1,44 +1,31 @@
-"""Contract suites: what every strategy, callback, searcher, algorithm and backend must do, as tests for your own.
-
-Subclass the contract of a kind in a test file, and say how yours is made:
-
-    from dovetail.testing import LossStrategyContract
-
-    class TestFocalLoss(LossStrategyContract):
-        def make(self):
-            return FocalLossStrategy(gamma=2.0)
-
-pytest collects the subclass and runs every test of the contract. The problem is a tiny classifier; a strategy that
-needs another one overrides `make_model`, `make_data` or `make_options`. The contracts of searchers, of
-backends and of algorithms are modules of their own: `dovetail.search.contract`, `dovetail.federated.backends.contract`
-and `dovetail.servers.contract`. Nothing here imports
-pytest.
-"""
+"""What every strategy of a kind must do."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.callbacks import Callback, TrainerCallback
+from dovetail.callbacks import Callback
 from dovetail.data import num_batches, split_batch
-from dovetail.federated.backends.contract import BackendContract
-from dovetail.search.contract import SearcherContract
-from dovetail.servers.contract import AlgorithmContract
+from dovetail.testing.comparing import assert_same
+from dovetail.testing.contract import (
+    BATCH_SIZE,
+    BATCHES,
+    EPOCHS,
+    PASSES_BEFORE_FAILURE,
+    StrategyContract,
+    randomness_kept,
+)
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.pieces import forward
-from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 from dovetail.trainers.strategies.base import (
     DataLoaderStrategy,
     LossCriterionStrategy,
@@ -51,212 +38,19 @@ from dovetail.trainers.strategies.base import (
 )
 from dovetail.trainers.strategies.nesting import Nesting
 from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
-from dovetail.units import Batches, Epochs
 
 __all__ = [
-    "AlgorithmContract",
-    "BackendContract",
-    "CallbackContract",
     "DataLoaderStrategyContract",
     "LRSchedulerStrategyContract",
     "LossStrategyContract",
     "ModelUpdateStrategyContract",
     "OptimizerStrategyContract",
-    "SearcherContract",
     "TestingStrategyContract",
     "TrainingStepStrategyContract",
 ]
 
-_SAMPLES = 18
-_BATCH_SIZE = 4
-_BATCHES = math.ceil(_SAMPLES / _BATCH_SIZE)
-_EPOCHS = 2
-_PASSES_BEFORE_FAILURE = 2
 
-
-class _Contract:
-    """What strategies and callbacks have in common: they train, again and alike, and leave others alone."""
-
-    # Not tests themselves, whatever their names; `__init_subclass__` makes tests of those that say how to `make`.
-    __test__: ClassVar[bool] = False
-    kind: ClassVar[type[Any] | tuple[type[Any], ...]] = object
-    # Whether the trainer can validate on the data: False for data without labels.
-    validates: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__test__" not in vars(cls):
-            cls.__test__ = cls.make is not _Contract.make
-
-    # ------------------------------------------------------------------ what a subclass says
-
-    def make(self) -> Any:
-        """Return a new object to test, every time with the same settings."""
-        raise NotImplementedError(f"{type(self).__name__}.make: return the object to test")
-
-    def make_model(self) -> nn.Module:
-        """Return a new model, every time with the same weights; by default a classifier of 4 numbers in 3 classes."""
-        with _randomness_kept():
-            seed_everything(0)
-            return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-
-    def make_data(self) -> Any:
-        """Return 18 samples, as `fit` takes them; by default of the classifier."""
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(_SAMPLES, 4, generator=generator)
-        return x, x[:, :3].argmax(dim=1)
-
-    def make_options(self) -> dict[str, Any]:
-        """Return further arguments of the `ComposableTrainer`, such as the loss that goes with your data."""
-        return {}
-
-    # ------------------------------------------------------------------ tests
-
-    def test_is_of_its_kind(self) -> None:
-        """`make` returns a new object of the kind."""
-        one, other = self.make(), self.make()
-        assert isinstance(one, self.kind), f"make() returned {one!r}, which is no {self.kind}"
-        assert one is not other, "make() returned the same object twice"
-
-    def test_trains_two_epochs(self) -> None:
-        """Two epochs inside a trainer end, with numbers that are finite."""
-        trainer = self._trained(self.make())
-        planned = max(_EPOCHS, sum(phase.epochs for phase in trainer.context.phases))
-        assert trainer.context.progress.epoch == planned, f"training ended after {trainer.context.progress}"
-        assert all(map(math.isfinite, trainer.history.losses)), f"a loss is not finite: {trainer.history.losses}"
-        assert all(value.isfinite().all() for value in trainer.model.state_dict().values()), "a weight is not finite"
-
-    def test_training_is_reproducible(self) -> None:
-        """The same seed gives the same weights, bit for bit."""
-        one, other = self.make(), self.make()
-        _assert_same(
-            self._outcome(self._trained(one), one), self._outcome(self._trained(other), other), "two runs of one seed"
-        )
-
-    def test_training_resumes_bit_for_bit(self) -> None:
-        """A new trainer that goes on from any checkpoint ends where the uninterrupted one did."""
-        with TemporaryDirectory() as folder:
-            part, saved = self.make(), _Saved()
-            whole = self._trainer(part, checkpoint_dir=folder, save_hist=False, save_every=0)
-            whole.callbacks.add(saved)
-            self._fit(whole, _EPOCHS, checkpoint_period=Batches(3))
-            expected = {**self._outcome(whole, part), **self._kept(part)}
-            assert len(saved.paths) > 1, "no checkpoint was written before the end"
-            for path in saved.paths:
-                part = self.make()
-                resumed = self._trainer(part)
-                self._fit(resumed, _EPOCHS, resume=path)
-                _assert_same(
-                    {**self._outcome(resumed, part), **self._kept(part)}, expected, f"resumed from {path.name}"
-                )
-
-    def test_state_survives_a_round_trip(self) -> None:
-        """What `state_dict` gave after training is what it gives after `load_state_dict`."""
-        part, other = self.make(), self.make()
-        trainer, reader = self._trained(part), self._trainer(other)
-        state = copy.deepcopy(_state_of(part))
-        if state:
-            other.load_state_dict(copy.deepcopy(state))
-        _assert_same(_state_of(other), state, "the state after a round trip")
-        trainer.close()
-        reader.close()
-
-    def test_two_trainers_share_nothing(self) -> None:
-        """A second trainer with an object of its own, in turns with the first, changes nothing for it."""
-        outcomes = []
-        for is_disturbed in (False, True):
-            part = self.make()
-            trainer = self._trainer(part)
-            second = self._trainer(self.make(), _shifted(self.make_model()))
-            self._fit(trainer, 1)
-            if is_disturbed:
-                with _randomness_kept():
-                    self._fit(second, 1)
-            self._fit(trainer, _EPOCHS)
-            outcomes.append(self._outcome(trainer, part))
-        _assert_same(outcomes[1], outcomes[0], "training in turns with another trainer")
-
-    def test_errors_keep_their_type(self) -> None:
-        """An error inside the model reaches the caller as it is, and the trainer can be closed after it."""
-        trainer = self._trainer(self.make(), _failing(self.make_model()))
-        caught: Exception | None = None
-        try:
-            self._provoke(trainer)
-        except Exception as error:
-            caught = error
-        assert type(caught) is _ProvokedError, f"the model's error came out as {caught!r}"
-        trainer.close()
-
-    # ------------------------------------------------------------------ private
-
-    def _arguments(self, part: Any) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _trainer(self, part: Any, model: nn.Module | None = None, **options: Any) -> ComposableTrainer:
-        arguments = {
-            "optimizer_strategy": SGDOptimizerStrategy(lr=0.1, momentum=0.9),
-            **self.make_options(),
-            **self._arguments(part),
-            **options,
-        }
-        model = self.make_model() if model is None else model
-        return ComposableTrainer(model, device="cpu", seed=0, batch_size=_BATCH_SIZE, verbose=False, **arguments)
-
-    def _fit(self, trainer: ComposableTrainer, epochs: int, **wishes: Any) -> None:
-        data = self.make_data()
-        trainer.fit(data, data if self.validates else None, max_length=Epochs(epochs), **wishes)
-
-    def _trained(self, part: Any, **options: Any) -> ComposableTrainer:
-        trainer = self._trainer(part, **options)
-        self._fit(trainer, _EPOCHS)
-        return trainer
-
-    def _outcome(self, trainer: ComposableTrainer, part: Any) -> dict[str, Any]:
-        """What two runs are compared by."""
-        return {
-            "weights": trainer.model.state_dict(),
-            "losses": list(trainer.history.losses),
-            "optimizers": [optimizer.state_dict() for optimizer in trainer.context.optimizers],
-            "progress": trainer.context.progress.state_dict(),
-        }
-
-    def _kept(self, part: Any) -> dict[str, Any]:
-        """What besides must be the same after a run that was resumed."""
-        return {}
-
-    def _provoke(self, trainer: ComposableTrainer) -> None:
-        self._fit(trainer, _EPOCHS)
-
-
-class _StrategyContract(_Contract):
-    """What all kinds of strategy have in common."""
-
-    def test_setup_and_teardown_can_be_repeated(self) -> None:
-        """A strategy that was set up and torn down serves the next trainer as a new one does."""
-        used, fresh = self.make(), self.make()
-        for _ in range(2):
-            context = self._context(self.make_model())
-            used.setup(context)
-            used.teardown(context)
-        with self._trainer(used) as one, self._trainer(fresh) as other:
-            self._fit(one, _EPOCHS)
-            self._fit(other, _EPOCHS)
-            _assert_same(self._outcome(one, used), self._outcome(other, fresh), "a strategy after setup and teardown")
-
-    def _arguments(self, part: Any) -> dict[str, Any]:
-        return {f"{part.role}_strategy": part}
-
-    def _kept(self, part: Any) -> dict[str, Any]:
-        return {"state": copy.deepcopy(part.state_dict())}
-
-    def _context(self, model: nn.Module) -> TrainingContext:
-        context = TrainingContext(model)
-        context.config = {"epochs": _EPOCHS, "batch_size": _BATCH_SIZE}
-        context.state["order_seed"] = 0
-        return context
-
-
-class LossStrategyContract(_StrategyContract):
+class LossStrategyContract(StrategyContract):
     """Tests of a `LossCriterionStrategy`.
 
     The gradient is compared in float64: a loss with tensors of its own takes them to the outputs' type.
@@ -295,9 +89,9 @@ class LossStrategyContract(_StrategyContract):
                 for parameter, by in zip(_trainable(moved), directions, strict=True):
                     parameter.add_(by, alpha=sign * distance)
             values.append(float(self._loss(strategy, moved, data).detach()))
-        difference = (values[0] - values[1]) / (2 * distance)
-        assert math.isclose(slope, difference, rel_tol=1e-5, abs_tol=1e-7), (
-            f"the gradient says {slope:.9g}, finite differences say {difference:.9g}"
+        measured = (values[0] - values[1]) / (2 * distance)
+        assert math.isclose(slope, measured, rel_tol=1e-5, abs_tol=1e-7), (
+            f"the gradient says {slope:.9g}, finite differences say {measured:.9g}"
         )
 
     def test_loss_leaves_the_batch_alone(self) -> None:
@@ -309,7 +103,7 @@ class LossStrategyContract(_StrategyContract):
         outputs = forward(context.model, examples)
         before = copy.deepcopy((_detached(outputs), labels))
         strategy.compute_loss(outputs, labels, context)
-        _assert_same((_detached(outputs), labels), before, "outputs and labels after compute_loss")
+        assert_same((_detached(outputs), labels), before, "outputs and labels after compute_loss")
 
     def _begun(self, context: TrainingContext, strategy: Any = None) -> Any:
         strategy = self.make() if strategy is None else strategy
@@ -324,7 +118,7 @@ class LossStrategyContract(_StrategyContract):
         return loss
 
 
-class OptimizerStrategyContract(_StrategyContract):
+class OptimizerStrategyContract(StrategyContract):
     """Tests of an `OptimizerStrategy`.
 
     Example:
@@ -354,21 +148,21 @@ class OptimizerStrategyContract(_StrategyContract):
         model = self.make_model()
         frozen = next(model.parameters()).requires_grad_(False)
         before = frozen.clone()
-        self._fit(self._trainer(self.make(), model), _EPOCHS)
-        _assert_same(frozen, before, "a frozen parameter")
+        self._fit(self._trainer(self.make(), model), EPOCHS)
+        assert_same(frozen, before, "a frozen parameter")
 
     def test_on_optimizer_step_follows_every_real_step(self) -> None:
         """Under accumulation the optimizer steps, and the hook hears it, once per window."""
         watched = _WatchedOptimizer(self.make())
         trainer = self._trained(watched, accumulation_steps=2)
-        windows = _EPOCHS * math.ceil(_BATCHES / 2)
+        windows = EPOCHS * math.ceil(BATCHES / 2)
         counts = (watched.steps, watched.heard, trainer.context.progress.updates)
         assert counts == (windows,) * 3, (
             f"{windows} windows: expected as many steps, calls of on_optimizer_step and updates, got {counts}"
         )
 
 
-class TrainingStepStrategyContract(_StrategyContract):
+class TrainingStepStrategyContract(StrategyContract):
     """Tests of a `TrainingStepStrategy`.
 
     Attributes:
@@ -391,7 +185,7 @@ class TrainingStepStrategyContract(_StrategyContract):
         gradients = _Gradients(compares=not self.changes_gradients)
         trainer = self._trainer(self.make())
         trainer.callbacks.add(gradients)
-        self._fit(trainer, _EPOCHS)
+        self._fit(trainer, EPOCHS)
         assert gradients.seen, "no update went through context.step, so clipping and scaling would miss it"
 
     def test_updates_are_real_steps(self) -> None:
@@ -412,11 +206,11 @@ class TrainingStepStrategyContract(_StrategyContract):
         size = 3 if size == 1 else size
         watched = _WatchedOptimizer(SGDOptimizerStrategy(lr=0.1))
         self._trained(self.make(), accumulation_steps=size, optimizer_strategy=watched)
-        expected = _EPOCHS * math.ceil(_BATCHES / size)
+        expected = EPOCHS * math.ceil(BATCHES / size)
         assert watched.steps == expected, f"windows of {size} make {expected} updates, got {watched.steps}"
 
 
-class LRSchedulerStrategyContract(_StrategyContract):
+class LRSchedulerStrategyContract(StrategyContract):
     """Tests of an `LRSchedulerStrategy`.
 
     Example:
@@ -449,10 +243,10 @@ class LRSchedulerStrategyContract(_StrategyContract):
         expected = whole.rates(7)
         resumed = _Walk(self.make(), self._context(self.make_model()))
         resumed.load_state_dict(state)
-        _assert_same(resumed.rates(7), expected, "the rates after a round trip of the state")
+        assert_same(resumed.rates(7), expected, "the rates after a round trip of the state")
 
 
-class ModelUpdateStrategyContract(_StrategyContract):
+class ModelUpdateStrategyContract(StrategyContract):
     """Tests of a `ModelUpdateStrategy`.
 
     Example:
@@ -473,8 +267,8 @@ class ModelUpdateStrategyContract(_StrategyContract):
         payload = strategy.get_update_payload(trainer.context)
         assert isinstance(payload, dict), f"get_update_payload returned {payload!r}, which is no dict"
         before = copy.deepcopy(payload)
-        self._fit(trainer, _EPOCHS)
-        _assert_same(payload, before, "the payload after further training")
+        self._fit(trainer, EPOCHS)
+        assert_same(payload, before, "the payload after further training")
 
     def test_payload_leaves_the_weights_their_name(self) -> None:
         """`model_update` is the key of the weights themselves."""
@@ -486,7 +280,7 @@ class ModelUpdateStrategyContract(_StrategyContract):
         return {**super()._outcome(trainer, part), "payload": part.get_update_payload(trainer.context)}
 
 
-class DataLoaderStrategyContract(_StrategyContract):
+class DataLoaderStrategyContract(StrategyContract):
     """Tests of a `DataLoaderStrategy`.
 
     Attributes:
@@ -508,7 +302,7 @@ class DataLoaderStrategyContract(_StrategyContract):
         batches = self._batches(None)
         assert batches, "the loader is empty"
         if not self.changes_samples:
-            _assert_same(_rows(batches), _rows([self.make_data()]), "the samples of an epoch")
+            assert_same(_rows(batches), _rows([self.make_data()]), "the samples of an epoch")
 
     def test_a_sampler_chooses_the_samples(self) -> None:
         """With indices for a sampler an epoch holds these samples and no others."""
@@ -516,26 +310,26 @@ class DataLoaderStrategyContract(_StrategyContract):
         batches = self._batches(chosen)
         assert batches, "the loader is empty"
         if not self.changes_samples:
-            _assert_same(_rows(batches), _rows([_picked(self.make_data(), chosen)]), "the samples of a sampler")
+            assert_same(_rows(batches), _rows([_picked(self.make_data(), chosen)]), "the samples of a sampler")
 
     def test_length_is_true(self) -> None:
         """A loader with a length has that many batches; accumulation closes its last window by it."""
-        loader = self.make().create_train_loader(self.make_data(), None, _BATCH_SIZE, self._context(self.make_model()))
+        loader = self.make().create_train_loader(self.make_data(), None, BATCH_SIZE, self._context(self.make_model()))
         length = num_batches(loader)
         assert length in (None, actual := len(list(loader))), f"the loader says {length} batches and has {actual}"
 
     def test_order_follows_the_seed(self) -> None:
         """Two loaders of the same `order_seed` give the same batches."""
-        _assert_same(self._batches(None), self._batches(None), "the batches of one seed")
+        assert_same(self._batches(None), self._batches(None), "the batches of one seed")
 
     def _batches(self, sampler: Sequence[int] | None) -> list[Any]:
         context = self._context(self.make_model())
         strategy = self.make()
         strategy.setup(context)
-        return list(strategy.create_train_loader(self.make_data(), sampler, _BATCH_SIZE, context))
+        return list(strategy.create_train_loader(self.make_data(), sampler, BATCH_SIZE, context))
 
 
-class TestingStrategyContract(_StrategyContract):
+class TestingStrategyContract(StrategyContract):
     """Tests of a `TestingStrategy`.
 
     Example:
@@ -555,7 +349,7 @@ class TestingStrategyContract(_StrategyContract):
         result = self._judge(trainer)
         assert isinstance(result, (int, float)), f"test_model returned {result!r}, which is no number"
         assert math.isfinite(result), f"the result is {result}"
-        _assert_same(self._judge(trainer), result, "a second test")
+        assert_same(self._judge(trainer), result, "a second test")
 
     def test_testing_leaves_the_model_alone(self) -> None:
         """Weights, modes and gradients are what they were."""
@@ -563,7 +357,7 @@ class TestingStrategyContract(_StrategyContract):
         model = trainer.model.train()
         before = copy.deepcopy(model.state_dict())
         trainer.test(self.make_data())
-        _assert_same(model.state_dict(), before, "the weights after a test")
+        assert_same(model.state_dict(), before, "the weights after a test")
         assert all(module.training for module in model.modules()), "a module was left in evaluation mode"
 
     def test_a_sampler_chooses_the_samples(self) -> None:
@@ -571,7 +365,7 @@ class TestingStrategyContract(_StrategyContract):
         chosen = [0, 3, 5, 6, 7, 11, 13]
         trainer = self._trained(self.make())
         expected = trainer.test(_picked(self.make_data(), chosen))
-        _assert_same(trainer.test(self.make_data(), sampler=chosen), expected, "the result for a sampler")
+        assert_same(trainer.test(self.make_data(), sampler=chosen), expected, "the result for a sampler")
 
     def _judge(self, trainer: ComposableTrainer) -> float:
         strategy, model = trainer.strategies.testing, trainer.model.eval()
@@ -583,74 +377,8 @@ class TestingStrategyContract(_StrategyContract):
         return {**super()._outcome(trainer, part), "result": trainer.test(self.make_data())}
 
     def _provoke(self, trainer: ComposableTrainer) -> None:
-        for _ in range(_PASSES_BEFORE_FAILURE + 1):
+        for _ in range(PASSES_BEFORE_FAILURE + 1):
             trainer.test(self.make_data())
-
-
-class CallbackContract(_Contract):
-    """Tests of a `Callback` or `TrainerCallback`; make one that does not end training within two epochs.
-
-    Attributes:
-        changes_training: Whether the weights are meant to differ from those without the callback.
-
-    Example:
-        >>> from dovetail.callbacks import LRMonitor
-        >>> class TestMyCallback(CallbackContract):
-        ...     def make(self):
-        ...         return LRMonitor()
-        >>> TestMyCallback().test_watching_changes_nothing()
-    """
-
-    kind = (Callback, TrainerCallback)
-    changes_training: ClassVar[bool] = False
-
-    def test_watching_changes_nothing(self) -> None:
-        """Training with the callback is training without it, unless it says otherwise."""
-        watched = self._trained(self.make())
-        alone = self._trainer(None)
-        self._fit(alone, _EPOCHS)
-        is_same = _difference(watched.model.state_dict(), alone.model.state_dict(), "the model") is None
-        assert is_same or self.changes_training, "training with the callback differs from training without it"
-
-    def test_serves_a_second_run(self) -> None:
-        """The same object can watch another run of its trainer."""
-        trainer = self._trained(self.make())
-        trainer.reset()
-        self._fit(trainer, 1)
-        assert trainer.context.progress.epoch == 1, f"the second run ended after {trainer.context.progress}"
-
-    def _arguments(self, part: Any) -> dict[str, Any]:
-        return {} if part is None else {"callbacks": [part]}
-
-
-# ---------------------------------------------------------------------- pieces of the tests
-
-
-class _ProvokedError(Exception):
-    """An error that no strategy can know."""
-
-
-def _failing(model: nn.Module) -> nn.Module:
-    """Let a model fail in its third forward pass."""
-    calls = []
-
-    def count(module: nn.Module, inputs: Any) -> None:
-        calls.append(1)
-        if len(calls) > _PASSES_BEFORE_FAILURE:
-            raise _ProvokedError
-
-    model.register_forward_pre_hook(count)
-    return model
-
-
-class _Saved(Callback):
-    """Notes every checkpoint."""
-
-    def __init__(self) -> None:
-        self.paths: list[Path] = []
-
-    def on_checkpoint(self, context: TrainingContext, path: Path) -> None:
-        self.paths.append(path)
 
 
 class _Gradients(Callback):
@@ -675,7 +403,7 @@ class _Gradients(Callback):
         assert model is not None
         model.zero_grad()
         examples, labels = split_batch(_joined(batches))
-        with _randomness_kept(), torch.enable_grad():
+        with randomness_kept(), torch.enable_grad():
             trainer.criterion(forward(model, examples), labels).backward()
         for (name, expected), actual in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
             if actual.grad is None or expected.grad is None or not self._compares:
@@ -756,28 +484,8 @@ def _optimizer() -> Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)
-
-
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _shifted(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-0.5).add_(0.1)
-    return model
-
-
-def _state_of(part: Any) -> Any:
-    return part.state_dict() if isinstance(part, (Strategy, Callback)) else {}
 
 
 def _as_double(data: Any) -> Any:
@@ -806,27 +514,3 @@ def _rows(batches: Sequence[Any]) -> list[Any]:
     columns = [joined] if isinstance(joined, Tensor) else joined
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return sorted(map(repr, rows))
-
-
-def _assert_same(one: Any, other: Any, what: str) -> None:
-    difference = _difference(one, other, what)
-    assert difference is None, difference
-
-
-def _difference(one: Any, other: Any, what: str) -> str | None:
-    """Return a sentence about the first difference between two nested values, or None if they are equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        is_same = one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-        return None if is_same else f"{what}: {one} is not {other}"
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        if set(one) != set(other):
-            return f"{what}: the keys {list(one)} are not {list(other)}"
-        pairs = [(f"{what}, {key!r}", one[key], other[key]) for key in one]
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        if len(one) != len(other):
-            return f"{what}: {len(one)} values are not {len(other)}"
-        pairs = [(f"{what}, {place}", *pair) for place, pair in enumerate(zip(one, other, strict=True))]
-    else:
-        is_nan = isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
-        return None if is_nan or one == other else f"{what}: {one!r} is not {other!r}"
-    return next((found for where, a, b in pairs if (found := _difference(a, b, where))), None)

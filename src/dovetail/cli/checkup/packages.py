@@ -1,0 +1,156 @@
+"""Python, and the packages that Dovetail asks for."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from dovetail.cli.checkup.check import Check
+
+__all__ = ["PURPOSES", "Requirement", "check_extras", "check_packages", "check_python", "read_requirements"]
+
+PURPOSES: Mapping[str, str] = {
+    "plot": "pictures of runs and reports",
+    "metrics": "metrics of torchmetrics",
+    "pandas": "histories as data frames",
+    "datasets": "the handwritten digits of the examples",
+    "privacy": "PrivateTrainer, and noise with an accountant",
+    "tensorboard": "TensorBoardLogger",
+    "wandb": "WandBLogger",
+    "mlflow": "MLflowLogger",
+    "neptune": "NeptuneLogger",
+    "search": "experiments",
+    "dashboard": "dovetail dashboard",
+    "postgres": "experiments on a PostgreSQL server",
+    "ray": "trials and clients on a Ray cluster",
+    "flower": "federations on Flower nodes",
+    "compression": "compressed updates",
+    "s3": "checkpoints in S3",
+}
+"""The extras, and what each is for; not those that only join others."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that Dovetail asks for, as its metadata says it.
+
+    Example:
+        >>> Requirement.parse('flwr<1.42,>=1.41; extra == "flower"')
+        Requirement(name='flwr', bounds='<1.42,>=1.41', extra='flower', extras=())
+    """
+
+    name: str
+    bounds: str = ""
+    extra: str = ""
+    extras: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Requirement:
+        """Read one line of the metadata."""
+        wanted, _, marker = text.partition(";")
+        match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?\s*\(?([^()]*)\)?\s*", wanted)
+        assert match is not None, text
+        extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)", marker)
+        extras = tuple(each.strip() for each in (match[2] or "").split(",") if each)
+        return cls(match[1], match[3].strip(), extra[1] if extra else "", extras)
+
+    @property
+    def installed(self) -> str | None:
+        """The version that is installed, or None."""
+        try:
+            return metadata.version(self.name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def lack(self) -> str:
+        """Say what is wrong with what is installed; nothing if it will do.
+
+        Example:
+            >>> Requirement("torch", ">=99").lack().partition(" ")[2].partition(" ")[2]
+            'does not fit: >=99 is needed'
+        """
+        version = self.installed
+        if version is None:
+            return f"{self.name} is missing"
+        return "" if _fits(version, self.bounds) else f"{self.name} {version} does not fit: {self.bounds} is needed"
+
+
+def read_requirements() -> list[Requirement]:
+    """Return what the metadata of Dovetail asks for; nothing where it is run without being installed."""
+    try:
+        return [Requirement.parse(text) for text in metadata.requires("dovetail") or ()]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def check_python() -> Check:
+    """Compare the version of Python with what Dovetail needs."""
+    found = f"{platform.python_version()} in {sys.prefix}"
+    try:
+        needed = metadata.metadata("dovetail")["Requires-Python"]
+    except metadata.PackageNotFoundError:
+        remedy = "pip install -e .  # in the checkout"
+        return Check("python", "python", "problem", f"{found}, in which dovetail is not installed", remedy)
+    if _fits(platform.python_version(), needed):
+        return Check("python", "python", "ok", found)
+    return Check("python", "python", "problem", f"{found}: {needed} is needed", "python3.11 -m venv .venv")
+
+
+def check_packages(requirements: Sequence[Requirement]) -> list[Check]:
+    """Look for the packages that every run needs: one check for all that are there, and one for each that is not."""
+    needed = [each for each in requirements if not each.extra]
+    found = ", ".join(f"{each.name} {each.installed}" for each in needed if not each.lack())
+    missing = [
+        Check("python", each.name, "problem", lack, f"pip install '{each.name}{each.bounds}'")
+        for each in needed
+        if (lack := each.lack())
+    ]
+    return [*([Check("python", "packages", "ok", found)] if found else []), *missing]
+
+
+def check_extras(requirements: Sequence[Requirement]) -> list[Check]:
+    """Look for the packages of every extra. None of them is essential."""
+    known = {each.extra for each in requirements}
+    checks = [_check_extra(extra, requirements) for extra in PURPOSES if extra in known]
+    if unknown := [extra for extra in PURPOSES if extra not in known]:
+        found = f"this installation is older than its code, and does not know {', '.join(unknown)}"
+        checks.append(Check("extras", "other extras", "note", found, "pip install -e .  # in the checkout"))
+    return checks
+
+
+def _check_extra(extra: str, requirements: Sequence[Requirement]) -> Check:
+    needed = _needs(extra, requirements)
+    if lacks := [lack for each in needed if (lack := each.lack())]:
+        found = f"{', '.join(lacks)} (for {PURPOSES[extra]})"
+        return Check("extras", extra, "note", found, f"pip install 'dovetail[{extra}]'")
+    return Check("extras", extra, "ok", ", ".join(f"{each.name} {each.installed}" for each in needed))
+
+
+def _needs(extra: str, requirements: Sequence[Requirement]) -> list[Requirement]:
+    own = [each for each in requirements if each.extra == extra]
+    joined = [
+        each for name in own if name.name == "dovetail" for one in name.extras for each in _needs(one, requirements)
+    ]
+    return [*joined, *(each for each in own if each.name != "dovetail")]
+
+
+def _fits(version: str, bounds: str) -> bool:
+    """Whether a version is within bounds, as far as `>=`, `<` and `==` say."""
+    for operator, bound in re.findall(r"(>=|<(?!=)|==)\s*([\w.]+)", bounds):
+        if operator == "==" and version.partition("+")[0] != bound:
+            return False
+        if operator != "==" and (_release(version) >= _release(bound)) != (operator == ">="):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(each) for each in match[0].split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -1,0 +1,113 @@
+"""A history as a picture: one panel per metric, one colour per stage."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dovetail.extras import require
+from dovetail.history.lines import CUSTOM, Row
+from dovetail.history.metrics import mode_or_none
+
+__all__ = ["Series", "draw"]
+
+# The colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+
+_STAGES = {"train": ("#0072B2", "o"), "valid": ("#D55E00", "s"), "test": ("#009E73", "^")}
+_OTHERS = (("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
+_SPELLINGS = {"val": "valid", "validation": "valid"}
+_INK, _GRID = "#333333", "#E3E3E3"
+
+Series: TypeAlias = list[tuple[Row, float]]
+
+
+def draw(path: Path, series: Mapping[str, Series]) -> None:
+    """Draw metrics, each with the rows that it is of, into an image file."""
+    figures = require("matplotlib.figure", "plot")
+    panels: dict[str, dict[str, Series]] = {}
+    for name, points in series.items():
+        metric, stage = _split(name, str(points[0][0]["stage"]))
+        panels.setdefault(metric, {}).setdefault(stage, []).extend(points)
+    order = sorted(panels, key=lambda metric: (metric == "lr") - (metric == "loss"))
+    others = dict.fromkeys(stage for panel in panels.values() for stage in panel if stage not in _STAGES)
+    styles = _STAGES | dict(zip(others, itertools.cycle(_OTHERS), strict=False))
+    counter = _common_counter(list(series.values()))
+
+    columns = min(len(order), 3)
+    lines = math.ceil(len(order) / columns)
+    # A Figure of its own, never pyplot: nothing global changes, and no display is needed.
+    figure = figures.Figure(figsize=(4.8 * columns, 3.6 * lines), dpi=144, layout="constrained")
+    places = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
+    for metric, axes in zip(order, places, strict=False):
+        _draw_panel(axes, metric, panels[metric], styles, counter)
+    for axes in places[len(order) :]:
+        axes.set_axis_off()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _draw_panel(
+    axes: Any,
+    metric: str,
+    curves: Mapping[str, Series],
+    styles: Mapping[str, tuple[str, str]],
+    counter: str,
+) -> None:
+    for stage, points in curves.items():
+        colour, marker = styles[stage]
+        x = [row[counter] for row, _ in points] if counter else range(1, len(points) + 1)
+        y = [value for _, value in points]
+        best = _best_index(metric, y) if stage == "valid" else None
+        # The number stands in the legend: beside its point it would lie on the other curves.
+        label = stage if best is None else f"{stage}, best {y[best]:.4g}"
+        marks = {"marker": marker, "markersize": 4.5, "markevery": math.ceil(len(y) / 12)}
+        axes.plot(x, y, color=colour, linewidth=1.7, label=label, **marks)
+        if best is not None:
+            axes.plot(x[best], y[best], "o", markersize=12, markerfacecolor="none", markeredgecolor=_INK)
+    values = [value for points in curves.values() for _, value in points if math.isfinite(value)]
+    if values and min(values) > 0 and max(values) > 30 * min(values):
+        axes.set_yscale("log")
+    elif values and min(values) == max(values):
+        # A constant shows as one, rather than as the middle of an axis that is all decimals.
+        axes.set_ylim(min(0.0, 2 * values[0]), max(0.0, 2 * values[0]) or 1.0)
+    axes.margins(x=0.05, y=0.12)
+    axes.set_title(metric, loc="left", fontsize=11, fontweight="bold", color=_INK)
+    axes.set_xlabel(counter, color=_INK)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(colors=_INK, labelsize=9)
+    if len(curves) > 1 or "valid" in curves:
+        axes.legend(frameon=False, fontsize=9, labelcolor=_INK)
+
+
+def _split(name: str, stage: str) -> tuple[str, str]:
+    """Return the metric and the stage that a name such as `valid_loss` is made of."""
+    if stage != CUSTOM:
+        return name.removeprefix(f"{stage}_"), stage
+    head, _, metric = name.partition("_")
+    head = _SPELLINGS.get(head, head)
+    return (metric, head) if metric and head in _STAGES else (name, "")
+
+
+def _common_counter(curves: list[Series]) -> str:
+    """Return the coarsest counter that tells the points of every curve apart, or nothing."""
+    for counter in ("epoch", "updates", "batches"):
+        columns = [[row.get(counter) for row, _ in points] for points in curves]
+        if all(None not in column and len(set(column)) == len(column) for column in columns):
+            return counter
+    return ""
+
+
+def _best_index(metric: str, values: list[float]) -> int | None:
+    """Return where a metric was best, or None if nobody can say what is good."""
+    comparable = [index for index, value in enumerate(values) if math.isfinite(value)]
+    mode = mode_or_none(metric)
+    if mode is None or not comparable:
+        return None
+    return (min if mode == "min" else max)(comparable, key=values.__getitem__)

@@ -1,0 +1,142 @@
+"""A history as a file: its rows as lines of JSON, and files that are written at once or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dovetail.errors import ConfigError
+
+__all__ = [
+    "BATCHES",
+    "CUSTOM",
+    "HEADER",
+    "VERSION",
+    "Row",
+    "as_line",
+    "check_header",
+    "decode",
+    "encode",
+    "loss_rows",
+    "metrics_of",
+    "read_rows",
+    "write_atomically",
+]
+
+Row: TypeAlias = dict[str, str | int | float]
+"""One event, with its `stage` (a string), its position (whole numbers) and its metrics (floats)."""
+
+HEADER = "dovetail_history"
+VERSION = 1
+BATCHES = "batches"
+CUSTOM = "custom"
+_LOSSES_PER_LINE = 1000
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def metrics_of(row: Row) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of a row by the names that they have outside of it."""
+    prefix = "" if row["stage"] == CUSTOM else f"{row['stage']}_"
+    return ((prefix + key, value) for key, value in row.items() if isinstance(value, float))
+
+
+def loss_rows(losses: array[float]) -> Iterator[dict[str, Any]]:
+    """Yield batch losses as rows of a file."""
+    for start in range(0, len(losses), _LOSSES_PER_LINE):
+        yield {"stage": BATCHES, "losses": losses[start : start + _LOSSES_PER_LINE].tolist()}
+
+
+def encode(value: Any) -> Any:
+    """Return a value as JSON can hold it: what is not finite is spelled out."""
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def decode(key: str, value: Any) -> Any:
+    """Return the value of a key that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(key, item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) and key != "stage" else value
+
+
+def as_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line of a file."""
+    encoded = {key: encode(value) for key, value in row.items()}
+    return json.dumps(encoded, allow_nan=False).encode() + b"\n"
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file; a last line that a crash cut short is left out."""
+    header, *lines = path.read_bytes().split(b"\n")
+    check_header(path, header)
+    for number, line in enumerate(lines, start=2):
+        try:
+            yield _parse_row(line)
+        except ValueError as error:
+            # Every line ends with a newline, so what follows the last one is empty or was cut short.
+            if number <= len(lines):
+                raise ConfigError(f"{path}, line {number}: {error}") from None
+
+
+def check_header(path: Path, line: bytes) -> None:
+    """Refuse a file that is no history, or one of another format."""
+    try:
+        header = json.loads(line)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or HEADER not in header:
+        raise ConfigError(f'{path}, line 1: not a Dovetail history, which begins with {{"{HEADER}": {VERSION}}}')
+    if header[HEADER] != VERSION:
+        raise ConfigError(
+            f"{path}, line 1: a history of format {header[HEADER]!r}, this Dovetail reads format {VERSION}"
+        )
+
+
+def _parse_row(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("stage"), str):
+        raise ValueError("expected a JSON object with a 'stage'")
+    decoded = {key: decode(key, value) for key, value in row.items()}
+    if row["stage"] == BATCHES:
+        losses = decoded.get("losses")
+        if not isinstance(losses, list) or not all(type(loss) is float for loss in losses):
+            raise ValueError("expected the batch losses as a list of floats")
+        return decoded
+    for key, value in decoded.items():
+        if key != "stage" and type(value) not in (int, float):
+            raise ValueError(f"{key!r} should be a number, not {value!r}")
+    return decoded
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file at once or not at all; folders on the way are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One name for all: what a killed process has left is overwritten by the next.
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if os.name == "nt":
+        return
+    # The rename itself is on the disk only when the folder is; Windows has no such call.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

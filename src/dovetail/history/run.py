@@ -1,0 +1,329 @@
+"""The record of a whole run."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from dovetail.errors import ConfigError
+from dovetail.extras import require
+from dovetail.history.drawing import draw
+from dovetail.history.lines import (
+    BATCHES,
+    CUSTOM,
+    HEADER,
+    VERSION,
+    Row,
+    as_line,
+    check_header,
+    decode,
+    encode,
+    loss_rows,
+    metrics_of,
+    read_rows,
+    write_atomically,
+)
+from dovetail.history.metrics import Mode, RunHistory, as_number, mode_of
+from dovetail.units import counted
+
+if TYPE_CHECKING:
+    import pandas
+    from torch import Tensor
+
+__all__ = ["History"]
+
+
+class History(RunHistory):
+    """The record of a whole run: one row per event, and the loss of every training batch.
+
+    A row is a flat dictionary: the `stage`, where training stood (`epoch`, `batches`, `updates`, …, which
+    are whole numbers), and the metrics, which are always floats. The metric names of `RunHistory` are views
+    of the rows: `train_loss` is `loss` in the rows of stage `train`; in stage `custom` a metric goes by its
+    bare name.
+
+    On disk a history is JSON lines: the header `{"dovetail_history": 1}`, then one row per line; lines of
+    stage `batches` hold batch losses. Python writes the shortest decimal that reads back as the same float,
+    so nothing is rounded. JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and
+    `"-Infinity"`.
+
+    Example:
+        >>> history = History()
+        >>> history.record("train", {"loss": 0.5}, epoch=1, updates=10)
+        >>> history.record("valid", {"loss": 0.75, "accuracy": 0.9}, epoch=1, updates=10)
+        >>> history.get_latest_metric("valid_accuracy")
+        0.9
+        >>> history.best("train_loss")
+        {'stage': 'train', 'epoch': 1, 'updates': 10, 'loss': 0.5}
+        >>> history
+        History(2 rows: train_loss=0.5, valid_loss=0.75, valid_accuracy=0.9)
+
+    Attributes:
+        rows: Every event, oldest first.
+        losses: The loss of every training batch, oldest first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Row] = []
+        self.losses = array("d")
+        # Where losses stand among the rows: (rows before them, losses up to their end).
+        self._cuts: list[tuple[int, int]] = []
+        self._path: Path | None = None
+        self._size = 0
+
+    # Recording
+
+    def record(self, stage: str, metrics: Mapping[str, Tensor | float], **position: SupportsIndex) -> None:
+        """Add one event.
+
+        Args:
+            stage: What ran: `train`, `valid`, `test`, or a name of your own.
+            metrics: Numbers, or tensors with one element.
+            **position: Where training stood, in whole numbers: `epoch`, `batches`, `updates`, …
+        """
+        if stage == BATCHES:
+            raise ConfigError(f"stage {stage!r} is reserved for batch losses: use extend_losses")
+        if taken := metrics.keys() & {"stage", *position}:
+            raise ConfigError(
+                f"metric {min(taken)!r} of stage {stage!r} has the name of a position in its row: rename it"
+            )
+        row: Row = {"stage": stage}
+        row.update((name, operator.index(count)) for name, count in position.items())
+        row.update((name, as_number(name, value)) for name, value in metrics.items())
+        # The file first: if the disk is full, neither the file nor the memory has the row.
+        self._append(*self._waiting_losses(), row)
+        self._cuts += self._open_cut()
+        self.rows.append(row)
+
+    def extend_losses(self, values: Iterable[float]) -> None:
+        """Add the losses of training batches; an attached file gets them with the next row, or with `sync`."""
+        self.losses.extend(values)
+
+    def update_metric(self, name: str, value: Tensor | float) -> None:
+        """Add a row of stage `custom`, whose metric is known by its bare name."""
+        self.record(CUSTOM, {name: value})
+
+    def reset(self) -> None:
+        """Forget everything; an attached file becomes empty too."""
+        self._replace([], array("d"), [])
+
+    # Reading
+
+    def get_metric_names(self) -> set[str]:
+        """Return the names of all metrics that have a value."""
+        return {name for row in self.rows for name, _ in metrics_of(row)}
+
+    def get_metric_values(self, name: str) -> list[float]:
+        """Return every value of a metric, oldest first; an unknown metric has none."""
+        return [value for _, value in self._series(name)]
+
+    def get_latest_metric(self, name: str) -> float:
+        """Return the newest value of a metric.
+
+        Raises:
+            ValueError: The metric has no value; the message names the nearest one that has.
+        """
+        if (row := self.last(name)) is None:
+            raise self._unknown(name)
+        return dict(metrics_of(row))[name]
+
+    def best(self, name: str, mode: Mode | None = None) -> Row | None:
+        """Return the row in which a metric was best, the earliest of equals; NaN is never best.
+
+        Args:
+            name: A metric, such as `valid_loss`.
+            mode: Whether small (`min`) or large (`max`) values are good; None goes by the name, as `mode_of` reads it.
+
+        Returns:
+            The row, or None if the metric has no value that can be compared.
+        """
+        if mode not in (None, "min", "max"):
+            raise ConfigError(f"mode: expected 'min', 'max' or None, got {mode!r}")
+        points = [(row, value) for row, value in self._series(name) if not math.isnan(value)]
+        if not points:
+            return None
+        pick = min if (mode or mode_of(name)) == "min" else max
+        return pick(points, key=operator.itemgetter(1))[0]
+
+    def last(self, name: str) -> Row | None:
+        """Return the newest row that has a metric, or None."""
+        return next((row for row in reversed(self.rows) for known, _ in metrics_of(row) if known == name), None)
+
+    def to_dict(self) -> dict[str, list[str | int | float | None]]:
+        """Return the rows as columns of equal length, with None where a row has no such key."""
+        columns = dict.fromkeys(key for row in self.rows for key in row)
+        return {key: [row.get(key) for row in self.rows] for key in columns}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the rows as a data frame, in which a missing metric is NaN and whole numbers stay whole.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        pd = require("pandas", "pandas")
+        columns = self.to_dict()
+        counters = [key for key, column in columns.items() if any(isinstance(value, int) for value in column)]
+        frame: pandas.DataFrame = pd.DataFrame(columns).astype(dict.fromkeys(counters, "Int64"))
+        return frame
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        # By the encoded form, in which NaN equals NaN.
+        return isinstance(other, History) and self._encoded() == other._encoded()
+
+    def __repr__(self) -> str:
+        latest = {name: value for row in self.rows for name, value in metrics_of(row)}
+        counts = counted(len(self.rows), "row")
+        if self.losses:
+            counts += f", {counted(len(self.losses), 'batch loss', 'batch losses')}"
+        shown = ", ".join(f"{name}={value:.4g}" for name, value in latest.items())
+        return f"History({counts}{': ' if shown else ''}{shown})"
+
+    def _series(self, name: str) -> list[tuple[Row, float]]:
+        return [(row, value) for row in self.rows for known, value in metrics_of(row) if known == name]
+
+    # Keeping
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the whole history to a file, at once or not at all; folders on the way are created."""
+        write_atomically(Path(path), self._content())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> History:
+        """Return the history of a file; a last line that a crash cut short is left out.
+
+        Raises:
+            ConfigError: The file is not a history; the message names the line.
+        """
+        history = cls()
+        for row in read_rows(Path(path)):
+            if row["stage"] == BATCHES:
+                history.losses.extend(row["losses"])
+                history._cuts += history._open_cut()
+            else:
+                history.rows.append(row)
+        return history
+
+    def attach(self, path: str | os.PathLike[str]) -> None:
+        """Make a file hold exactly this history, from now on.
+
+        What the file held before is replaced: a run that resumes from a checkpoint drops the rows that the
+        lost part of the run had written. Every row that is recorded later is handed to the operating system
+        as one line, which survives a killed process; `sync` makes it survive a power cut.
+
+        Raises:
+            ConfigError: The file exists and is not a history.
+        """
+        path = Path(path).absolute()
+        if path.exists() and path.stat().st_size:
+            with path.open("rb") as file:
+                check_header(path, file.readline())
+        content = self._content()
+        write_atomically(path, content)
+        self._cuts += self._open_cut()
+        self._path, self._size = path, len(content)
+
+    def detach(self) -> None:
+        """Leave the attached file as it is and write to it no more."""
+        self._path = None
+
+    def sync(self) -> None:
+        """Write what is not written yet and wait until the attached file is on the disk; without one, do nothing."""
+        self._append(*self._waiting_losses())
+        self._cuts += self._open_cut()
+        if self._path is not None:
+            with self._path.open("rb+") as file:
+                os.fsync(file.fileno())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as values that JSON can hold, exactly."""
+        return {**self._encoded(), "cuts": [list(cut) for cut in self._cuts]}
+
+    def _encoded(self) -> dict[str, Any]:
+        return {
+            "rows": [{key: encode(value) for key, value in row.items()} for row in self.rows],
+            "losses": [encode(loss) for loss in self.losses],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become the history that `state` was taken from; an attached file follows."""
+        self._replace(
+            [{key: decode(key, value) for key, value in row.items()} for row in state["rows"]],
+            array("d", [float(decode("losses", loss)) for loss in state["losses"]]),
+            [(int(rows), int(losses)) for rows, losses in state["cuts"]],
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Two writers would double every row: a copy, in this process or another, writes nowhere.
+        return {**self.__dict__, "_path": None}
+
+    def _replace(self, rows: list[Row], losses: array[float], cuts: list[tuple[int, int]]) -> None:
+        self.rows, self.losses, self._cuts = rows, losses, cuts
+        if self._path is not None:
+            self.attach(self._path)
+
+    def _content(self) -> bytes:
+        # Losses stand where they were written first, so that a run which was killed and resumed leaves the same file.
+        lines: list[Mapping[str, Any]] = [{HEADER: VERSION}]
+        row, loss = 0, 0
+        for next_row, next_loss in [*self._cuts, *self._open_cut()]:
+            lines += [*self.rows[row:next_row], *loss_rows(self.losses[loss:next_loss])]
+            row, loss = next_row, next_loss
+        lines += self.rows[row:]
+        return b"".join(map(as_line, lines))
+
+    def _open_cut(self) -> list[tuple[int, int]]:
+        """Where the losses since the last cut would stand now; nothing if there are none."""
+        cut = (len(self.rows), len(self.losses))
+        return [cut] if cut[1] > self._num_written else []
+
+    def _waiting_losses(self) -> Iterator[dict[str, Any]]:
+        return loss_rows(self.losses[self._num_written :])
+
+    @property
+    def _num_written(self) -> int:
+        return self._cuts[-1][1] if self._cuts else 0
+
+    def _append(self, *rows: Mapping[str, Any]) -> None:
+        if self._path is None or not rows:
+            return
+        lines = b"".join(map(as_line, rows))
+        with self._path.open("rb+") as file:
+            # Half a line that an earlier write to a full disk has left is overwritten, not continued.
+            file.truncate(self._size)
+            file.seek(self._size)
+            file.write(lines)
+        self._size += len(lines)
+
+    # Drawing
+
+    def plot(self, path: str | os.PathLike[str], names: Iterable[str] | None = None) -> None:
+        """Draw the learning curves into an image file: one panel per metric, one colour per stage.
+
+        The loss comes first, the learning rate (`lr`) last; the best validation loss and accuracy are marked.
+
+        Args:
+            path: The image; its suffix (`.png`, `.svg`, `.pdf`) is the format.
+            names: The metrics to draw, such as `valid_loss`; None draws all.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        known = list(dict.fromkeys(name for row in self.rows for name, _ in metrics_of(row)))
+        chosen = known if names is None else list(names)
+        for name in chosen:
+            if name not in known:
+                raise self._unknown(name)
+        if not chosen:
+            raise ConfigError("there is nothing to draw: the history has no metrics")
+        draw(Path(path), {name: self._series(name) for name in chosen})

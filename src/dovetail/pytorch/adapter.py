@@ -1,0 +1,602 @@
+"""A trial on the one loop: the adapter between the two."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dovetail import checkpoint as store
+from dovetail.callbacks import Callback, Profiler
+from dovetail.checkpoint.manifest import USER
+from dovetail.core import ExitedReason, TrainContext
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.pytorch.callback import PyTorchCallback
+from dovetail.pytorch.context import PyTorchTrialContext, section
+from dovetail.pytorch.data import DataLoader
+from dovetail.pytorch.reducer import reduce_validation
+from dovetail.pytorch.trial import PyTorchTrial, check_evaluation, defines, takes_index
+from dovetail.trainers import loop
+from dovetail.trainers.base import Trainer as AnyTrainer
+from dovetail.trainers.context import BoundScheduler, Plan, Stage, TrainingContext
+from dovetail.trainers.core import CoreTrainer
+from dovetail.trainers.metrics import Meter
+from dovetail.trainers.precision import Precision
+from dovetail.units import Batches, Epochs, TrainUnit
+
+__all__ = ["AT_THE_END", "CheckpointPolicy", "Period", "TrialTrainer", "Wishes"]
+
+CheckpointPolicy = Literal["best", "all", "none"]
+Period = TrainUnit | Mapping[str, int] | None
+
+AT_THE_END = Batches(sys.maxsize)
+"""A period that never ends by itself: what it is about still happens at the end of training."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a `fit` of a trial was asked for, beyond what the fit of any trainer is."""
+
+    reporting: TrainUnit = Batches(100)  # noqa: RUF009 - a value
+    policy: CheckpointPolicy = "best"
+    validates_first: bool = False
+    is_test: bool = False
+    profiles: bool = False
+    source: Path | None = None
+
+
+class TrialTrainer(CoreTrainer):
+    """The adapter between a trial and the loop: its verbs are the trial's methods.
+
+    `Trainer` puts the layers around it that the context asks for. Any other layer fits, too.
+
+    Args:
+        trial: What to train.
+        context: What `pytorch.init` returned; the trial knows the one that it was made with.
+    """
+
+    def __init__(self, trial: PyTorchTrial, context: PyTorchTrialContext) -> None:
+        if not isinstance(trial, PyTorchTrial):
+            raise ConfigError(f"expected an instance of a PyTorchTrial, got {trial!r}")
+        context = trial.made_with or context
+        if not context.models:
+            raise ConfigError(f"{type(trial).__name__} has no model: its constructor has to call context.wrap_model")
+        check_evaluation(trial)
+        self.trial = trial
+        self.trial_context = context
+        self.wishes = Wishes()
+        self.trial_callbacks: dict[str, PyTorchCallback] = {}
+        self._outputs: list[Mapping[str, Any]] = []
+        self._sizes: list[int] = []
+        self._index = count()
+        self._takes_index = defines(trial, "evaluate_batch") and takes_index(trial)
+        self._metrics: dict[str, Any] = {}
+        self._profilers: list[Callback] = []
+        self._reports: TrainContext | None = None
+        super().__init__(
+            context.models[0] if len(context.models) == 1 else nn.ModuleList(context.models),
+            context.device,
+            metrics={},
+            seed=context.get_trial_seed(),
+            accumulation_steps=context.aggregation_frequency,
+            checkpoint_dir=context.directory or "checkpoints",
+            save_every=0,
+            verbose=context.verbose,
+            **_searcher_metric(context.get_experiment_config()),
+        )
+        if context.scaler is not None:
+            self.register("scaler", context.scaler)
+        self._workload = _Workload(self)
+        self.context.callbacks.add(self._workload)
+        context.attach(self.context)
+
+    def validation_metrics(self) -> dict[str, Any]:
+        """Return the metrics of the last validation, by the trial's own names."""
+        return dict(self._metrics)
+
+    def report_invalid(self) -> None:
+        """Write down that the trial refused its hyperparameters."""
+        folder, chief = self.trial_context.directory, self.trial_context.distributed.is_chief
+        if folder is not None and chief:
+            TrainContext(folder, is_chief=True).report_early_exit(ExitedReason.INVALID_HP)
+
+    # ------------------------------------------------------------------ seams
+
+    def get_optimizer(self, model: nn.Module) -> Sequence[Optimizer]:
+        """Return the optimizers that the trial wrapped."""
+        if not self.trial_context.optimizers:
+            raise ConfigError(f"{type(self.trial).__name__} has no optimizer: it has to call context.wrap_optimizer")
+        return self.trial_context.optimizers
+
+    def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> list[BoundScheduler]:
+        """Return the schedulers that the trial wrapped."""
+        return [scheduler.bound() for scheduler in self.trial_context.lr_schedulers]
+
+    def loader(self, stage: Stage) -> Any:
+        """Return the batches of a stage: those that were given, or those that the trial builds."""
+        data, build = self.context.data, _BUILDERS.get(stage)
+        if data.get(stage) is None and build is not None and defines(self.trial, build):
+            data[stage] = getattr(self.trial, build)()
+        source = data.get(stage)
+        if isinstance(source, DataLoader):
+            data[stage] = source.seeded(self.trial_context.get_trial_seed())
+        return super().loader(stage)
+
+    # ------------------------------------------------------------------ verbs
+
+    def plan(self, **wishes: Period) -> Plan:
+        """Return the plan of a fit; what has no period happens at the end."""
+        context, ours = self.context, self.wishes
+        filled = {name: wishes.get(name) or AT_THE_END for name in ("validation_period", "checkpoint_period")}
+        if self.trial_context.directory is None:
+            filled["checkpoint_period"] = Batches(0)
+        plan = super().plan(max_length=wishes.get("max_length"), **filled)
+        if context.saver is not None:
+            context.saver.keep_best = ours.policy == "best"
+            context.saver.after_validation = ours.policy == "all"
+        can_validate = context.data.get("valid") is not None or defines(self.trial, "build_validation_data_loader")
+        evaluates = defines(self.trial, "evaluate_batch", "evaluate_full_dataset")
+        if can_validate and not evaluates:
+            raise ConfigError(
+                f"{type(self.trial).__name__} has validation data but neither evaluate_batch nor evaluate_full_dataset"
+            )
+        return replace(plan, validate=plan.validate if can_validate else None, validates_first=ours.validates_first)
+
+    def setup(self) -> None:
+        """Begin the trial: its callbacks, its data, and a scaler of its own."""
+        context, trial_context = self.context, self.trial_context
+        if trial_context.scaler is not None:
+            context.precision = _OwnScaler(trial_context.scaler)
+        if context.stage == "train":
+            self._metrics = {}
+            self.trial_callbacks = _checked(self.trial.build_callbacks())
+            batches, name = self._origin()
+            for callback in self.trial_callbacks.values():
+                callback.on_trial_startup(batches, name)
+            if trial_context.directory is not None and context.is_main:
+                self._reports = TrainContext(trial_context.directory, is_chief=True)
+            self._profilers = self._wanted_profilers()
+            context.callbacks.add(*self._profilers)
+            # Now, so that what its making draws is drawn before the randomness of a checkpoint is restored.
+            self.loader("train")
+        super().setup()
+
+    def teardown(self, error: BaseException | None) -> None:
+        """End the trial."""
+        context = self.context
+        try:
+            if context.stage == "train":
+                for callback in self.trial_callbacks.values():
+                    callback.on_trial_shutdown()
+        finally:
+            self.trial_context.close_writer()
+            context.callbacks.remove(*self._profilers)
+            self._profilers, self._reports = [], None
+            if isinstance(context.precision, _OwnScaler):
+                context.precision = None
+            super().teardown(error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add what the trial is, and what its callbacks keep."""
+        state = super().state_dict()
+        context = self.trial_context
+        view = self._view(state)
+        known = set(view)
+        for callback in self.trial_callbacks.values():
+            callback.on_checkpoint_save_start(view)
+        return {
+            **state,
+            "trial": {
+                "trial_type": "PyTorchTrial",
+                "trial_id": context.get_trial_id(),
+                "trial_class": f"{type(self.trial).__module__}:{type(self.trial).__qualname__}",
+                "hparams": dict(context.hparams),
+                "experiment_config": dict(context.get_experiment_config()),
+                "code": _source(type(self.trial)),
+                "num_models": len(context.models),
+                "callbacks": {name: callback.state_dict() for name, callback in self.trial_callbacks.items()},
+                "added": {name: value for name, value in view.items() if name not in known},
+                "metrics": dict(self._metrics),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        own = state.get("trial")
+        if own is None:
+            raise CheckpointError("the checkpoint is of a trainer, not of a trial")
+        view = {**self._view(state), **own["added"]}
+        for callback in self.trial_callbacks.values():
+            callback.on_checkpoint_load_start(view)
+        super().load_state_dict(state)
+        self._metrics = dict(own["metrics"])
+        for name, callback in self.trial_callbacks.items():
+            if own["callbacks"].get(name):
+                callback.load_state_dict(own["callbacks"][name])
+
+    def batches(self, stage: Stage) -> Iterable[Any]:
+        """Return the batches of a stage, and count those of an evaluation anew."""
+        batches = super().batches(stage)
+        if stage == "train":
+            return batches
+        self._index = count()
+        return islice(batches, 1) if self.wishes.is_test and stage == "valid" else batches
+
+    def train_epoch(self) -> Mapping[str, float] | None:
+        """Run an epoch between the trial's hooks."""
+        context, callbacks = self.context, self.trial_callbacks.values()
+        epoch = context.progress.epoch
+        if context.progress.batch == 0:
+            for callback in callbacks:
+                callback.on_training_epoch_start(epoch)
+        means = super().train_epoch()
+        if not context.interrupted:
+            for bound in context.schedulers:
+                if bound.interval == "epoch":
+                    bound.advance(1, None)
+            for callback in callbacks:
+                callback.on_training_epoch_end(epoch)
+            self._workload.end_epoch(context)
+        return means
+
+    def val_epoch(self) -> Mapping[str, float] | None:
+        """Validate between the trial's hooks, and reduce as it says."""
+        callbacks, reducers = self.trial_callbacks.values(), self.trial_context.reducers
+        self._outputs, self._sizes = [], []
+        reducers.reset("valid")
+        for callback in callbacks:
+            callback.on_validation_start()
+        for callback in callbacks:
+            callback.on_validation_epoch_start()
+        if defines(self.trial, "evaluate_full_dataset"):
+            metrics = self._evaluate_all()
+        else:
+            loop.val_epoch(self.context)
+            for callback in callbacks:
+                callback.on_validation_epoch_end(self._outputs)
+            metrics = reduce_validation(self._outputs, self._sizes, self.trial.evaluation_reducer(), self._exchange)
+        reduced = reducers.reduce("valid", self._exchange)
+        for name in metrics.keys() & reduced.keys():
+            raise ConfigError(f"the metric {name!r} comes both from the evaluation and from a reducer: rename one")
+        self._metrics = metrics = {**metrics, **reduced}
+        self._check_searched(metrics)
+        self._report("validation", metrics)
+        for callback in callbacks:
+            callback.on_validation_end(metrics)
+        return {name: float(value) for name, value in metrics.items() if _is_number(value)}
+
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch, unless the trial does so itself."""
+        return super().to_device(batch) if self.trial_context.experimental.moves_batches else batch
+
+    def batch_length(self, batch: Any) -> int:
+        """Ask the trial."""
+        return self.trial.get_batch_length(batch)
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Let the trial train on a batch."""
+        progress = self.context.progress
+        if self.context.notes.is_idle:
+            with self.trial_context.reducers.set_aside():
+                output = self.trial.train_batch(batch, progress.epoch, progress.batches)
+        else:
+            output = self.trial.train_batch(batch, progress.epoch, progress.batches)
+        return {"loss": output} if isinstance(output, Tensor) else output
+
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        """Let the trial evaluate a batch."""
+        output = self._evaluated(batch)
+        if not isinstance(output, Mapping):
+            raise ConfigError(f"evaluate_batch: expected metrics by name, got {type(output).__name__}")
+        self._outputs.append(output)
+        self._sizes.append(self.trial.get_batch_length(batch))
+        return output
+
+    def predict_step(self, batch: Any) -> Any:
+        """Let the trial predict, or else evaluate, a batch."""
+        return self.trial.predict_batch(batch) if defines(self.trial, "predict_batch") else self._evaluated(batch)
+
+    def clip_gradients(self, optimizer: Optimizer) -> None:
+        """Sum gradients where the trial wants sums, and clip as it said when it stepped."""
+        super().clip_gradients(optimizer)
+        context = self.trial_context
+        window = self.context.window
+        if window.num_batches > 1 and any(it is optimizer for it in context.summed):
+            for parameter in _parameters(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(window.num_batches)
+        clip = context.clips.get(optimizer)
+        if clip is not None:
+            clip(_parameters(optimizer))
+
+    def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
+        """Step schedulers after updates; those that step with the epoch have done so before its validation."""
+        if interval != "epoch":
+            super().scheduler_step(interval, metrics)
+
+    # ------------------------------------------------------------------ private
+
+    def _evaluated(self, batch: Any) -> Any:
+        evaluate: Any = self.trial.evaluate_batch
+        return evaluate(batch, next(self._index)) if self._takes_index else evaluate(batch)
+
+    def _evaluate_all(self) -> dict[str, Any]:
+        """Let one process evaluate all data, and tell the others."""
+        trainer = cast(AnyTrainer, self.context.trainer)
+        metrics: dict[str, Any] = {}
+        if self.context.is_main:
+            with loop.looking(trainer, "valid"):
+                metrics = dict(self.trial.evaluate_full_dataset(self.loader("valid")))
+        return cast("dict[str, Any]", self._exchange(metrics)[0])
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return everyone's value, in the order of the ranks."""
+        return cast(AnyTrainer, self.context.trainer).gather([value])
+
+    def _report(self, group: str, metrics: Mapping[str, Any]) -> None:
+        """Write metrics down, in the first process."""
+        context, progress = self.trial_context, self.context.progress
+        if self._reports is None:
+            return
+        self._reports.report_metrics(group, progress.batches, {**metrics, "epochs": progress.epoch})
+        if context.logs_tensorboard and importlib.util.find_spec("tensorboard") is not None:
+            writer = context.get_tensorboard_writer()
+            for name, value in metrics.items():
+                if _is_number(value):
+                    writer.add_scalar(f"{group}/{name}", float(value), progress.batches)
+
+    def _report_progress(self) -> None:
+        """Write down how much of the training is done, in the first process."""
+        context, plan = self.context, self.context.plan
+        if self._reports is None or plan is None:
+            return
+        done: float = plan.max_length.count(context.progress)
+        if isinstance(plan.max_length, Epochs):
+            # An epoch counts when it is over; most of them are reported inside.
+            done += context.progress.batch / (cast(AnyTrainer, context.trainer).num_batches("train") or math.inf)
+        self._reports.report_progress(min(done / max(plan.max_length.length, 1), 1.0))
+
+    def _check_searched(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse a validation without the number that the search, or the best checkpoint, is about."""
+        wanted = self.options.best_metric
+        if wanted is not None:
+            name = wanted.removeprefix("valid_")
+            if name not in metrics or not _is_number(metrics[name]):
+                raise ConfigError(
+                    f"searcher.metric: the validation has no number called {name!r} (it has: {', '.join(metrics)})"
+                )
+            return
+        saver = self.context.saver
+        if saver is not None and saver.keep_best and not {"loss", "accuracy"} & metrics.keys():
+            saver.keep_best = False
+            warnings.warn(
+                "checkpoint_policy 'best' needs searcher.metric in the experiment configuration: the validation has "
+                f"neither 'accuracy' nor 'loss' (it has: {', '.join(metrics)}); no best checkpoint is kept",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _origin(self) -> tuple[int, str | None]:
+        """Return how many batches were trained before this run, and the checkpoint that it goes on from."""
+        source, saver = self.wishes.source, self.context.saver
+        if source is not None and str(source) == "auto":
+            source = store.latest(saver.directory) if saver is not None and saver.directory.is_dir() else None
+        if source is None:
+            return self.context.progress.batches, None
+        return store.inspect(source).step or 0, source.name
+
+    def _view(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state by the names that callbacks of trials know."""
+        models, optimizers = self.trial_context.models, state["optimizers"]
+        model = state["model"]
+        parts = [model] if len(models) == 1 else [_below(model, f"{number}.") for number in range(len(models))]
+        return {
+            "models_state_dict": parts,
+            "optimizers_state_dict": optimizers,
+            "lr_schedulers_state_dict": [each["scheduler"] for each in state["schedulers"]],
+            "callbacks": {name: callback.state_dict() for name, callback in self.trial_callbacks.items()},
+            "rng_state": state["rng"],
+            "scaler_state_dict": state["participants"].get("scaler"),
+        }
+
+    def _wanted_profilers(self) -> list[Callback]:
+        context, made = self.trial_context, list[Callback]()
+        if self.wishes.profiles:
+            made.append(Profiler((context.directory or Path()) / "profile"))
+        if context.profiler_settings is not None:
+            made.append(_TorchProfiler(context))
+        return made
+
+
+_BUILDERS = {"train": "build_training_data_loader", "valid": "build_validation_data_loader"}
+
+
+class _Workload(Callback):
+    """The batches between two reports: what they averaged is told to the trial's callbacks, and written down."""
+
+    def __init__(self, trainer: TrialTrainer) -> None:
+        # The context outlives the trainer, whose end it waits for, and holds this callback.
+        self._trainer: TrialTrainer = weakref.proxy(trainer)
+        self._meter = Meter()
+        self._batches: list[dict[str, Any]] = []
+        self._inside: list[TrainUnit] = []
+        self._with_epoch: list[TrainUnit] = []
+        self._before = trainer.context.progress.copy()
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Begin, and tell the trial."""
+        plan = context.plan
+        assert plan is not None
+        units = [unit for unit in (self._trainer.wishes.reporting, plan.validate, plan.save) if unit is not None]
+        self._with_epoch = [unit for unit in units if isinstance(unit, Epochs)]
+        self._inside = [unit for unit in units if not isinstance(unit, Epochs) and unit is not AT_THE_END]
+        self._begin(context)
+        self._trainer.trial_context.note_start()
+        for callback in self._trainer.trial_callbacks.values():
+            callback.on_training_start()
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        """Take in a batch, and report where a period ends."""
+        self._meter.add(output, context.notes.num_samples)
+        if self._trainer.trial_callbacks and context.notes.num_samples:
+            self._batches.append({name: _detached(value) for name, value in output.items() if _is_number(value)})
+        plan, now = context.plan, context.progress
+        assert plan is not None
+        if (
+            context.stop_reason is not None
+            or plan.max_length.reached(now)
+            or any(unit.due(self._before, now) for unit in self._inside)
+        ):
+            self._end(context)
+
+    def on_checkpoint(self, context: TrainingContext, path: Path) -> None:
+        """Tell the trial."""
+        callbacks = self._trainer.trial_callbacks.values()
+        if not callbacks:
+            return
+        # What they write there stays with the checkpoint, and is theirs to read.
+        own = path / USER
+        own.mkdir()
+        for callback in callbacks:
+            callback.on_checkpoint_write_end(str(own))
+        if not any(own.iterdir()):
+            own.rmdir()
+        for callback in callbacks:
+            callback.on_checkpoint_upload_end(path.name)
+
+    def end_epoch(self, context: TrainingContext) -> None:
+        """Report where a period ends with the epoch that is just over."""
+        plan = context.plan
+        assert plan is not None
+        now = context.progress.copy()
+        now.epoch += 1
+        if plan.max_length.reached(now) or any(unit.due(self._before, now) for unit in self._with_epoch):
+            self._end(context)
+            self._before = now
+
+    def _begin(self, context: TrainingContext) -> None:
+        self._before = context.progress.copy()
+        self._meter.reset()
+        self._batches = []
+        self._trainer.trial_context.reducers.reset("train")
+
+    def _end(self, context: TrainingContext) -> None:
+        trainer = self._trainer
+        if context.progress.batches == self._before.batches:
+            # The last report was about this very batch.
+            return
+        # Every process comes here at the same batch, whatever its callbacks are.
+        averages: dict[str, Any] = dict(cast(AnyTrainer, context.trainer).reduce(self._meter).compute())
+        averages |= trainer.trial_context.reducers.reduce("train", trainer._exchange)
+        trainer._report("training", averages)
+        trainer._report_progress()
+        batches = [{name: float(value) for name, value in batch.items()} for batch in self._batches]
+        for callback in trainer.trial_callbacks.values():
+            callback.on_training_workload_end(averages, batches)
+        self._begin(context)
+
+
+class _OwnScaler(Precision):
+    """A scaler of the trial's own, which scales losses and updates the scale by itself."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        super().__init__("fp32")
+        self.scaler = scaler
+
+    def begin(self, *, anew: bool) -> None:
+        """Leave the scaler alone: the trial made it."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Leave the loss alone: the trial has scaled it."""
+        return loss
+
+    def update(self) -> None:
+        """Leave the scale alone: the trial updates it."""
+
+
+class _TorchProfiler(Callback):
+    """A profiler of torch, as the trial has set it up."""
+
+    def __init__(self, context: PyTorchTrialContext) -> None:
+        self._context = context
+        self._profiler: Any = None
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Start it."""
+        from torch.profiler import profile, tensorboard_trace_handler
+
+        assert self._context.profiler_settings is not None
+        args, kwargs = self._context.profiler_settings
+        kwargs = {"on_trace_ready": tensorboard_trace_handler(str(self._context.get_tensorboard_path())), **kwargs}
+        self._profiler = profile(*args, **kwargs)
+        self._profiler.start()
+
+    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        """Go one step on."""
+        self._profiler.step()
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Stop it."""
+        self._stop()
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        """Stop it."""
+        self._stop()
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+
+def _searcher_metric(config: Mapping[str, Any]) -> dict[str, Any]:
+    searcher = section(config, "searcher")
+    if "metric" not in searcher:
+        return {}
+    mode = "min" if searcher.get("smaller_is_better", True) else "max"
+    return {"best_metric": f"valid_{searcher['metric']}", "best_mode": mode}
+
+
+def _checked(callbacks: Any) -> dict[str, PyTorchCallback]:
+    if not isinstance(callbacks, Mapping) or not all(isinstance(it, PyTorchCallback) for it in callbacks.values()):
+        raise ConfigError(f"build_callbacks: expected PyTorchCallback objects by name, got {callbacks!r}")
+    return dict(callbacks)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _source(cls: type[Any]) -> dict[str, str]:
+    """Return the text of the file that defines a class, for whoever reads a checkpoint later; it is never run."""
+    try:
+        path = inspect.getsourcefile(cls)
+        return {} if path is None else {Path(path).name: Path(path).read_text(encoding="utf-8")}
+    except (OSError, TypeError, UnicodeDecodeError):
+        return {}

@@ -1,0 +1,120 @@
+"""The databases that hold studies: a file of SQLite, or a server."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.extras import require
+from dovetail.search.records import ExperimentError
+from dovetail.search.secrets import masked_url, without_secrets
+
+if TYPE_CHECKING:
+    from optuna.storages import RDBStorage
+    from sqlalchemy import Engine
+
+__all__ = ["file_url", "open_file", "open_server", "quiet_optuna", "server_engine"]
+
+_FILE = "store.db"
+
+
+def file_url(home: Path) -> str:
+    """Return the URL of the file in a folder of experiments."""
+    return f"sqlite:///{home / _FILE}"
+
+
+def open_file(home: Path) -> RDBStorage:
+    """Open the file in a folder of experiments, and make it if it is not there."""
+    from optuna.storages import RDBStorage
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(home / _FILE, timeout=60, check_same_thread=False)
+        # Readers do not wait for the writer, and a commit does not wait for the disk: a process that is killed loses
+        # nothing, a machine that loses its power the last moment.
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    # Two processes that both make the tables fail.
+    with open(home / "store.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return RDBStorage(file_url(home), engine_kwargs={"creator": connect})
+
+
+def open_server(url: str) -> RDBStorage:
+    """Open the studies on a server, and make their tables if there are none.
+
+    Raises:
+        MissingExtraError: The driver of the server is not installed.
+        ExperimentError: There is no such address, or nobody answers.
+    """
+    from optuna.storages import RDBStorage
+    from sqlalchemy import exc, text
+
+    engine = server_engine(url)
+    try:
+        with engine.connect() as connection:
+            # Two processes that both make the tables fail; the lock goes with the connection.
+            if engine.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_lock(7265746)"))
+            address = engine.url.render_as_string(hide_password=False)
+            return RDBStorage(address, engine_kwargs={"pool_pre_ping": True})
+    except exc.SQLAlchemyError as error:
+        problem = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+        raise ExperimentError(
+            f"the store at {_place(url)} cannot be opened: {without_secrets(problem, url)}"
+        ) from error
+    finally:
+        engine.dispose()
+
+
+def server_engine(url: str, **options: Any) -> Engine:
+    """Return what connects to a server; it has not done so yet.
+
+    Args:
+        url: The address; of PostgreSQL, without a driver.
+        options: Those of SQLAlchemy's `create_engine`.
+
+    Raises:
+        MissingExtraError: The driver of the server is not installed.
+        ExperimentError: There is no such address.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        raise ExperimentError("the store: expected a URL such as postgresql://user@host/name")
+    if scheme in ("postgres", "postgresql"):
+        require("psycopg", "postgres")
+        scheme = "postgresql+psycopg"
+    alchemy = require("sqlalchemy", "search")
+    try:
+        engine: Engine = alchemy.create_engine(f"{scheme}://{rest}", **options)
+    except (ImportError, alchemy.exc.NoSuchModuleError) as error:
+        raise ExperimentError(f"the store at {_place(url)} cannot be opened: {error}") from error
+    except Exception:
+        # Not the error, which may quote a part of the password.
+        raise ExperimentError(
+            f"the store at {_place(url)}: expected a URL such as postgresql://user@host:5432/name, in whose password "
+            "@ / : ? are written %40 %2F %3A %3F"
+        ) from None
+    return engine
+
+
+def _place(url: str) -> str:
+    return masked_url(url).partition("://")[2].rpartition("@")[2]
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Keep what Optuna says of every new study from the terminal."""
+    logger = logging.getLogger("optuna")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,61 @@
+"""How an attempt of a trial has failed: what it said last, and how far it had come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dovetail.search.checkpoints import checkpoints_of
+
+__all__ = ["last_words", "log_size", "newest_checkpoint"]
+
+_LOG = "log.txt"
+# Lines that may follow the one that names an error.
+_NOTES = 20
+
+
+def log_size(trial: Path) -> int:
+    """Return the bytes in the log of a trial: where the words of the next attempt begin."""
+    with suppress(FileNotFoundError):
+        return (trial / _LOG).stat().st_size
+    return 0
+
+
+def last_words(trial: Path, begin: int) -> str:
+    r"""Return what an attempt has said last, in a line: of an error its type and message.
+
+    Args:
+        trial: The folder of the trial.
+        begin: Where the attempt begins in the log.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "log.txt").write_text("Traceback (most recent call last):\n  …\nKeyError: 'lr'\na note\n")
+        >>> last_words(folder, 0)
+        "KeyError: 'lr'"
+    """
+    with suppress(OSError), open(trial / _LOG, "rb") as log:
+        log.seek(max(begin, os.fstat(log.fileno()).st_size - 20_000))
+        lines = [line.rstrip() for line in log.read().decode("utf-8", errors="replace").split("\n") if line.strip()]
+        return (_error_line(lines) or next(reversed(lines), "")).strip()[:300]
+    return ""
+
+
+def newest_checkpoint(trial: Path) -> int | str | None:
+    """Return after how many batches the newest checkpoint of a trial was written, or else its name."""
+    newest = next(reversed(checkpoints_of(trial)), None)
+    return None if newest is None else newest.path.name if newest.steps is None else newest.steps
+
+
+def _error_line(lines: Sequence[str]) -> str | None:
+    """Return the line of the last traceback that names the error: the first after it that is not indented.
+
+    Notes may follow it. Where more follows than anybody would note, the program went on after that error.
+    """
+    begun = [place for place, line in enumerate(lines) if line == "Traceback (most recent call last):"]
+    after = range(begun[-1] + 1, len(lines)) if begun else range(0)
+    found = next((place for place in after if not lines[place].startswith(" ")), None)
+    return None if found is None or len(lines) - found > _NOTES else lines[found]

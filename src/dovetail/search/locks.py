@@ -1,0 +1,55 @@
+"""Who is at work: locks that are held for as long as a process lives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dovetail.search.records import ExperimentError
+
+__all__ = ["holding", "is_taken"]
+
+# Seconds: longer than anyone who only looks whether it is taken.
+_PATIENCE = 2.0
+
+
+@contextmanager
+def holding(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock, for as long as the block lasts and this process lives.
+
+    Args:
+        path: The file, which says who holds it.
+        what: What is done meanwhile, for the error.
+
+    Raises:
+        ExperimentError: Another process holds it.
+    """
+    with open(path, "a+") as lock:
+        deadline = time.monotonic() + _PATIENCE
+        while not _locked(lock.fileno(), fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                lock.seek(0)
+                raise ExperimentError(f"{what} is being run already, by process {lock.read().strip() or 'unknown'}")
+            time.sleep(0.02)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def is_taken(path: Path) -> bool:
+    """Whether anybody holds a lock."""
+    with suppress(FileNotFoundError), open(path) as lock:
+        return not _locked(lock.fileno(), fcntl.LOCK_SH)
+    return False
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        return True
+    return False

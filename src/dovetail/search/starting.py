@@ -1,0 +1,78 @@
+"""What a trial or a job is started as: its command, its variables, its seed, and where."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from dovetail.errors import ConfigError
+from dovetail.info import VARIABLE
+from dovetail.search.processes import Backend, LocalBackend
+from dovetail.search.schema import ExperimentConfig
+from dovetail.search.secrets import masked_url
+from dovetail.search.store import HOME
+
+__all__ = ["backend_for", "command_of", "trial_seed", "variables_of"]
+
+
+def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
+    """Return the command of a trial: this Python for `python`, and a launcher for several slots.
+
+    Example:
+        >>> command_of(["python3", "-u", "train.py"], slots=2)[1:]
+        ['-u', '-m', 'dovetail.launch', '--slots', '2', 'train.py']
+        >>> command_of(["./train.sh"], slots=2)
+        ['./train.sh']
+    """
+    program, *rest = entrypoint
+    if not re.fullmatch(r"python(3(\.\d+)?)?", program):
+        return list(entrypoint)
+    options = []
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
+        options += [rest.pop(0) for _ in range(2 if rest[0] in ("-W", "-X") else 1)]
+    launches = rest[:1] in (["-c"], ["-"]) or rest[:2] in (["-m", "dovetail.launch"], ["-m", "torch.distributed.run"])
+    launcher = ["-m", "dovetail.launch", "--slots", str(slots)] if slots > 1 and rest and not launches else []
+    return [sys.executable, *options, *launcher, *rest]
+
+
+def variables_of(config: ExperimentConfig, home: Path, info: Path) -> dict[str, str]:
+    """Return the environment variables of a trial or a job, beside those of this process.
+
+    Args:
+        config: What it is.
+        home: The folder of experiments.
+        info: What it is told about itself.
+    """
+    # Lines of a process that is killed are in its log.
+    return {"PYTHONUNBUFFERED": "1", **config.environment, VARIABLE: str(info), HOME: str(home)}
+
+
+def trial_seed(seed: int, number: int) -> int:
+    """Return the seed of a trial, which depends on that of the experiment and on its number only."""
+    return int.from_bytes(sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
+
+
+def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:
+    """Return where the configuration of an experiment wants its trials to run.
+
+    Args:
+        config: The configuration.
+        concurrent: How many trials are at work at the same time at most.
+
+    Raises:
+        ConfigError: It wants what this place cannot do.
+    """
+    if config.cluster is None:
+        if config.checkpoint_storage.url is not None:
+            place = masked_url(config.checkpoint_storage.url)
+            raise ConfigError(
+                f"checkpoint_storage: {place!r} is a URL, to which only a cluster copies checkpoints: "
+                "give a folder, or resources.cluster"
+            )
+        return LocalBackend(concurrent=concurrent)
+    from dovetail.search.cluster import RayBackend
+
+    return RayBackend(config.cluster, config.checkpoint_storage.url)

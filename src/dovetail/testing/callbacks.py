@@ -1,0 +1,47 @@
+"""What every callback must do."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from dovetail.callbacks import Callback, TrainerCallback
+from dovetail.testing.comparing import difference
+from dovetail.testing.contract import EPOCHS, Contract
+
+__all__ = ["CallbackContract"]
+
+
+class CallbackContract(Contract):
+    """Tests of a `Callback` or `TrainerCallback`; make one that does not end training within two epochs.
+
+    Attributes:
+        changes_training: Whether the weights are meant to differ from those without the callback.
+
+    Example:
+        >>> from dovetail.callbacks import LRMonitor
+        >>> class TestMyCallback(CallbackContract):
+        ...     def make(self):
+        ...         return LRMonitor()
+        >>> TestMyCallback().test_watching_changes_nothing()
+    """
+
+    kind = (Callback, TrainerCallback)
+    changes_training: ClassVar[bool] = False
+
+    def test_watching_changes_nothing(self) -> None:
+        """Training with the callback is training without it, unless it says otherwise."""
+        watched = self._trained(self.make())
+        alone = self._trainer(None)
+        self._fit(alone, EPOCHS)
+        is_same = difference(watched.model.state_dict(), alone.model.state_dict(), "the model") is None
+        assert is_same or self.changes_training, "training with the callback differs from training without it"
+
+    def test_serves_a_second_run(self) -> None:
+        """The same object can watch another run of its trainer."""
+        trainer = self._trained(self.make())
+        trainer.reset()
+        self._fit(trainer, 1)
+        assert trainer.context.progress.epoch == 1, f"the second run ended after {trainer.context.progress}"
+
+    def _arguments(self, part: Any) -> dict[str, Any]:
+        return {} if part is None else {"callbacks": [part]}

@@ -1,0 +1,267 @@
+"""What strategies and callbacks have in common: they train, again and alike, and leave others alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from dovetail.callbacks import Callback
+from dovetail.testing.comparing import assert_same
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
+from dovetail.units import Batches, Epochs
+
+__all__ = [
+    "BATCHES",
+    "BATCH_SIZE",
+    "EPOCHS",
+    "PASSES_BEFORE_FAILURE",
+    "Contract",
+    "StrategyContract",
+    "randomness_kept",
+]
+
+_SAMPLES = 18
+BATCH_SIZE = 4
+BATCHES = math.ceil(_SAMPLES / BATCH_SIZE)
+EPOCHS = 2
+PASSES_BEFORE_FAILURE = 2
+
+
+class Contract:
+    """What strategies and callbacks have in common: they train, again and alike, and leave others alone."""
+
+    # Not tests themselves, whatever their names; `__init_subclass__` makes tests of those that say how to `make`.
+    __test__: ClassVar[bool] = False
+    kind: ClassVar[type[Any] | tuple[type[Any], ...]] = object
+    # Whether the trainer can validate on the data: False for data without labels.
+    validates: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__test__" not in vars(cls):
+            cls.__test__ = cls.make is not Contract.make
+
+    # ------------------------------------------------------------------ what a subclass says
+
+    def make(self) -> Any:
+        """Return a new object to test, every time with the same settings."""
+        raise NotImplementedError(f"{type(self).__name__}.make: return the object to test")
+
+    def make_model(self) -> nn.Module:
+        """Return a new model, every time with the same weights; by default a classifier of 4 numbers in 3 classes."""
+        with randomness_kept():
+            seed_everything(0)
+            return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def make_data(self) -> Any:
+        """Return 18 samples, as `fit` takes them; by default of the classifier."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(_SAMPLES, 4, generator=generator)
+        return x, x[:, :3].argmax(dim=1)
+
+    def make_options(self) -> dict[str, Any]:
+        """Return further arguments of the `ComposableTrainer`, such as the loss that goes with your data."""
+        return {}
+
+    # ------------------------------------------------------------------ tests
+
+    def test_is_of_its_kind(self) -> None:
+        """`make` returns a new object of the kind."""
+        one, other = self.make(), self.make()
+        assert isinstance(one, self.kind), f"make() returned {one!r}, which is no {self.kind}"
+        assert one is not other, "make() returned the same object twice"
+
+    def test_trains_two_epochs(self) -> None:
+        """Two epochs inside a trainer end, with numbers that are finite."""
+        trainer = self._trained(self.make())
+        planned = max(EPOCHS, sum(phase.epochs for phase in trainer.context.phases))
+        assert trainer.context.progress.epoch == planned, f"training ended after {trainer.context.progress}"
+        assert all(map(math.isfinite, trainer.history.losses)), f"a loss is not finite: {trainer.history.losses}"
+        assert all(value.isfinite().all() for value in trainer.model.state_dict().values()), "a weight is not finite"
+
+    def test_training_is_reproducible(self) -> None:
+        """The same seed gives the same weights, bit for bit."""
+        one, other = self.make(), self.make()
+        assert_same(
+            self._outcome(self._trained(one), one), self._outcome(self._trained(other), other), "two runs of one seed"
+        )
+
+    def test_training_resumes_bit_for_bit(self) -> None:
+        """A new trainer that goes on from any checkpoint ends where the uninterrupted one did."""
+        with TemporaryDirectory() as folder:
+            part, saved = self.make(), _Saved()
+            whole = self._trainer(part, checkpoint_dir=folder, save_hist=False, save_every=0)
+            whole.callbacks.add(saved)
+            self._fit(whole, EPOCHS, checkpoint_period=Batches(3))
+            expected = {**self._outcome(whole, part), **self._kept(part)}
+            assert len(saved.paths) > 1, "no checkpoint was written before the end"
+            for path in saved.paths:
+                part = self.make()
+                resumed = self._trainer(part)
+                self._fit(resumed, EPOCHS, resume=path)
+                assert_same({**self._outcome(resumed, part), **self._kept(part)}, expected, f"resumed from {path.name}")
+
+    def test_state_survives_a_round_trip(self) -> None:
+        """What `state_dict` gave after training is what it gives after `load_state_dict`."""
+        part, other = self.make(), self.make()
+        trainer, reader = self._trained(part), self._trainer(other)
+        state = copy.deepcopy(_state_of(part))
+        if state:
+            other.load_state_dict(copy.deepcopy(state))
+        assert_same(_state_of(other), state, "the state after a round trip")
+        trainer.close()
+        reader.close()
+
+    def test_two_trainers_share_nothing(self) -> None:
+        """A second trainer with an object of its own, in turns with the first, changes nothing for it."""
+        outcomes = []
+        for is_disturbed in (False, True):
+            part = self.make()
+            trainer = self._trainer(part)
+            second = self._trainer(self.make(), _shifted(self.make_model()))
+            self._fit(trainer, 1)
+            if is_disturbed:
+                with randomness_kept():
+                    self._fit(second, 1)
+            self._fit(trainer, EPOCHS)
+            outcomes.append(self._outcome(trainer, part))
+        assert_same(outcomes[1], outcomes[0], "training in turns with another trainer")
+
+    def test_errors_keep_their_type(self) -> None:
+        """An error inside the model reaches the caller as it is, and the trainer can be closed after it."""
+        trainer = self._trainer(self.make(), _failing(self.make_model()))
+        caught: Exception | None = None
+        try:
+            self._provoke(trainer)
+        except Exception as error:
+            caught = error
+        assert type(caught) is _ProvokedError, f"the model's error came out as {caught!r}"
+        trainer.close()
+
+    # ------------------------------------------------------------------ private
+
+    def _arguments(self, part: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _trainer(self, part: Any, model: nn.Module | None = None, **options: Any) -> ComposableTrainer:
+        arguments = {
+            "optimizer_strategy": SGDOptimizerStrategy(lr=0.1, momentum=0.9),
+            **self.make_options(),
+            **self._arguments(part),
+            **options,
+        }
+        model = self.make_model() if model is None else model
+        return ComposableTrainer(model, device="cpu", seed=0, batch_size=BATCH_SIZE, verbose=False, **arguments)
+
+    def _fit(self, trainer: ComposableTrainer, epochs: int, **wishes: Any) -> None:
+        data = self.make_data()
+        trainer.fit(data, data if self.validates else None, max_length=Epochs(epochs), **wishes)
+
+    def _trained(self, part: Any, **options: Any) -> ComposableTrainer:
+        trainer = self._trainer(part, **options)
+        self._fit(trainer, EPOCHS)
+        return trainer
+
+    def _outcome(self, trainer: ComposableTrainer, part: Any) -> dict[str, Any]:
+        """What two runs are compared by."""
+        return {
+            "weights": trainer.model.state_dict(),
+            "losses": list(trainer.history.losses),
+            "optimizers": [optimizer.state_dict() for optimizer in trainer.context.optimizers],
+            "progress": trainer.context.progress.state_dict(),
+        }
+
+    def _kept(self, part: Any) -> dict[str, Any]:
+        """What besides must be the same after a run that was resumed."""
+        return {}
+
+    def _provoke(self, trainer: ComposableTrainer) -> None:
+        self._fit(trainer, EPOCHS)
+
+
+class StrategyContract(Contract):
+    """What all kinds of strategy have in common."""
+
+    def test_setup_and_teardown_can_be_repeated(self) -> None:
+        """A strategy that was set up and torn down serves the next trainer as a new one does."""
+        used, fresh = self.make(), self.make()
+        for _ in range(2):
+            context = self._context(self.make_model())
+            used.setup(context)
+            used.teardown(context)
+        with self._trainer(used) as one, self._trainer(fresh) as other:
+            self._fit(one, EPOCHS)
+            self._fit(other, EPOCHS)
+            assert_same(self._outcome(one, used), self._outcome(other, fresh), "a strategy after setup and teardown")
+
+    def _arguments(self, part: Any) -> dict[str, Any]:
+        return {f"{part.role}_strategy": part}
+
+    def _kept(self, part: Any) -> dict[str, Any]:
+        return {"state": copy.deepcopy(part.state_dict())}
+
+    def _context(self, model: nn.Module) -> TrainingContext:
+        context = TrainingContext(model)
+        context.config = {"epochs": EPOCHS, "batch_size": BATCH_SIZE}
+        context.state["order_seed"] = 0
+        return context
+
+
+@contextmanager
+def randomness_kept() -> Iterator[None]:
+    """Let nothing inside change what is drawn after it."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+class _ProvokedError(Exception):
+    """An error that no strategy can know."""
+
+
+def _failing(model: nn.Module) -> nn.Module:
+    """Let a model fail in its third forward pass."""
+    calls = []
+
+    def count(module: nn.Module, inputs: Any) -> None:
+        calls.append(1)
+        if len(calls) > PASSES_BEFORE_FAILURE:
+            raise _ProvokedError
+
+    model.register_forward_pre_hook(count)
+    return model
+
+
+class _Saved(Callback):
+    """Notes every checkpoint."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+
+    def on_checkpoint(self, context: TrainingContext, path: Path) -> None:
+        self.paths.append(path)
+
+
+def _shifted(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-0.5).add_(0.1)
+    return model
+
+
+def _state_of(part: Any) -> Any:
+    return part.state_dict() if isinstance(part, (Strategy, Callback)) else {}

@@ -1,0 +1,13 @@
+"""One graph for a whole training step: forward, backward, clipping and the optimizer's update.
+
+The graph is traced once per form of a batch, with tensors that hold no data, compiled by Inductor, and called without
+Dynamo in between. It reads and writes the very parameters, buffers and optimizer state that eager training does, so the
+two can take turns at any step.
+"""
+
+from dovetail.trainers.whole_step.graph import Outputs
+from dovetail.trainers.whole_step.limits import CannotCompileError
+from dovetail.trainers.whole_step.step import WholeStep
+from dovetail.trainers.whole_step.tracing import check_compiler
+
+__all__ = ["CannotCompileError", "Outputs", "WholeStep", "check_compiler"]

@@ -1,0 +1,153 @@
+"""What no graph can stand for, and how that is noticed: by a look at the pieces, or by what a trace has changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from dovetail.trainers.whole_step.rules import RULES
+
+__all__ = [
+    "CannotCompileError",
+    "Space",
+    "TraceError",
+    "check_memory",
+    "check_modules",
+    "check_optimizer",
+    "first_line",
+    "ids",
+    "unchanged",
+]
+
+Space = tuple[str, MutableMapping[str, Any]]
+
+
+class CannotCompileError(Exception):
+    """No graph can stand for a step; the message says why, as the end of a sentence. Nothing has changed."""
+
+
+class TraceError(CannotCompileError):
+    """Something went wrong inside a trace."""
+
+
+def check_modules(modules: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse modules that a compiler makes no better, and hooks that a graph would not call."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            # Its one operation is closed to Inductor, and unrolled it takes a minute to compile.
+            raise CannotCompileError(f"the model has a recurrent layer, {type(module).__name__}")
+        for name in _HOOKS:
+            for hook in vars(module).get(name, {}).values():
+                raise CannotCompileError(f"a {type(module).__name__} has the hook {_name_of(hook)}")
+    if any(getattr(global_hooks, f"_global{name}", None) for name in _HOOKS):
+        raise CannotCompileError("all modules have a global hook")
+    for name, parameter in parameters.items():
+        if type(parameter) is not nn.Parameter:
+            raise CannotCompileError(f"the parameter {name[2:]} is a {type(parameter).__name__}")
+        if parameter.is_complex() or parameter.layout is not torch.strided:
+            raise CannotCompileError(f"the parameter {name[2:]} is complex or sparse")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CannotCompileError(f"the parameter {name[2:]} has a hook on its gradient")
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse optimizers without a rule, and settings of which the rules know nothing."""
+    known = set(ids(parameters.values()))
+    name = type(optimizer).__name__
+    if type(optimizer) not in RULES:
+        raise CannotCompileError(f"the optimizer is {name}, and none of {', '.join(it.__name__ for it in RULES)}")
+    for group in optimizer.param_groups:
+        if group.get("dampening"):
+            raise CannotCompileError(f"the optimizer {name} has dampening")
+        if group.get("differentiable"):
+            raise CannotCompileError(f"the optimizer {name} is differentiable")
+        settings = [group[setting] for setting in RULES[type(optimizer)].settings]
+        if any(isinstance(setting, Tensor) for setting in pytree.tree_leaves(settings)):
+            raise CannotCompileError(f"the optimizer {name} has a tensor among its settings")
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise CannotCompileError(f"the optimizer {name} has a parameter that is not the model's")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise CannotCompileError(f"the optimizer {name} has a hook on its steps")
+
+
+def check_memory(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that a write to another one would change."""
+    addresses = [it.untyped_storage().data_ptr() for it in tensors if it.numel()]
+    if len(set(addresses)) != len(addresses):
+        raise CannotCompileError("two parameters or buffers share their memory")
+
+
+@contextmanager
+def unchanged(spaces: Sequence[Space]) -> Iterator[None]:
+    """Refuse a trace that changes what it should only read, and put that back."""
+    before = [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
+    dice = _dice()
+    changed = []
+    try:
+        yield
+    finally:
+        for owner, space, old in before:
+            changed += [f"{owner}.{name}" for name in _put_back(space, old)]
+    if changed:
+        raise CannotCompileError(f"the step changes {changed[0]}, which a graph would not do again")
+    if dice != _dice():
+        raise CannotCompileError("the step draws random numbers from Python or numpy, and not from torch")
+
+
+def _dice() -> tuple[Any, ...]:
+    """The state of the generators that a trace would read as constants."""
+    state = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), state["key"].tobytes(), state["pos"]
+
+
+def _content(value: Any) -> Any:
+    """A copy of a list or a dictionary, which its owner could change; None for all else."""
+    return value.copy() if isinstance(value, (list, dict)) else None
+
+
+def _put_back(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Undo changes by numbers, tensors and whatever holds some, and return their names."""
+    changed = []
+    for name, value in list(space.items()):
+        earlier, content = old.get(name, (None, None))
+        if value is earlier and content is not None and len(value) != len(content):
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        elif (
+            value is earlier
+            or not isinstance(value, (Tensor, int, float, str, list, dict, tuple))
+            or (isinstance(value, (int, float, str)) and value == earlier)
+        ):
+            continue
+        elif name in old:
+            space[name] = earlier
+        else:
+            del space[name]
+        changed.append(name)
+    return changed
+
+
+def ids(things: Iterable[Any]) -> list[int]:
+    """Return which objects they are, to be compared."""
+    return [id(it) for it in things]
+
+
+def _name_of(hook: Any) -> str:
+    return str(getattr(hook, "__name__", type(hook).__name__))
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, as a part of a sentence."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

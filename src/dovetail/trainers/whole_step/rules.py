@@ -1,0 +1,130 @@
+"""How optimizers update a parameter, as operations that a graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+__all__ = ["RULES", "Rule", "clipped", "state_of"]
+
+Group = Mapping[str, Any]
+
+
+class Rule(Protocol):
+    """How an optimizer updates a parameter: its terms decide on the graph, its numbers are data of the graph."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The names of what terms and numbers are read from, besides `lr`."""
+
+    def terms(self, group: Group) -> tuple[bool, ...]:
+        """Return which terms the update has."""
+
+    def numbers(self, group: Group) -> tuple[float, ...]:
+        """Return what a schedule may move."""
+
+    def slots(self, terms: tuple[bool, ...]) -> tuple[str, ...]:
+        """Return the names of a parameter's state."""
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Sequence[Tensor], terms: Any
+    ) -> None:
+        """Change a parameter and its state in place."""
+
+
+class SGDRule:
+    """Stochastic gradient descent, with the momentum of torch: the first one is the gradient."""
+
+    settings = ("momentum", "nesterov", "weight_decay", "maximize")
+
+    def terms(self, group: Group) -> tuple[bool, ...]:
+        return bool(group["momentum"]), group["nesterov"], bool(group["weight_decay"]), group["maximize"]
+
+    def numbers(self, group: Group) -> tuple[float, ...]:
+        return float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+
+    def slots(self, terms: tuple[bool, ...]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if terms[0] else ()
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Sequence[Tensor], terms: Any
+    ) -> None:
+        has_momentum, is_nesterov, decays, maximizes = terms
+        rate, momentum, decay = numbers
+        if maximizes:
+            gradient = -gradient
+        if decays:
+            gradient = gradient + parameter * decay
+        if has_momentum:
+            average = state["momentum_buffer"].mul_(momentum).add_(gradient)
+            gradient = gradient + average * momentum if is_nesterov else average
+        parameter.sub_(gradient * rate)
+
+
+class AdamRule:
+    """Adam, and AdamW, whose weight decay is decoupled from the gradient."""
+
+    settings = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize")
+
+    def terms(self, group: Group) -> tuple[bool, ...]:
+        return bool(group["weight_decay"]), group["decoupled_weight_decay"], group["amsgrad"], group["maximize"]
+
+    def numbers(self, group: Group) -> tuple[float, ...]:
+        first, second = group["betas"]
+        return float(group["lr"]), float(first), float(second), float(group["eps"]), float(group["weight_decay"])
+
+    def slots(self, terms: tuple[bool, ...]) -> tuple[str, ...]:
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if terms[2] else ()))
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Sequence[Tensor], terms: Any
+    ) -> None:
+        decays, is_decoupled, is_amsgrad, maximizes = terms
+        rate, first, second, epsilon, decay = numbers
+        if maximizes:
+            gradient = -gradient
+        if decays and is_decoupled:
+            parameter.mul_(1 - rate * decay)
+        elif decays:
+            gradient = gradient + parameter * decay
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.add_((gradient - mean) * (1 - first))
+        square.mul_(second).add_(gradient * gradient * (1 - second))
+        # In double precision, as Python computes them for torch: 1 - 0.999 has four good digits in single precision.
+        step = state["step"].add_(1).double()
+        root = (square if not is_amsgrad else _largest(state["max_exp_avg_sq"], square)).sqrt()
+        denominator = root / (1 - second**step).sqrt() + epsilon
+        parameter.sub_(mean / denominator * (rate / (1 - first**step)))
+
+
+def _largest(largest: Tensor, square: Tensor) -> Tensor:
+    return largest.copy_(torch.maximum(largest, square))
+
+
+RULES: dict[type[Optimizer], Rule] = {SGD: SGDRule(), Adam: AdamRule(), AdamW: AdamRule()}
+
+
+def state_of(optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor:
+    """Return a part of a parameter's state, as torch makes it before the first step if it is not there yet."""
+    if parameter in optimizer.state and slot in optimizer.state[parameter]:
+        known: Tensor = optimizer.state[parameter][slot]
+        return known
+    if slot != "step":
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    group = next(group for group in optimizer.param_groups if any(it is parameter for it in group["params"]))
+    is_there = group["capturable"] or group["fused"]
+    dtype = torch.float64 if torch.get_default_dtype() is torch.float64 and not group["fused"] else torch.float32
+    return torch.zeros((), dtype=dtype, device=parameter.device if is_there else "cpu")
+
+
+def clipped(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> dict[nn.Parameter, Tensor]:
+    """Return gradients as `clip_grad_norm_` leaves them."""
+    if not gradients:
+        return {}
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(it) for it in gradients.values()]))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return {parameter: gradient * factor for parameter, gradient in gradients.items()}

@@ -1,0 +1,484 @@
+"""A training step as compiled graphs: which batches are worth one, what enters it, and whether it computes the same."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import compress
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+
+from dovetail.trainers.whole_step.graph import Graph, Outputs, State, buffer_place, constant_place
+from dovetail.trainers.whole_step.limits import (
+    CannotCompileError,
+    Space,
+    TraceError,
+    check_memory,
+    check_modules,
+    check_optimizer,
+    first_line,
+    ids,
+    unchanged,
+)
+from dovetail.trainers.whole_step.rules import RULES, clipped, state_of
+from dovetail.trainers.whole_step.tracing import (
+    channels_last,
+    compiled,
+    described,
+    empty_like,
+    lift_constants,
+    lift_draws,
+    loss_of,
+    with_tensors,
+)
+
+__all__ = ["WholeStep"]
+
+# A form of batch that is not the first is compiled when it comes twice in a row, or this often in all: the last,
+# shorter batch of every epoch costs less in eager mode than the seconds of a compiler.
+_APPEARANCES = 8
+_MOST_GRAPHS = 8
+# Graphs that are kept from run to run, the newest of them.
+_MOST_KEPT = 32
+# Batches in more forms than this have none that is worth a graph.
+_MOST_FORMS = 64
+
+Compute = Callable[[Any], Mapping[str, Any]]
+
+
+class WholeStep:
+    """A training step as one compiled graph for each form of a batch.
+
+    A call computes the outputs of a batch, differentiates the loss, clips, and updates parameters, buffers and the
+    optimizer's state in place. What moves between two calls enters the graph as data: the batch, every tensor of the
+    modules, the optimizer's state and its numbers such as `lr`. Random numbers come from torch's generator, in the
+    order in which eager training draws them.
+
+    What else Python holds when the graph is traced is fixed in it. So the loss of a new graph, and of the call after
+    `look_again`, is compared with that of `compute`, and a step that has changed is refused.
+
+    Args:
+        compute: Returns `{"loss": …, …}` for a batch, from the tensors of the modules.
+        modules: All modules whose tensors `compute` uses; the optimizer's parameters are among them.
+        optimizer: `SGD`, `Adam` or `AdamW`.
+        max_norm: Largest norm of all gradients together; 0 clips nothing.
+        spaces: Names and attributes (`vars(it)`) of objects that `compute` must not change besides the modules: a graph
+            would not do so again.
+
+    Raises:
+        CannotCompileError: The modules or the optimizer are of a kind that no graph can stand for.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = WholeStep(lambda batch: {"loss": model(batch).square().mean()}, [model], optimizer)
+        >>> step.num_graphs
+        0
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        modules: Sequence[nn.Module],
+        optimizer: Optimizer,
+        max_norm: float = 0.0,
+        spaces: Sequence[Space] = (),
+    ) -> None:
+        self.optimizer = optimizer
+        self._compute = compute
+        self._max_norm = max_norm
+        # One root for all modules, so that every tensor has one name.
+        self._root = nn.ModuleList(modules)
+        self._modules = list(self._root.modules())[1:]
+        self._parameters = dict(self._root.named_parameters())
+        self._spaces = [*((type(module).__name__, vars(module)) for module in self._modules), *spaces]
+        check_modules(self._modules, self._parameters)
+        check_optimizer(optimizer, self._parameters)
+        self._rule = rule = RULES[type(optimizer)]
+        self._settings_of = itemgetter(*rule.settings)
+        # Of the last call: the optimizer's settings but its rates, and which terms its updates have by them.
+        self._settings: list[Any] = []
+        self._terms: list[tuple[bool, ...]] = []
+        self._grouped = [ids(group["params"]) for group in optimizer.param_groups]
+        self._graphs: dict[str, Graph] = {}
+        self._last: tuple[Any, Graph] | None = None
+        # Of the run: how often each form has come, which of them are computed by graphs, and the form before.
+        self._seen: dict[str, int] = {}
+        self._compiled: set[str] = set()
+        self._previous = ""
+        self._most_forms = _MOST_GRAPHS
+        self._looks = True
+
+    @property
+    def num_graphs(self) -> int:
+        """How many forms of batches have a graph."""
+        return len(self._graphs)
+
+    def begin(self, most_forms: int = _MOST_GRAPHS) -> None:
+        """Begin another run: what is computed by a graph follows from its batches alone, not from runs before.
+
+        Graphs that are there already are used where the run would have made them.
+
+        Args:
+            most_forms: How many forms of batches may be computed by graphs.
+        """
+        self._seen, self._compiled, self._previous, self._last = {}, set(), "", None
+        self._most_forms = most_forms
+
+    def adopt(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> bool:
+        """Go on with an optimizer, and return whether that works: its kind, modules and parameters are the same.
+
+        Raises:
+            CannotCompileError: What no graph can stand for has come to them, such as a hook.
+        """
+        now = dict(self._root.named_parameters())
+        if (
+            type(optimizer) is not type(self.optimizer)
+            or ids(modules) != ids(self._root)
+            or list(now) != list(self._parameters)
+            or ids(now.values()) != ids(self._parameters.values())
+            or [ids(group["params"]) for group in optimizer.param_groups] != self._grouped
+        ):
+            return False
+        check_modules(self._modules, self._parameters)
+        check_optimizer(optimizer, self._parameters)
+        self.optimizer = optimizer
+        return True
+
+    def find_again(self) -> bool:
+        """Let graphs use the tensors that objects beside the modules hold now, where they held others at the trace.
+
+        Graphs are forgotten for which such a tensor has another form now, or is held by none of those objects, so that
+        which one it would be now is not known.
+
+        Returns:
+            Whether all graphs are kept.
+        """
+        number = len(self._graphs)
+        self._graphs = {name: graph for name, graph in self._graphs.items() if graph.find_constants()}
+        self._last = None
+        return len(self._graphs) == number
+
+    def look_again(self) -> None:
+        """Compare the loss of the next call with that of `compute`, in which something may have changed."""
+        self._looks = True
+
+    def __call__(self, batch: Any) -> Outputs | None:
+        """Make one update and return the outputs, detached; None for a batch whose form is not worth a graph yet.
+
+        Raises:
+            CannotCompileError: No graph can stand for this step, or what it computes has changed.
+        """
+        leaves, form = described(batch)
+        key = (form, self._state())
+        if self._last is not None and key == self._last[0]:
+            graph = self._last[1]
+            self._previous = ""
+        else:
+            name = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
+            if not self._is_worth_a_graph(name):
+                return None
+            if name not in self._graphs:
+                self._graphs[name] = self._compile([batch], leaves)
+                self._looks = True
+                if len(self._graphs) > _MOST_KEPT:
+                    del self._graphs[next(iter(self._graphs))]
+            self._compiled.add(name)
+            graph = self._graphs[name]
+            self._last = (key, graph)
+        self._bring_up_to_date(graph)
+        if self._looks:
+            self._looks = False
+            return self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)[0]
+        return dict(zip(graph.names, graph.run(leaves)), **graph.fixed)  # noqa: B905 - `strict` costs time at every step
+
+    def several(self, batches: Sequence[Any]) -> list[Outputs] | None:
+        """Make one update for each of some batches, all in one call of a graph, and return the outputs of each.
+
+        The graph has as many steps as there are batches, and takes that much longer to compile.
+
+        Returns:
+            None, and nothing has happened, unless all batches have the form of the one that the last call was for: only
+            a form whose single steps have proven to be a graph is worth a larger one.
+
+        Raises:
+            CannotCompileError: No graph can stand for these steps.
+        """
+        read = [described(batch) for batch in batches]
+        form = read[0][1]
+        if self._looks or self._last is None or any(other != form for _, other in read):
+            return None
+        key, single = self._last
+        if key != (form, self._state()):
+            return None
+        self._previous = ""
+        leaves = [leaf for found, _ in read for leaf in found]
+        graph = single.several.get(len(batches))
+        if graph is not None:
+            self._bring_up_to_date(graph)
+            return graph.outputs(leaves)
+        graph = self._compile(batches, leaves)
+        for each in (graph, single):
+            self._bring_up_to_date(each)
+        outputs = self._compared(
+            graph, leaves, lambda: [output for found, _ in read for output in single.outputs(found)], changes=True
+        )
+        single.several[len(batches)] = graph
+        return outputs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which forms have come how often: a resumed run is to compile what an uninterrupted one would."""
+        return {"seen": dict(self._seen), "compiled": sorted(self._compiled), "previous": self._previous}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._seen = {name: int(number) for name, number in state["seen"].items()}
+        self._compiled, self._previous = set(state["compiled"]), state["previous"]
+
+    # ------------------------------------------------------------------ private
+
+    def _is_worth_a_graph(self, name: str) -> bool:
+        previous, self._previous = self._previous, name
+        is_first = not self._seen
+        self._seen[name] = number = self._seen.get(name, 0) + 1
+        if len(self._seen) > _MOST_FORMS:
+            raise CannotCompileError(f"the batches come in more than {_MOST_FORMS} shapes")
+        if name in self._compiled:
+            return True
+        return len(self._compiled) < self._most_forms and (is_first or name == previous or number >= _APPEARANCES)
+
+    def _state(self) -> tuple[Any, ...]:
+        """All but the batch that decides which graph stands for a step."""
+        # Written for tiny steps, where every Python call counts: `map` and `operator` make none.
+        groups = self.optimizer.param_groups
+        settings = list(map(self._settings_of, groups))
+        if settings != self._settings:
+            self._settings, self._terms = settings, [self._rule.terms(group) for group in groups]
+        return (
+            self._terms,
+            list(map(len, map(_PARAMS, groups))),
+            list(map(_TRAINING, self._modules)),
+            list(map(_REQUIRES_GRAD, self._parameters.values())),
+        )
+
+    def _bring_up_to_date(self, graph: Graph) -> None:
+        """Let a graph use the state and the numbers that the optimizer has now."""
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        if graph.bound is not optimizer.state or graph.num_bound != len(optimizer.state):
+            graph.bind(optimizer)
+        # A rate may be a tensor, which changes in place.
+        settings = (list(map(float, map(_RATE, groups))), self._settings)
+        if settings != graph.settings:
+            graph.settings = settings
+            graph.set_numbers([number for group in groups for number in self._rule.numbers(group)])
+
+    def _compile(self, batches: Sequence[Any], leaves: list[Tensor]) -> Graph:
+        """Trace and compile one step after the other for batches like these."""
+        optimizer, rule, terms = self.optimizer, self._rule, self._terms
+        check_optimizer(optimizer, self._parameters)
+        buffers = dict(self._root.named_buffers())
+        states = [
+            (parameter, slot)
+            for group, term in zip(optimizer.param_groups, terms, strict=True)
+            for parameter in group["params"]
+            for slot in rule.slots(term)
+        ]
+        hyper = torch.zeros(sum(len(rule.numbers(group)) for group in optimizer.param_groups), dtype=torch.float64)
+        given: list[Tensor] = [
+            *self._parameters.values(),
+            *buffers.values(),
+            *(state_of(optimizer, parameter, slot) for parameter, slot in states),
+            hyper,
+        ]
+        check_memory(given)
+        # Two inputs that are one tensor would be compiled as one input, which they need not be in the next batch.
+        given += [empty_like(it) for it in leaves]
+        with unchanged(self._spaces):
+            traced, names, fixed = self._traced(batches, list(buffers), states, given)
+        constants = lift_constants(traced)
+        draws = lift_draws(traced)
+        places = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        is_used = [bool(node.users) for node in places]
+        for node in places:
+            if not node.users:
+                traced.graph.erase_node(node)
+        traced.recompile()
+        drawn = [empty_like(node.meta["val"]) for node in places[len(given) + len(constants) :]]
+        # Of several steps the calls of kernels are compiled, too: from Python they take longer than a tiny kernel.
+        in_one = len(batches) > 1 and all(it.device.type == "cpu" for it in given)
+        call = compiled(traced, list(compress([*given, *constants, *drawn], is_used)), in_one=in_one)
+        used = iter(is_used)
+        return Graph(
+            call,
+            list(compress(self._parameters.values(), used)),
+            [buffer_place(self._root, name) for name in compress(buffers, used)],
+            list(compress(states, used)),
+            list(compress([hyper], used)),
+            list(compress(range(len(leaves)), used)),
+            kept := list(compress(constants, used)),
+            draws,
+            names,
+            fixed,
+            places=[constant_place(self._spaces, it) for it in kept],
+        )
+
+    def _traced(self, *step: Any) -> tuple[GraphModule, list[str], dict[str, Any]]:
+        if any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in self._modules):
+            # Inductor's code for images on a CPU is much faster where channels lie side by side.
+            with suppress(TraceError):
+                return self._trace(channels_last, *step)
+            # A view of a feature map fails in that layout.
+        return self._trace(lambda tensor: tensor, *step)
+
+    def _trace(
+        self,
+        arrange: Callable[[Tensor], Tensor],
+        batches: Sequence[Any],
+        buffer_names: list[str],
+        states: list[State],
+        given: list[Tensor],
+    ) -> tuple[GraphModule, list[str], dict[str, Any]]:
+        """Return the graph of all steps, the names of a step's outputs, and those outputs that are no tensors."""
+        # Imported here because it takes most of a second.
+        from torch._subclasses import fake_tensor
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        names: list[str] = []
+        fixed: dict[str, Any] = {}
+
+        def steps(*inputs: Tensor) -> list[Tensor]:
+            rest = iter(inputs)
+            parameters = {parameter: next(rest) for parameter in self._parameters.values()}
+            buffers = {name: next(rest) for name in buffer_names}
+            state = {it: next(rest) for it in states}
+            numbers = next(rest).unbind()
+            leaves = map(arrange, rest)
+            tensors: list[Tensor] = []
+            for batch in batches:
+                outputs = self._update(with_tensors(batch, leaves), parameters, buffers, state, numbers)
+                names[:] = [name for name, value in outputs.items() if isinstance(value, Tensor)]
+                fixed.update((name, value) for name, value in outputs.items() if name not in names)
+                tensors += [outputs[name].detach() for name in names]
+            return tensors
+
+        # Tensors that hold no data: nothing is computed, drawn or changed by a trace.
+        mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [mode.from_tensor(it.detach()) for it in given]
+        try:
+            with mode, torch.enable_grad():
+                traced = make_fx(steps, _allow_non_fake_inputs=True)(*fakes)
+        except CannotCompileError:
+            raise
+        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+            raise CannotCompileError("the step depends on the value of a tensor, by .item() or an if") from error
+        except Exception as error:
+            raise TraceError(f"the step cannot be traced ({first_line(error)})") from error
+        for name, value in fixed.items():
+            if not isinstance(value, (str, int, float, type(None))):
+                raise CannotCompileError(f"the step returns a {type(value).__name__} as {name!r}")
+        return traced, names, fixed
+
+    def _update(
+        self,
+        batch: Any,
+        parameters: Mapping[nn.Parameter, Tensor],
+        buffers: Mapping[str, Tensor],
+        state: Mapping[State, Tensor],
+        numbers: Sequence[Tensor],
+    ) -> Mapping[str, Any]:
+        """Trace one step, which changes parameters, buffers and state in place, and return its outputs."""
+        groups, rule, coming = self.optimizer.param_groups, self._rule, iter(numbers)
+        leaves = {
+            parameter: value.detach().requires_grad_(parameter.requires_grad) for parameter, value in parameters.items()
+        }
+        by_name = {name: leaves[parameter] for name, parameter in self._parameters.items()}
+        swapped = {**by_name, **buffers}
+        with _reparametrize_module(self._root, swapped, tie_weights=True):
+            outputs = self._compute(batch)
+        loss = loss_of(outputs)
+        trained = [it for group in groups for it in group["params"] if it.requires_grad]
+        found = torch.autograd.grad(loss, [leaves[it] for it in trained], allow_unused=True)
+        gradients = {it: gradient for it, gradient in zip(trained, found, strict=True) if gradient is not None}
+        with torch.no_grad():
+            # A module may replace a buffer where others write into it.
+            for name, buffer in buffers.items():
+                if swapped[name] is not buffer:
+                    buffer.copy_(swapped[name])
+            if self._max_norm:
+                gradients = clipped(gradients, self._max_norm)
+            for group, term in zip(groups, self._terms, strict=True):
+                own = [next(coming) for _ in rule.numbers(group)]
+                for it in group["params"]:
+                    if it in gradients:
+                        slots = {slot: state[it, slot] for slot in rule.slots(term)}
+                        rule.update(parameters[it], gradients[it], slots, own, term)
+        return outputs
+
+    def _expected(self, batch: Any) -> Mapping[str, Any]:
+        """What `compute` returns for a batch; nothing changes."""
+        copies = {name: value.clone() for name, value in self._root.named_buffers()}
+        if not copies:
+            return self._compute(batch)
+        with _reparametrize_module(self._root, copies, tie_weights=True):
+            return self._compute(batch)
+
+    def _compared(
+        self, graph: Graph, leaves: list[Tensor], expect: Callable[[], Sequence[Mapping[str, Any]]], *, changes: bool
+    ) -> list[Outputs]:
+        """Run a graph and see that its losses are the expected ones; if not, put everything back.
+
+        Args:
+            graph: What is run.
+            leaves: The tensors of its batches.
+            expect: Returns the outputs that are due.
+            changes: Whether it makes updates to that end.
+        """
+        # Python's and numpy's generators are not in it: a step that draws from them is no graph.
+        randomness, written = _torch_generators(), graph.written()
+        before = [value.detach().clone() for value in written]
+
+        def put_back(*, weights: bool = True) -> None:
+            for generator, state in randomness:
+                generator.set_state(state)
+            if weights:
+                with torch.no_grad():
+                    torch._foreach_copy_(written, before)
+
+        expected = expect()
+        put_back(weights=changes)
+        try:
+            outputs = graph.outputs(leaves)
+        except Exception as error:
+            cause = f"the graph of the step fails ({first_line(error)})"
+        else:
+            if all(_agree(found, due, graph.fixed) for found, due in zip(outputs, expected, strict=True)):
+                return outputs
+            cause = "what the step computes changes from call to call, and not by its batch and weights alone"
+        put_back()
+        raise CannotCompileError(cause)
+
+
+_PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
+_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
+
+
+def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:
+    """Torch's generators of all devices that are in use, with their states."""
+    # There are none of CUDA before its first use.
+    generators = (torch.default_generator, *torch.cuda.default_generators)
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def _agree(outputs: Outputs, expected: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
+    """Whether a graph has computed what was expected, as far as a compiler and a machine have the same numbers."""
+    loss, due = float(outputs["loss"]), float(expected["loss"].detach())
+    is_near = math.isclose(loss, due, rel_tol=1e-3, abs_tol=1e-4) or not math.isfinite(due)
+    return is_near and all(expected.get(name) == value for name, value in fixed.items())

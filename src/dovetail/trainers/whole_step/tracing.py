@@ -1,0 +1,169 @@
+"""From batches and a trace to a compiled graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
+
+__all__ = [
+    "channels_last",
+    "check_compiler",
+    "compiled",
+    "described",
+    "empty_like",
+    "lift_constants",
+    "lift_draws",
+    "loss_of",
+    "with_tensors",
+]
+
+
+def described(batch: Any) -> tuple[list[Tensor], Any]:
+    """Return the tensors of a batch, and all else that decides which graph it needs."""
+    kind = type(batch)
+    # Nearly every batch is a flat pair of tensors.
+    if (kind is tuple or kind is list) and all(map(isinstance, batch, repeat(Tensor))):
+        leaves, rest = list(batch), kind
+    else:
+        leaves, rest = _flattened(batch)
+    return leaves, (rest, list(map(_LEAF, leaves)), list(map(Tensor.stride, leaves)))
+
+
+_LEAF = attrgetter("shape", "dtype", "device")
+
+
+def _flattened(batch: Any) -> tuple[list[Tensor], Any]:
+    leaves, spec = pytree.tree_flatten(batch)
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    for leaf in others:
+        if not isinstance(leaf, (str, int, float, bool, type(None))):
+            raise CannotCompileError(f"the batch holds an object of type {type(leaf).__name__}")
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], (str(spec), others)
+
+
+def with_tensors(batch: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a batch with other tensors in the places of its own."""
+    return pytree.tree_map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """Return images with their channels side by side; other tensors as they are."""
+    if tensor.ndim != 4 or tensor.device.type != "cpu" or not tensor.is_floating_point():
+        return tensor
+    if tensor.shape[1] == 1 and tensor.is_contiguous():
+        # Of one channel both layouts are the same memory, and torch takes it for the other one.
+        _, _, height, width = tensor.shape
+        return tensor.as_strided(tensor.shape, (height * width, 1, width, 1))
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """Return the loss of a step, or refuse what cannot be differentiated."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.requires_grad:
+        raise CannotCompileError("the step returns no loss that is one number and depends on the parameters")
+    return loss
+
+
+def lift_constants(traced: GraphModule) -> list[Tensor]:
+    """Make inputs of the tensors that a trace met outside of modules and batch: they are to stay who they are."""
+    found: dict[str, tuple[Node, Tensor]] = {}
+    for node in [node for node in traced.graph.nodes if node.op == "get_attr"]:
+        value = getattr(traced, node.target)
+        if value.requires_grad:
+            raise CannotCompileError("the loss depends on a parameter that is not the model's")
+        if node.target not in found:
+            found[node.target] = (_new_input(traced, node.target, node), value)
+        node.replace_all_uses_with(found[node.target][0])
+        traced.graph.erase_node(node)
+    return [value for _, value in found.values()]
+
+
+def lift_draws(traced: GraphModule) -> list[Callable[[], Tensor]]:
+    """Make inputs of random numbers, and return what draws them: Inductor would draw them in an order of its own."""
+    drawing = [node for node in traced.graph.nodes if torch.Tag.nondeterministic_seeded in _tags(node)]
+    if len(drawing) == 1:
+        return []
+    draws: list[Callable[[], Tensor]] = []
+    for number, node in enumerate(drawing):
+        operation: Any = node.target
+        tensors = [argument for argument in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(argument, Node)]
+        name = operation._schema.name.partition("::")[2]
+        if tensors and (len(tensors) > 1 or tensors[0] is not node.args[0] or name not in _DRAWN_BY_SHAPE):
+            raise CannotCompileError(f"the step draws random numbers whose distribution it computes, by {name}")
+        drawn = _new_input(traced, f"drawn_{number}", node)
+        with traced.graph.inserting_before(node):
+            if name.endswith("_"):
+                new = traced.graph.call_function(torch.ops.aten.copy_.default, (node.args[0], drawn))
+            else:
+                # A copy, so that the step may write into it.
+                new = traced.graph.call_function(torch.ops.aten.clone.default, (drawn,))
+        node.replace_all_uses_with(new)
+        traced.graph.erase_node(node)
+        like = [empty_like(tensor.meta["val"]) for tensor in tensors]
+        draws.append(partial(operation, *like, *node.args[len(like) :], **node.kwargs))
+    return draws
+
+
+# What these draw depends on the shape of a tensor alone.
+_DRAWN_BY_SHAPE = frozenset(
+    {
+        *("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
+        *("rand_like", "randn_like", "randint_like"),
+    }
+)
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same form in memory of its own, also for one that holds no data."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _new_input(traced: GraphModule, name: str, like: Node) -> Node:
+    """Add an input behind the others."""
+    last = [node for node in traced.graph.nodes if node.op == "placeholder"][-1]
+    with traced.graph.inserting_after(last):
+        made = traced.graph.placeholder(name)
+    made.meta.update(like.meta)
+    return made
+
+
+def _tags(node: Node) -> Sequence[Any]:
+    return node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+
+
+def check_compiler() -> None:
+    """Raise `CannotCompileError` where there is no compiler for the CPU."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise CannotCompileError("there is no C++ compiler, such as g++") from error
+
+
+def compiled(traced: GraphModule, inputs: list[Tensor], *, in_one: bool) -> Callable[..., Any]:
+    """Compile a graph, without Dynamo; if it is to be in one piece, the calls of its kernels, too."""
+    # Imported here because it takes seconds.
+    from torch._inductor import config, standalone_compile
+
+    check_compiler()
+    try:
+        # The generator's own numbers, for a graph that draws once.
+        with torch.no_grad(), config.patch(fallback_random=True, cpp_wrapper=in_one), warnings.catch_warnings():
+            # Torch warns of itself while it imports its compiler.
+            warnings.simplefilter("ignore")
+            return standalone_compile(traced, [*inputs], dynamic_shapes="from_example_inputs")
+    except Exception as error:
+        raise CannotCompileError(f"the compiler fails ({first_line(error)})") from error
