@@ -55,6 +55,15 @@ def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forking() -> Iterator[None]:
+    """Fork every Python that a test starts, or that is started for it, from one that has imported torch."""
+    from forked import forking
+
+    with forking():
+        yield
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "torture: only runs in `make torture`; other tests stand for it elsewhere")
     # A shell's background job ignores Ctrl-C, and so would all processes that tests interrupt.

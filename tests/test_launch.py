@@ -203,6 +203,7 @@ def read(program: subprocess.Popen[bytes], size: int) -> bytes:
     return program.stdout.read(size)
 
 
+# The first has new interpreters, as a user has; the others begin with torch imported.
 @pytest.mark.slow
 class TestSeveralProcesses:
     def test_every_process_knows_its_place_and_the_trial(self, folder: Path) -> None:
@@ -215,11 +216,13 @@ class TestSeveralProcesses:
             assert each["path"] == str(folder)
             assert (each["info"]["hparams"], each["info"]["slots"]) == ({"lr": 0.1}, 2)
 
+    @pytest.mark.usefixtures("forking")
     def test_slots_of_the_command_line_come_first_and_modules_work(self, folder: Path) -> None:
         (folder / "two.yaml").write_text("resources: {slots_per_trial: 1}\n")
         found = told(folder, "--slots", "2", "--config", "two.yaml", "-m", "below.tell", "x")
         assert [(each["rank"], each["arguments"][1:]) for each in found] == [("0", ["x"]), ("1", ["x"])]
 
+    @pytest.mark.usefixtures("forking")
     def test_the_failing_process_is_what_the_user_sees(self, folder: Path) -> None:
         (folder / "fail.py").write_text(
             "from dovetail import core\n"
@@ -243,6 +246,7 @@ class TestSeveralProcesses:
             ]
         )
 
+    @pytest.mark.usefixtures("forking")
     @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
     def test_the_exit_code_is_that_of_the_first_to_fail(self, folder: Path, end: str, code: int) -> None:
         script = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(100)\n"
@@ -250,6 +254,7 @@ class TestSeveralProcesses:
         done = launch(folder, "--slots", "2", "end.py")
         assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
+    @pytest.mark.usefixtures("forking")
     @pytest.mark.parametrize("slots", [1, 2])
     def test_a_group_that_fails_is_started_again_with_the_same_trial(self, folder: Path, slots: int) -> None:
         (folder / "again.py").write_text(
@@ -264,6 +269,7 @@ class TestSeveralProcesses:
         done = launch(folder, *arguments, "1", "again.py")
         assert (done.returncode, done.stdout, done.stderr) == (0, "{'lr': 1}\n" * slots, "")
 
+    @pytest.mark.usefixtures("forking")
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_lets_every_process_save_and_leave(self, folder: Path, number: signal.Signals) -> None:
         (folder / "wait.py").write_text(
@@ -286,6 +292,7 @@ class TestSeveralProcesses:
         }
         assert sorted(path.name for path in folder.glob("saved-*")) == ["saved-0", "saved-1"]
 
+    @pytest.mark.usefixtures("forking")
     def test_the_second_signal_ends_processes_that_do_not_look(self, folder: Path) -> None:
         (folder / "deaf.py").write_text(
             "import os, time\n"

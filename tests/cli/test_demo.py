@@ -58,6 +58,7 @@ def test_federated_compares_two_algorithms(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forking")
 def test_resume_kills_a_process_and_ends_with_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = resume.run(tmp_path, num_epochs=10)
     assert left_in(tmp_path, outcome)

@@ -198,6 +198,7 @@ def test_a_pickled_index_is_refused_and_never_executed(results: Results, folder:
     assert not marker.exists()
 
 
+@pytest.mark.usefixtures("forking")
 def test_processes_that_are_started_here_bring_the_whole_weights_back() -> None:
     inputs = torch.randn(20, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     targets = (inputs.sum(dim=1) > 0).long()

@@ -107,6 +107,7 @@ def test_slots_know_and_reach_each_other(results: Results) -> None:
     ]
 
 
+@pytest.mark.usefixtures("forking")
 def test_the_seeds_scripts_train_and_predict(tmp_path: Path) -> None:
     config = ("--config", str(EXAMPLES / "const.yaml"), "--slots", "2")
     output = launch(*config, str(EXAMPLES / "train.py"), folder=tmp_path)

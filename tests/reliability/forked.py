@@ -1,8 +1,11 @@
-"""Scripts in processes of their own that begin with torch imported, which takes four seconds in a new interpreter.
+"""Python in processes of its own that begin with torch imported, which takes four seconds in a new interpreter.
 
 `python forked.py DESCRIPTOR` is a server: it imports what most scripts need, and forks for every request that comes in
 at a socket. A process that it forks is one like any other, with its own arguments, variables, folder, output, number,
-and the end that Python gives to every script. `DOVETAIL_TORTURE=1` takes a new interpreter for each instead.
+session, and the end that Python gives to every script; only its parent is not the one who asked for it.
+
+What no fork can be is a new interpreter all the same: one with other options, or with variables that count at the start
+of Python or torch. With `DOVETAIL_TORTURE=1`, everything is.
 """
 
 from __future__ import annotations
@@ -10,25 +13,34 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import io
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from functools import cache
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
+from unittest.mock import patch
 
 # Optimizers import the third one, in half of all the time that a script takes to begin.
 PRELOADED = ("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets", "dovetail.trainers")
 
 _FORKS = sys.platform == "linux" and os.environ.get("DOVETAIL_TORTURE") != "1"
+
+# How variables begin that Python, torch or their libraries read when they start, and those of them that they do not, or
+# that a fork can still follow.
+_EARLY = ("LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
+_LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 
 
 def run(script: Path, *arguments: object, folder: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -53,111 +65,130 @@ def start(
     stdout: IO[Any] | int,
     stderr: IO[Any] | int,
     variables: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes] | Forked:
+) -> Python:
     """Start a script in a folder, with warnings as errors and more environment variables than this process has.
 
     Its channels are open files, or `subprocess.PIPE`.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
-    words = [str(word) for word in (script, *arguments)]
-    if not _FORKS:
-        command = [sys.executable, "-W", "error", *words]
-        return subprocess.Popen(command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr)
-    return Forked({"arguments": words, "folder": str(folder), "environment": environment}, [stdin, stdout, stderr])
+    command = [sys.executable, "-W", "error", *map(str, (script, *arguments))]
+    return Python(command, bufsize=0, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr)
 
 
-class Forked:
-    """A process that the server forks, with the part of `subprocess.Popen` that tests need."""
+@contextmanager
+def forking() -> Iterator[None]:
+    """Fork every Python that is started in this block, be it by torch's agent, and every one that those start."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    def __init__(self, request: dict[str, Any], channels: Sequence[IO[Any] | int]) -> None:
-        ours: list[IO[bytes] | None] = []
-        with ExitStack() as theirs:
-            descriptors = []
-            for number, channel in enumerate(channels):
-                if channel == subprocess.PIPE:
-                    reading, writing = os.pipe()
-                    ends = os.fdopen(reading, "rb", buffering=0), os.fdopen(writing, "wb", buffering=0)
-                    descriptors.append(theirs.enter_context(ends[number > 0]).fileno())
-                    ours.append(ends[number == 0])
-                else:
-                    file = theirs.enter_context(open(os.devnull, "rb")) if isinstance(channel, int) else channel
-                    descriptors.append(file.fileno())
-                    ours.append(None)
-            told, telling = os.pipe()
-            theirs.callback(os.close, telling)
-            socket.send_fds(_server(), [json.dumps(request).encode()], [*descriptors, telling])
-        self.stdin, self.stdout, self.stderr = ours
-        self.returncode: int | None = None
+    with patch.object(subprocess, "Popen", Python), patch.object(subprocess_handler, "Popen", Python):
+        yield
+
+
+class Python(subprocess.Popen[Any]):
+    """A process that the server forks, if its command is Python. What it overrides is private, and old."""
+
+    # Says the number of the process, and its exit code when it has ended. None if it is no fork.
+    _told: IO[bytes] | None = None
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *given: Any) -> None:
+        pass_fds, cwd, env, _, _, shell, *pipes = given[:12]
+        environment = dict(os.environ if env is None else env)
+        task = None if executable or preexec_fn or pass_fds or shell else _task(args)
+        if task is None or _early(environment) != _server().variables:
+            super()._execute_child(args, executable, preexec_fn, close_fds, *given)
+            return
+        place = {"folder": os.path.abspath(cwd or "."), "environment": environment, "in_new_session": given[17]}
+        channels = [pipe if pipe >= 0 else number for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+        told, telling = os.pipe()
         self._told = os.fdopen(told, "rb", buffering=0)
+        requests = _server().requests
+        # One that is to fork gets the socket as well.
+        asking = [requests.fileno()] if subprocess.Popen is Python else []
+        socket.send_fds(requests, [json.dumps(task | place).encode()], [*channels, telling, *asking])
+        os.close(telling)
+        self._close_pipe_fds(*pipes)
+        self._child_created = True
         self.pid = self._number()
 
-    def __enter__(self) -> Forked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for channel in (self.stdin, self.stdout, self.stderr):
-            if channel is not None:
-                channel.close()
-        self.wait()
-
-    def communicate(self, given: bytes | None = None) -> tuple[bytes, bytes]:
-        """Say something, and return what the process says until its end, which is no more than a pipe can hold."""
-        if self.stdin is not None and not self.stdin.closed:
-            self.stdin.write(given or b"")
-            self.stdin.close()
-        said = [b"" if channel is None else channel.read() for channel in (self.stdout, self.stderr)]
-        self.wait()
-        return said[0], said[1]
-
-    def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
-            self.wait()
+    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+        if self._told is None:
+            return super()._internal_poll(*given, **more)
+        with suppress(subprocess.TimeoutExpired):
+            self._wait(0)
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def _wait(self, timeout: float | None) -> int:
+        if self._told is None:
+            return super()._wait(timeout)
         if self.returncode is None:
             if not select.select([self._told], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             self.returncode = self._number()
             self._told.close()
         return self.returncode
 
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
     def _number(self) -> int:
+        assert self._told is not None
         line = self._told.readline()
         assert line, "the server of processes is dead"
         return int(line)
 
 
-@cache
-def _server() -> socket.socket:
-    """Return the socket of this process's server, which ends with it."""
+def _task(command: Any) -> dict[str, Any] | None:
+    """Return what a command makes Python do, if a fork can do it, too."""
+    if not _FORKS or isinstance(command, (str, bytes, os.PathLike)):
+        return None
+    executable, *words = [os.fspath(word) for word in command]
+    task = {"is_unbuffered": False, "is_strict": False, "is_module": False}
+    options = {("-u",): "is_unbuffered", ("-W", "error"): "is_strict", ("-m",): "is_module"}
+    while not task["is_module"] and (found := [it for it in options if words[: len(it)] == [*it]]):
+        task[options[found[0]]] = True
+        words = words[len(found[0]) :]
+    return {**task, "arguments": words} if executable == sys.executable and words and words[0][:1] != "-" else None
+
+
+def _early(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name.startswith(_EARLY) and name not in _LATE}
+
+
+@dataclass(frozen=True)
+class _Server:
+    requests: socket.socket
+    variables: Mapping[str, str]
+
+
+# That of this process, or of the process that has asked for this one.
+_SERVERS: list[_Server] = []
+
+
+def _server() -> _Server:
+    """Return the server of this process, which ends with it."""
+    if _SERVERS:
+        return _SERVERS[0]
     requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with theirs:
         command = [sys.executable, "-W", "error", __file__, str(theirs.fileno())]
-        server = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL
-        )
+        process = _Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
 
     def close() -> None:
         requests.close()
-        server.wait()
+        process.wait()
 
     atexit.register(close)
-    return requests
+    _SERVERS.append(_Server(requests, _early(environment)))
+    return _SERVERS[0]
+
+
+# As it is before anybody replaces it.
+_Popen = subprocess.Popen
 
 
 # ------------------------------------------------------------------ in the server
 
 
-def _serve(requests: socket.socket) -> None:
-    """Fork until there are no more requests; return in the new processes only, as what was asked for."""
+def _serve(requests: socket.socket) -> dict[str, Any]:
+    """Fork until there are no more requests; return in the new processes only, with what was asked for."""
     for name in PRELOADED:
         importlib.import_module(name)
     # A process that ends looks through all that it has for garbage, but not through this: a second less for each.
@@ -166,7 +197,7 @@ def _serve(requests: socket.socket) -> None:
     # Nobody waits for the processes that wait for the others.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 5)
         if not message:
             os._exit(0)
         if os.fork() == 0:
@@ -175,35 +206,60 @@ def _serve(requests: socket.socket) -> None:
             os.close(descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     requests.close()
-    *channels, telling = descriptors
+    *channels, telling = descriptors[:4]
     if pid := os.fork():
-        for channel in channels:
-            os.close(channel)
+        for descriptor in {*descriptors} - {telling}:
+            os.close(descriptor)
         os.write(telling, b"%d\n" % pid)
         _, status = os.waitpid(pid, 0)
         os.write(telling, b"%d\n" % os.waitstatus_to_exitcode(status))
         os._exit(0)
     for number, channel in enumerate(channels):
         os.dup2(channel, number)
-    for descriptor in descriptors:
+    for descriptor in descriptors[:4]:
         os.close(descriptor)
-    request = json.loads(message)
+    for asking in descriptors[4:]:
+        os.set_inheritable(asking, False)
+        _SERVERS.append(_Server(socket.socket(fileno=asking), _early(os.environ)))
+    task: dict[str, Any] = json.loads(message)
+    return task
+
+
+def _begin(task: dict[str, Any]) -> None:
+    """Be as a new interpreter is."""
+    if task["in_new_session"]:
+        os.setsid()
+    before = os.environ.get("PYTHONPATH", "")
     os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["folder"])
-    sys.argv = request["arguments"]
+    os.environ.update(task["environment"])
+    os.chdir(task["folder"])
+    sys.argv = task["arguments"]
+    if (path := os.environ.get("PYTHONPATH", "")) != before:
+        old, new = ([os.path.abspath(it) for it in each.split(os.pathsep) if it] for each in (before, path))
+        sys.path[1:] = [*new, *(it for it in sys.path[1:] if it not in old)]
+    if task["is_unbuffered"] or os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), sys.stdout.encoding, write_through=True)
+    if not task["is_strict"]:
+        sys.warnoptions.remove("error")
+        warnings.filters.remove(("error", None, Warning, None, 0))
     # Forks have numpy's generator in the same state. That of Python is seeded anew, and torch's begins equally anyway.
     importlib.import_module("numpy").random.seed()
 
 
-def _become(script: str) -> None:
-    """Run a script as `python SCRIPT` does."""
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+def _become(script: str, is_module: bool) -> None:
+    """Run a script as `python SCRIPT` does, or a module as `python -m MODULE` does."""
     main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__file__ = script
-    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+    if is_module:
+        sys.path[0] = os.getcwd()
+        runpy._run_module_as_main(script)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        main.__file__ = script
+        exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
-    _become(sys.argv[0])
+    asked = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _begin(asked)
+    with forking() if _SERVERS else nullcontext():
+        _become(sys.argv[0], asked["is_module"])

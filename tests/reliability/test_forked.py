@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -49,7 +52,7 @@ def test_a_process_can_be_waited_for_and_killed(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import signal\nsignal.pause()\n")
     with tempfile.TemporaryFile() as output:
         process = forked.start(tmp_path / "wait.py", folder=tmp_path, stdout=output, stderr=output)
-        with pytest.raises(forked.subprocess.TimeoutExpired):
+        with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.01)
         process.kill()
         assert process.wait(120) == -signal.SIGKILL
@@ -63,3 +66,64 @@ def test_variables_are_those_of_this_process_and_some_more(script: Path, tmp_pat
         output.seek(0)
         *_, own, pid = json.loads(output.readline())
     assert (own, pid) == ("1", process.pid)
+
+
+def test_a_module_runs_as_always_and_may_warn(tmp_path: Path) -> None:
+    (tmp_path / "tell.py").write_text(
+        "import os, sys, warnings\nwarnings.warn('beware')\n"
+        "print(__name__, __spec__.name, *sys.argv, sys.path[0], os.getsid(0) == os.getpid())\n"
+    )
+    command = [sys.executable, "-m", "tell", "a"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with forked.Python(command, cwd=tmp_path, start_new_session=True, **pipes) as process:
+        out, err = process.communicate(timeout=120)
+    assert out == f"__main__ tell {tmp_path}/tell.py a {tmp_path} True\n"
+    assert "UserWarning: beware" in err
+    assert process.returncode == 0
+
+
+def test_an_unbuffered_process_is_heard_at_once(tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text("import signal\nprint('.', end='')\nsignal.pause()\n")
+    with forked.Python([sys.executable, "-u", "wait.py"], cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        assert process.stdout.read(1) == b"."
+        process.terminate()
+    assert process.returncode == -signal.SIGTERM
+
+
+IS_FORK = "import sys\nprint('torch' in sys.modules, flush=True)\n"
+
+
+def test_variables_that_count_at_the_start_make_a_new_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "tell.py").write_text(IS_FORK)
+    for variables, is_fork in (
+        ({}, forked._FORKS),
+        ({"OMP_NUM_THREADS": "7"}, False),
+        ({"PYTHONHASHSEED": "1"}, False),
+    ):
+        process = forked.start(
+            "tell.py", folder=tmp_path, variables=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert process.communicate()[0].decode() == f"{is_fork}\n"
+
+
+def test_a_new_path_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "distant.py").write_text("")
+    (tmp_path / "tell.py").write_text("import sys, distant\nprint(sys.path.index(sys.argv[1]))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "far"), prepend=os.pathsep)
+    assert forked.run(tmp_path / "tell.py", tmp_path / "far", folder=tmp_path).stdout == "1\n"
+
+
+@pytest.mark.parametrize("spreads", [False, True])
+def test_forking_reaches_what_is_started_by_others(tmp_path: Path, spreads: bool) -> None:
+    again = "import subprocess\nsubprocess.run([sys.executable, 'inner.py'])\n"
+    (tmp_path / "outer.py").write_text(IS_FORK + again)
+    (tmp_path / "inner.py").write_text(IS_FORK)
+    command = [sys.executable, "outer.py"]
+    if spreads:
+        with forked.forking():
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    else:
+        with forked.Python(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            done = subprocess.CompletedProcess(command, 0, process.communicate()[0], "")
+    assert (done.stdout, done.stderr) == (f"{forked._FORKS}\n{spreads and forked._FORKS}\n", "")

@@ -22,7 +22,7 @@ from dovetail.callbacks import Callback, LambdaCallback
 from dovetail.trainers.interruption import Interrupted
 from dovetail.trainers.relay import TrainingProcessError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 _HERE = Path(__file__).parent
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
@@ -114,7 +114,8 @@ class Killed(Callback):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     trainer = make_trainer(tmp_path_factory.mktemp("undisturbed"), num_processes=2)
-    trainer.fit(max_length=Epochs(2))
+    with forked.forking():
+        trainer.fit(max_length=Epochs(2))
     return weights(trainer)
 
 

@@ -16,7 +16,7 @@ from dovetail.trainers import DDPTrainer
 from dovetail.trainers.addons import MultiGPUAddon
 from dovetail.trainers.relay import arithmetic, set_arithmetic, share_of_threads
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 
 def make_trainer(problem: Problem, kind: Any = Trainer, batch_size: int = 8, device: Any = "cpu", **more: Any) -> Any:
@@ -78,7 +78,7 @@ def test_workers_compute_as_the_caller_does_with_their_share_of_the_cores(
         trainer.context.state["found"] = [*arithmetic().values(), torch.get_num_threads()]
         return {"loss": trainer.model(batch[0]).sum()}
 
-    # What torch would begin with in a new process.
+    # What torch would begin with in a new process, and these are such: no fork begins with it.
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     trainer = DDPTrainer(make_trainer(problem, train_step=tells), num_processes=2)
     before = arithmetic()

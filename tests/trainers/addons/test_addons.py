@@ -125,6 +125,7 @@ def test_an_add_on_may_mount_itself_in_its_own_way(problem: Problem) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("layer", [DataParallel, pytest.param(ShardedDataParallel, marks=pytest.mark.torture)])
 def test_of_two_processes_one_writes_the_best_weights(problem: Problem, tmp_path: Path, layer: type[Any]) -> None:
     marks = tmp_path / "marks"
@@ -151,6 +152,7 @@ def test_of_two_processes_one_writes_the_best_weights(problem: Problem, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize(
     "order",
     [
