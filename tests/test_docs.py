@@ -83,6 +83,7 @@ def chains() -> list[list[Block]]:
 CHAINS = chains()
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("chain", CHAINS, ids=[chain[0].place for chain in CHAINS])
 def test_code_runs_as_it_stands(chain: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -33,6 +33,7 @@ def sections(bench: Any) -> dict[str, Any]:
     return {path.stem: bench.report.Section.load(path) for path in RESULTS.glob("*.json")}
 
 
+@pytest.mark.usefixtures("forking")
 def test_a_quick_run_writes_a_section_and_judges_nothing(bench: Any, tmp_path: Path) -> None:
     target = tmp_path / "strategies.json"
     command = [sys.executable, str(BENCHMARKS / "strategies.py"), "--quick", "--json", str(target)]

@@ -142,6 +142,7 @@ with CheckpointContext(sys.argv[1]).store_path() as (path, _):
 """
 
 
+@pytest.mark.usefixtures("forking")
 def test_what_a_killed_process_left_is_no_checkpoint_and_is_swept_away_by_the_next(
     checkpoints: CheckpointContext,
 ) -> None:

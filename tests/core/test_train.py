@@ -150,6 +150,7 @@ for step in itertools.count():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forking")
 def test_a_reader_never_sees_half_a_line_and_a_kill_loses_one_at_most(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)]) as writer:
         try:

@@ -24,6 +24,7 @@ def result(done: CompletedProcess[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("example", sorted(set(EXAMPLES.glob("*.py")) - {CLASSIFIER}), ids=lambda path: path.stem)
 def test_example_learns_and_writes_nothing_outside_of_runs(example: Path, tmp_path: Path) -> None:
     assert result(run(example, folder=tmp_path)).startswith("result: ")

@@ -11,6 +11,7 @@ of Python or torch. With `DOVETAIL_TORTURE=1`, everything is.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib
 import io
@@ -23,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -39,7 +41,7 @@ _FORKS = sys.platform == "linux" and os.environ.get("DOVETAIL_TORTURE") != "1"
 
 # How variables begin that Python, torch or their libraries read when they start, and those of them that they do not, or
 # that a fork can still follow.
-_EARLY = ("LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
+_EARLY = ("LD_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 _LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 
 
@@ -93,18 +95,19 @@ class Python(subprocess.Popen[Any]):
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *given: Any) -> None:
         pass_fds, cwd, env, _, _, shell, *pipes = given[:12]
         environment = dict(os.environ if env is None else env)
-        task = None if executable or preexec_fn or pass_fds or shell else _task(args)
+        task = None if executable or preexec_fn or shell else _task(args)
         if task is None or _early(environment) != _server().variables:
             super()._execute_child(args, executable, preexec_fn, close_fds, *given)
             return
-        place = {"folder": os.path.abspath(cwd or "."), "environment": environment, "in_new_session": given[17]}
+        task |= {"folder": os.path.abspath(cwd or "."), "environment": environment, "in_new_session": given[17]}
+        task["passed"] = [0, 1, 2, *pass_fds]
         channels = [pipe if pipe >= 0 else number for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
         told, telling = os.pipe()
         self._told = os.fdopen(told, "rb", buffering=0)
         requests = _server().requests
         # One that is to fork gets the socket as well.
         asking = [requests.fileno()] if subprocess.Popen is Python else []
-        socket.send_fds(requests, [json.dumps(task | place).encode()], [*channels, telling, *asking])
+        socket.send_fds(requests, [json.dumps(task).encode()], [telling, *channels, *pass_fds, *asking])
         os.close(telling)
         self._close_pipe_fds(*pipes)
         self._child_created = True
@@ -139,12 +142,12 @@ def _task(command: Any) -> dict[str, Any] | None:
     if not _FORKS or isinstance(command, (str, bytes, os.PathLike)):
         return None
     executable, *words = [os.fspath(word) for word in command]
-    task = {"is_unbuffered": False, "is_strict": False, "is_module": False}
-    options = {("-u",): "is_unbuffered", ("-W", "error"): "is_strict", ("-m",): "is_module"}
-    while not task["is_module"] and (found := [it for it in options if words[: len(it)] == [*it]]):
-        task[options[found[0]]] = True
-        words = words[len(found[0]) :]
-    return {**task, "arguments": words} if executable == sys.executable and words and words[0][:1] != "-" else None
+    is_unbuffered, is_strict = "-u" in words[:1], "-W" in words[:1] and "error" in words[1:2]
+    words = words[is_unbuffered + 2 * is_strict :]
+    how = words.pop(0) if words[:1] in (["-m"], ["-c"]) else ""
+    if executable != sys.executable or not words or (not how and words[0].startswith("-")):
+        return None
+    return {"is_unbuffered": is_unbuffered, "is_strict": is_strict, "how": how, "what": words[0], "given": words[1:]}
 
 
 def _early(variables: Mapping[str, str]) -> dict[str, str]:
@@ -159,12 +162,18 @@ class _Server:
 
 # That of this process, or of the process that has asked for this one.
 _SERVERS: list[_Server] = []
+_MAKING = threading.Lock()
 
 
 def _server() -> _Server:
     """Return the server of this process, which ends with it."""
-    if _SERVERS:
+    with _MAKING:
+        if not _SERVERS:
+            _SERVERS.append(_make_server())
         return _SERVERS[0]
+
+
+def _make_server() -> _Server:
     requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with theirs:
@@ -172,12 +181,12 @@ def _server() -> _Server:
         process = _Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
 
     def close() -> None:
-        requests.close()
-        process.wait()
+        # Not by closing the socket alone: somebody who may ask could be at work still.
+        with requests, process:
+            process.kill()
 
     atexit.register(close)
-    _SERVERS.append(_Server(requests, _early(environment)))
-    return _SERVERS[0]
+    return _Server(requests, _early(environment))
 
 
 # As it is before anybody replaces it.
@@ -197,7 +206,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
     # Nobody waits for the processes that wait for the others.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 5)
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 16)
         if not message:
             os._exit(0)
         if os.fork() == 0:
@@ -206,22 +215,25 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
             os.close(descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     requests.close()
-    *channels, telling = descriptors[:4]
+    telling = descriptors[0]
     if pid := os.fork():
-        for descriptor in {*descriptors} - {telling}:
+        for descriptor in descriptors[1:]:
             os.close(descriptor)
         os.write(telling, b"%d\n" % pid)
         _, status = os.waitpid(pid, 0)
         os.write(telling, b"%d\n" % os.waitstatus_to_exitcode(status))
         os._exit(0)
-    for number, channel in enumerate(channels):
-        os.dup2(channel, number)
-    for descriptor in descriptors[:4]:
-        os.close(descriptor)
-    for asking in descriptors[4:]:
-        os.set_inheritable(asking, False)
-        _SERVERS.append(_Server(socket.socket(fileno=asking), _early(os.environ)))
     task: dict[str, Any] = json.loads(message)
+    # Out of the way of the numbers that they are to get.
+    ours = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(ours[1:], task["passed"], strict=False):
+        os.dup2(descriptor, number)
+    if len(ours) > 1 + len(task["passed"]):
+        _SERVERS.append(_Server(socket.socket(fileno=ours.pop()), _early(os.environ)))
+    for descriptor in ours:
+        os.close(descriptor)
     return task
 
 
@@ -233,7 +245,7 @@ def _begin(task: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(task["environment"])
     os.chdir(task["folder"])
-    sys.argv = task["arguments"]
+    sys.argv = [task["how"] or task["what"], *task["given"]]
     if (path := os.environ.get("PYTHONPATH", "")) != before:
         old, new = ([os.path.abspath(it) for it in each.split(os.pathsep) if it] for each in (before, path))
         sys.path[1:] = [*new, *(it for it in sys.path[1:] if it not in old)]
@@ -246,20 +258,23 @@ def _begin(task: dict[str, Any]) -> None:
     importlib.import_module("numpy").random.seed()
 
 
-def _become(script: str, is_module: bool) -> None:
-    """Run a script as `python SCRIPT` does, or a module as `python -m MODULE` does."""
+def _become(what: str, how: str) -> None:
+    """Run a script, a module after `-m` or code after `-c` as Python does."""
     main = sys.modules["__main__"] = ModuleType("__main__")
-    if is_module:
+    if how == "-m":
         sys.path[0] = os.getcwd()
-        runpy._run_module_as_main(script)
+        runpy._run_module_as_main(what)
+    elif how == "-c":
+        sys.path[0] = ""
+        exec(compile(what, "<string>", "exec"), vars(main))
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
-        main.__file__ = script
-        exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+        sys.path[0] = os.path.dirname(os.path.abspath(what))
+        main.__file__ = what
+        exec(compile(Path(what).read_bytes(), what, "exec"), vars(main))
 
 
 if __name__ == "__main__":
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     _begin(asked)
     with forking() if _SERVERS else nullcontext():
-        _become(sys.argv[0], asked["is_module"])
+        _become(asked["what"], asked["how"])

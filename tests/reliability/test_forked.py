@@ -82,6 +82,16 @@ def test_a_module_runs_as_always_and_may_warn(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+def test_code_runs_as_always_with_what_it_is_passed(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    code = "import os, sys; os.write(int(sys.argv[1]), repr([__name__, *sys.argv, sys.path[0]]).encode())"
+    with forked.Python([sys.executable, "-c", code, str(writing)], cwd=tmp_path, pass_fds=[writing]) as process:
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            assert told.read() == repr(["__main__", "-c", str(writing), ""])
+    assert process.returncode == 0
+
+
 def test_an_unbuffered_process_is_heard_at_once(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import signal\nprint('.', end='')\nsignal.pause()\n")
     with forked.Python([sys.executable, "-u", "wait.py"], cwd=tmp_path, stdout=subprocess.PIPE) as process:
