@@ -42,7 +42,7 @@ _FORKS = sys.platform == "linux" and os.environ.get("DOVETAIL_TORTURE") != "1"
 # How variables begin that Python, torch or their libraries read when they start, and those of them that they do not, or
 # that a fork can still follow.
 _EARLY = ("LD_", "MKL_", "OMP_", "PYTHON", "TORCH_")
-_LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+_LATE = {"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 
 
 def run(script: Path, *arguments: object, folder: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:

@@ -107,6 +107,8 @@ def test_variables_that_count_at_the_start_make_a_new_interpreter(tmp_path: Path
     (tmp_path / "tell.py").write_text(IS_FORK)
     for variables, is_fork in (
         ({}, forked._FORKS),
+        # Ray sets this one for the rest of the process.
+        ({"PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}, forked._FORKS),
         ({"OMP_NUM_THREADS": "7"}, False),
         ({"PYTHONHASHSEED": "1"}, False),
     ):
