@@ -63,7 +63,7 @@ torture: $(VENV)/.dev          ## kills, damages, full disks, large graphs and e
 	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 $$(grep -rlE 'TORTURE|mark\.torture|^(import|from) forked' --include='test_*.py' tests)
 
 # BENCH='--only loop' runs one of them; pfl and Flower's simulation: BENCH='--pfl-python ... --flower-python ...'
-bench: $(VENV)/.bench          ## side-by-side benchmarks, written to benchmarks/RESULTS.md: about 25 minutes
+bench: $(VENV)/.bench          ## side-by-side benchmarks, written to benchmarks/RESULTS.md: about 30 minutes
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:                         ## remove the environment and every cache

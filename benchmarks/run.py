@@ -1,6 +1,6 @@
 """Run the benchmarks, one after the other, and write `RESULTS.md`.
 
-    python benchmarks/run.py                             # everything: about 25 minutes on two cores
+    python benchmarks/run.py                             # everything: half an hour on two cores, with peers
     python benchmarks/run.py --only loop --only ddp      # two of them; the other sections stay as they are
     python benchmarks/run.py --quick                     # to see that they work; nothing is kept
     python benchmarks/run.py --list
