@@ -124,6 +124,12 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 CONTENTS = [ROOT / "docs" / name for name in ("index.md", "algorithms.md", "migration/index.md")]
 
 
+@pytest.mark.parametrize("page", EVERYTHING, ids=name_of)
+def test_paths_of_the_project_exist(page: Path) -> None:
+    named = re.findall(r"`((?:src|tests|benchmarks|examples)/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_contents_have_one_row_for_every_page_of_the_guide() -> None:
     rows = [
         (contents.parent / target).resolve()
