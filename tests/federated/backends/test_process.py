@@ -253,6 +253,25 @@ def test_what_all_clients_get_is_read_once_by_a_worker() -> None:
     assert [it.update.num_samples for it in outcomes if isinstance(it, Done)] == [1, 2, 3]
 
 
+def test_a_state_that_is_kept_keeps_nothing_of_the_update_in_memory() -> None:
+    class Keeping:
+        def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+            return Update(task.client_id, 1, 1, delta={"w": torch.ones(2_000_000)}), {"own": torch.ones(3)}
+
+    process = psutil.Process()
+    with running(Keeping(), num_workers=1) as backend:
+        list(backend.run([(Task(1, 1, {}), {})]))
+        before, states = process.memory_info().rss, []
+        for number in range(2, 32):
+            (outcome,) = backend.run([(Task(number, 1, {}), {})])
+            assert isinstance(outcome, Done)
+            states.append(outcome.state)
+        grown = process.memory_info().rss - before
+    assert len(states) == 30
+    # The updates have 240 MB.
+    assert grown < 100e6
+
+
 def test_an_answer_that_cannot_be_sent_is_the_fault_of_its_client() -> None:
     with running(Doing({1: threading.Lock})) as backend:
         (fault,) = faults(list(backend.run(tasks(2))))

@@ -94,8 +94,8 @@ class Ray(Pool[_ActorSeat]):
         seat.asked = seat.actor.work.remote([self._weights[id(task.weights)]], cargo)
         return True
 
-    def _listen(self, seats: Sequence[_ActorSeat], timeout: float | None) -> Iterator[tuple[_ActorSeat, News]]:
-        by_request = {seat.asked: seat for seat in seats if seat.asked is not None}
+    def _listen(self, timeout: float | None) -> Iterator[tuple[_ActorSeat, News]]:
+        by_request = {seat.asked: seat for seat in self._seats if seat.asked is not None}
         requests = list(by_request)
         found, _ = self._ray.wait(requests, num_returns=1, timeout=timeout)
         found, _ = self._ray.wait(requests, num_returns=len(requests), timeout=0) if found else ([], [])

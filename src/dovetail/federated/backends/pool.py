@@ -94,7 +94,7 @@ class Pool(Backend, Generic[S]):
         """Give a worker the work at a position of the round; False if it is dead."""
 
     @abstractmethod
-    def _listen(self, seats: Sequence[S], timeout: float | None) -> Iterable[tuple[S, News]]:
+    def _listen(self, timeout: float | None) -> Iterable[tuple[S, News]]:
         """Wait until a worker has news, or for so many seconds."""
 
     @abstractmethod
@@ -191,7 +191,7 @@ class Pool(Backend, Generic[S]):
 
     def _heard(self) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        for seat, news in self._listen(self._seats, self._patience()):
+        for seat, news in self._listen(self._patience()):
             if news == "ready":
                 seat.is_ready = seat.was_ready = True
                 self._failures = 0

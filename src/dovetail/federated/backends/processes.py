@@ -3,23 +3,21 @@
 The client goes to every worker once, pickled, through a pipe; its tensors and arrays lie in memory that all workers
 have, and that none can change for another. In a round, what several tasks have in common (the weights, and what an
 algorithm sends to everybody) is written to shared memory once and read by every worker once. What belongs to a single
-client, its state and its answer, goes through blocks of memory that the server and one worker share: two in each
-direction, in turns, since the next client is there before the answer of the last one was read.
+client, its state and its answer, goes through mailboxes that the server and one worker share, one in each direction. A
+socket carries nothing but notes of what has come.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
+import selectors
 import signal
 import socket
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ import numpy as np
 from dovetail.errors import ConfigError
 from dovetail.federated.backends.base import Work, Worker
 from dovetail.federated.backends.nursery import Nursery, nursery
-from dovetail.federated.backends.parcels import Block, Parcel, Place, opened, packed
+from dovetail.federated.backends.parcels import NOTE_SIZE, Block, Mailbox, Parcel, Place, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
 from dovetail.federated.backends.sequential import attempted, fault
 from dovetail.federated.messages import Weights
@@ -42,16 +40,13 @@ _GRACE = 2.0
 
 @dataclass(eq=False, kw_only=True)
 class _ProcessSeat(Seat):
-    """A worker: who ends it, what it is spoken to through, and the blocks for what it gets and what it answers.
-
-    Those that come next are in front.
-    """
+    """A worker: who ends it, what carries notes to and fro, and the mailboxes for what it gets and what it answers."""
 
     nursery: Nursery
     pid: int
-    connection: Connection
-    inboxes: deque[Block]
-    outboxes: deque[Block]
+    connection: socket.socket
+    inbox: Mailbox
+    outbox: Mailbox
     exit_code: int | None = None
 
 
@@ -74,7 +69,7 @@ class Process(Pool[_ProcessSeat]):
 
     def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
         super().__init__(num_workers, timeout)
-        self._blocks: tuple[Block, ...] = ()
+        self._opened: tuple[Any, ...] = ()
         self._parcels: list[Parcel] = []
         self._round = 0
 
@@ -82,11 +77,11 @@ class Process(Pool[_ProcessSeat]):
         """End all workers, and let go of the memory."""
         # All of them are told first, so that they leave at the same time.
         for seat in self._seats:
-            seat.connection.close()
+            self._hang_up(seat)
         super().close()
-        for block in self._blocks:
-            block.close()
-        self._blocks, self._parcels = (), []
+        for each in self._opened:
+            each.close()
+        self._opened, self._parcels = (), []
 
     # ------------------------------------------------------------------ what a pool asks for
 
@@ -95,29 +90,29 @@ class Process(Pool[_ProcessSeat]):
             cargo = packed(worker)
         except Exception as error:
             raise ConfigError(f"the client or its data cannot be sent to other processes: {error}") from error
-        self._blocks = self._cargo, self._shared = Block(), Block()
-        self._message = pickle.dumps((cargo.content, self._cargo.write(cargo.bulk)))
+        self._cargo, self._shared, self._selector = Block(), Block(), selectors.DefaultSelector()
+        self._opened = self._cargo, self._shared, self._selector
+        self._message = cargo.content, self._cargo.write(cargo.bulk)
 
     def _size(self) -> int:
         return self.num_workers or num_cores()
 
     def _begin(self) -> _ProcessSeat:
-        ours, theirs = socket.socketpair()
-        inboxes, outboxes = deque([Block(), Block()]), deque([Block(), Block()])
-        with ours, theirs:
-            blocks = (self._cargo, self._shared, *inboxes, *outboxes)
-            descriptors = [theirs.fileno(), *(block.descriptor for block in blocks)]
+        connection, theirs = socket.socketpair()
+        inbox, outbox = Mailbox(), Mailbox()
+        with theirs:
+            blocks = (self._cargo.descriptor, self._shared.descriptor, *inbox.descriptors, *outbox.descriptors)
             home = nursery()
             try:
-                pid = home.begin(descriptors)
+                pid = home.begin([theirs.fileno(), *blocks])
             except OSError as error:
+                connection.close()
                 raise WorkerError("workers cannot be started: the process that they are forked from died") from error
-            connection = Connection(ours.detach())
-        seat = _ProcessSeat(nursery=home, pid=pid, connection=connection, inboxes=inboxes, outboxes=outboxes)
+        seat = _ProcessSeat(nursery=home, pid=pid, connection=connection, inbox=inbox, outbox=outbox)
+        self._selector.register(connection, selectors.EVENT_READ, seat)
         # One that dies while it is told will be heard of.
         with suppress(OSError):
-            connection.send_bytes(json.dumps(_circumstances(self._size())).encode())
-            connection.send_bytes(self._message)
+            connection.sendall(inbox.post((_circumstances(self._size()), *self._message)))
         return seat
 
     def _pack(self, work: Sequence[Work]) -> None:
@@ -148,29 +143,24 @@ class Process(Pool[_ProcessSeat]):
     def _give(self, seat: _ProcessSeat, position: int) -> bool:
         parcel = self._parcels[position]
         shared = [self._common.get(key) for key in self._keys[position]]
-        inbox = _next(seat.inboxes)
-        own = iter(inbox.write([it for it, place in zip(parcel.bulk, shared, strict=True) if not place]))
-        places = [(place is not None, place or next(own)) for place in shared]
-        letter = pickle.dumps((self._round, self._weights, parcel.content, places))
-        # A worker that is at work reads nothing. So what goes through the pipe must always fit in: where the letter is.
-        where = inbox.append(memoryview(letter))
+        own = [part for part, place in zip(parcel.bulk, shared, strict=True) if place is None]
         try:
-            seat.connection.send_bytes(pickle.dumps(where))
+            # A worker that is at work reads nothing, and notes are so short that they always fit in.
+            seat.connection.sendall(seat.inbox.post((self._round, self._weights, parcel.content, shared), own))
         except OSError:
             return False
         return True
 
-    def _listen(self, seats: Sequence[_ProcessSeat], timeout: float | None) -> Iterator[tuple[_ProcessSeat, News]]:
-        by_connection: dict[Any, _ProcessSeat] = {seat.connection: seat for seat in seats}
-        for connection in wait(by_connection, timeout):
-            seat = by_connection[connection]
+    def _listen(self, timeout: float | None) -> Iterator[tuple[_ProcessSeat, News]]:
+        for key, _ in self._selector.select(timeout):
+            seat: _ProcessSeat = key.data
             try:
-                content, places = pickle.loads(seat.connection.recv_bytes())  # noqa: S301 - our own worker's
+                note = _heard(seat.connection)
             except (EOFError, OSError):
                 self._leave(seat, _GRACE)
                 yield seat, Lost(_ending(seat.exit_code))
                 continue
-            news = opened(content, _next(seat.outboxes).read_all(places))
+            news = opened(*seat.outbox.fetch(note))
             if isinstance(news, Mapping):
                 error = rebuilt(news)
                 raise ConfigError(f"the client cannot be received by another process: {error}") from error
@@ -178,17 +168,21 @@ class Process(Pool[_ProcessSeat]):
 
     def _end(self, seat: _ProcessSeat) -> None:
         self._leave(seat, _GRACE if seat.is_ready and not seat.given else 0.0)
-        for block in (*seat.inboxes, *seat.outboxes):
-            block.close()
+        seat.inbox.close()
+        seat.outbox.close()
 
-    @staticmethod
-    def _leave(seat: _ProcessSeat, grace: float) -> None:
+    def _leave(self, seat: _ProcessSeat, grace: float) -> None:
         if seat.exit_code is None:
-            seat.connection.close()
+            self._hang_up(seat)
             # A nursery that is dead was killed, and all its workers with it.
             seat.exit_code = -signal.SIGKILL
             with suppress(OSError):
                 seat.exit_code = seat.nursery.end(seat.pid, grace)
+
+    def _hang_up(self, seat: _ProcessSeat) -> None:
+        if seat.connection.fileno() >= 0:
+            self._selector.unregister(seat.connection)
+            seat.connection.close()
 
 
 def num_cores() -> int:
@@ -225,20 +219,20 @@ def live(descriptors: Sequence[int]) -> None:
     """Be a worker, from the first message to the last.
 
     Args:
-        descriptors: Of the connection to the server, and of the blocks of the client, of rounds, two of what this
-            worker gets, and two of what it answers.
+        descriptors: Of the socket to the server, of the blocks of the client and of rounds, and of the mailboxes of
+            what this worker gets and of what it answers.
     """
-    connection = Connection(descriptors[0])
-    cargo, shared, *turns = map(Block, descriptors[1:])
-    inboxes, outboxes = deque(turns[:2]), deque(turns[2:])
+    connection = socket.socket(fileno=descriptors[0])
+    cargo, shared = map(Block, descriptors[1:3])
+    inbox, outbox = Mailbox(descriptors[3:5]), Mailbox(descriptors[5:])
 
     def answer(parcel: Parcel) -> None:
-        connection.send_bytes(pickle.dumps((parcel.content, _next(outboxes).write(parcel.bulk))))
+        connection.sendall(outbox.post(parcel.content, parcel.bulk))
 
     with suppress(EOFError, ConnectionError), listening():
-        _settle(json.loads(connection.recv_bytes()))
+        (circumstances, content, places), _ = inbox.fetch(_heard(connection))
+        _settle(circumstances)
         try:
-            content, places = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
             memory = cargo.mapped()
             worker: Worker = opened(content, [memory[start : start + length] for start, length in places])
         except Exception as error:
@@ -248,15 +242,14 @@ def live(descriptors: Sequence[int]) -> None:
         now, known = 0, dict[Place, memoryview]()
         weights: list[Weights] = []
         while True:
-            where = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own server's
-            inbox = _next(inboxes)
-            number, first, content, marked = pickle.loads(inbox.read(where))  # noqa: S301 - our own server's
+            (number, first, content, common), own = inbox.fetch(_heard(connection))
             if number != now:
                 now, known = number, {}
-                content_of_weights, *bulk = shared.read_all(first)
+                content_of_weights, *bulk = map(shared.read, first)
                 weights = opened(bytes(content_of_weights), bulk)
-            bulk = [_read(place, it, known, shared, inbox) for it, place in marked]
-            work: Work = opened(content, bulk, weights)
+            known.update((place, shared.read(place)) for place in common if place is not None and place not in known)
+            rest = iter(own)
+            work: Work = opened(content, [next(rest) if place is None else known[place] for place in common], weights)
             outcome = attempted(worker, work)
             try:
                 parcel = packed(outcome)
@@ -265,17 +258,12 @@ def live(descriptors: Sequence[int]) -> None:
             answer(parcel)
 
 
-def _next(turns: deque[Block]) -> Block:
-    turns.rotate(-1)
-    return turns[-1]
-
-
-def _read(place: Place, is_shared: bool, known: dict[Place, memoryview], shared: Block, inbox: Block) -> memoryview:
-    if not is_shared:
-        return inbox.read(place)
-    if place not in known:
-        known[place] = shared.read(place)
-    return known[place]
+def _heard(connection: socket.socket) -> bytes:
+    """Wait for a note, and return it."""
+    note = connection.recv(NOTE_SIZE)
+    if not note:
+        raise EOFError
+    return note
 
 
 def _settle(circumstances: Mapping[str, Any]) -> None:
