@@ -60,6 +60,7 @@ from dovetail.trainers.pieces import (
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 from dovetail.trainers.saving import RETENTION, Saver
 from dovetail.trainers.schedules import ScheduleLR
+from dovetail.trainers.stepping import make_update
 from dovetail.trainers.strategies.base import TrainingStepStrategy
 from dovetail.trainers.strategies.bundle import Strategies, check_roles, refuse_both
 from dovetail.trainers.strategies.coerce import (
@@ -499,7 +500,7 @@ class CoreTrainer(base.Trainer):
         if self.context.needs_closure:
             optimizer.step(self.context.closure)
         else:
-            optimizer.step()
+            make_update(optimizer)
         return True
 
     def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
