@@ -216,6 +216,71 @@ def test_a_form_that_comes_twice_in_a_row_is_compiled_also_after_a_resume(proble
 
 @needs_compiler
 @pytest.mark.slow
+def test_among_many_runs_all_shorter_batches_have_one_graph_whichever_comes_first(problem: Problem) -> None:
+    full = problem.batches[0]
+
+    def train(sizes: list[int]) -> dict[int, Tensor]:
+        """Weights after a full and a shorter batch, by the length of that, each from the same weights."""
+        found = {}
+        model = nn.Linear(6, 3)
+        step = whole_step(model, SGD(model.parameters(), lr=0.1))
+        for size in sizes:
+            model.load_state_dict({"weight": torch.eye(3, 6), "bias": torch.zeros(3)})
+            step.begin(is_among_many=True)
+            assert step(full) is not None
+            assert step(shorter(full, size)) is not None
+            found[size] = model.weight.detach().clone()
+        assert step.num_graphs == 1
+        return found
+
+    found = train([5, 2, 7, 3])
+    torch.testing.assert_close(train([3, 7, 2, 5]), found, rtol=0, atol=0)
+    for size, weight in found.items():
+        model = nn.Linear(6, 3)
+        model.load_state_dict({"weight": torch.eye(3, 6), "bias": torch.zeros(3)})
+        run(eager_step(model, SGD(model.parameters(), lr=0.1)), [full, shorter(full, size)])
+        assert_near(weight, model.weight.detach())
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_graph_for_shorter_batches_is_used_for_those_alone_for_which_it_is_right(problem: Problem) -> None:
+    model = linear_for(problem)
+    inputs, targets = problem.batches[0]
+
+    def compute(batch: Batch) -> dict[str, Any]:
+        loss = cross_entropy(model(batch[0]), batch[1])
+        return {"loss": 2 * loss if batch[0].shape[0] >= 4 else loss}
+
+    step = WholeStep(compute, [model], SGD(model.parameters(), lr=0.1))
+    step.begin(is_among_many=True)
+    assert step((inputs, targets)) is not None
+    # A list is another form, and what has one sample is a case of its own to torch.
+    assert step([inputs[:5], targets[:5]]) is None
+    assert step((inputs[:5], targets[:4])) is None
+    for size in (7, 6, 5, 4, 3, 2, 1):
+        batch = inputs[:size], targets[:size]
+        due = compute(batch)["loss"].detach()
+        found = step(batch)
+        assert (found is not None) == (size >= 4)
+        if found is not None:
+            assert_near(found["loss"], due)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_step_whose_shorter_batches_can_have_no_graph_has_one_for_full_ones(problem: Problem) -> None:
+    model = Model()
+    step = whole_step(model, SGD(model.parameters(), lr=0.1))
+    step.begin(is_among_many=True)
+    full = problem.batches[0]
+    found = [step(batch) is not None for batch in (full, shorter(full, 5), full, shorter(full, 6))]
+    # It draws random numbers twice, whose order would be that of the compiler.
+    assert found == [True, False, True, False]
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_a_step_that_python_changes_is_refused_and_undone(problem: Problem) -> None:
     model = Model()
     doubles = False

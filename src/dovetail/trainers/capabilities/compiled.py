@@ -99,9 +99,8 @@ class Compiled(Capability):
             if context.progress.batches == 0:
                 self._restored = None
                 if self._step is not None:
-                    # A client's work follows from its task, whoever was at work here before: a graph for full
-                    # batches, as for any client, and none for the rest of its data, which comes in many sizes.
-                    self._step.begin(*([1] if context.client_id else []))
+                    # A client's work follows from its task, whoever was at work here before.
+                    self._step.begin(is_among_many=bool(context.client_id))
             return
         try:
             check_compiler()
@@ -205,8 +204,7 @@ class Compiled(Capability):
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
         step = WholeStep(self._computed, modules, optimizer, trainer.options.gradient_clip, spaces)
-        if context.client_id:
-            step.begin(1)
+        step.begin(is_among_many=bool(context.client_id))
         if self._restored:
             step.load_state_dict(self._restored)
             self._restored = None

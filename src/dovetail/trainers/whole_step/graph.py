@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dovetail.trainers.whole_step.limits import Space
 from dovetail.trainers.whole_step.rules import state_of
 
-__all__ = ["Graph", "Outputs", "State", "buffer_place", "constant_place"]
+__all__ = ["Graph", "Outputs", "Shorter", "State", "buffer_place", "constant_place"]
 
 Outputs = dict[str, Any]
 State = tuple[nn.Parameter, str]
@@ -35,7 +35,9 @@ class Graph:
         draws: Make the random numbers of a call.
         names: The names of the outputs of a step.
         fixed: Outputs that are no tensors.
+        sizes: The numbers of samples that it is for, where that is open.
         several: Graphs of several such steps, by their number.
+        shorter: What there is for batches of fewer samples; None as long as nobody has tried.
         bound: The optimizer's state that it was bound to, which is another one after loading.
         num_bound: Of how many parameters.
         settings: The optimizer's settings that it uses.
@@ -52,7 +54,9 @@ class Graph:
     draws: list[Callable[[], Tensor]]
     names: list[str]
     fixed: dict[str, Any]
+    sizes: frozenset[int] = frozenset()
     several: dict[int, Graph] = field(default_factory=dict)
+    shorter: Shorter | None = None
     bound: Any = None
     num_bound: int = 0
     settings: Any = None
@@ -102,6 +106,8 @@ class Graph:
                 return False
             self.constants[number] = value
         self.several = {number: graph for number, graph in self.several.items() if graph.find_constants()}
+        if self.shorter is not None and self.shorter.graph is not None and not self.shorter.graph.find_constants():
+            self.shorter = None
         return True
 
     def set_numbers(self, numbers: list[float]) -> None:
@@ -109,6 +115,21 @@ class Graph:
         for hyper in self.hyper:
             # The array is a view of the tensor.
             hyper.numpy()[:] = numbers
+
+
+@dataclass
+class Shorter:
+    """One graph for batches of many lengths, all of them shorter than those of another graph.
+
+    Attributes:
+        graph: Makes one step; None where there can be no such graph.
+        is_cut: Which tensors of a batch have fewer samples, and not as many as ever.
+        is_proven: Whether its loss was compared with that of an eager step.
+    """
+
+    graph: Graph | None
+    is_cut: tuple[bool, ...] = ()
+    is_proven: bool = False
 
 
 def buffer_place(root: nn.Module, name: str) -> tuple[MutableMapping[str, Any], str]:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
-from dovetail.trainers.whole_step.graph import Graph, Outputs, State, buffer_place, constant_place
+from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
     CannotCompileError,
     Space,
@@ -32,11 +32,14 @@ from dovetail.trainers.whole_step.rules import RULES, clipped, state_of
 from dovetail.trainers.whole_step.tracing import (
     channels_last,
     compiled,
+    cut,
     described,
     empty_like,
+    fake_inputs,
     lift_constants,
     lift_draws,
     loss_of,
+    sizes_of,
     with_tensors,
 )
 
@@ -114,7 +117,7 @@ class WholeStep:
         self._seen: dict[str, int] = {}
         self._compiled: set[str] = set()
         self._previous = ""
-        self._most_forms = _MOST_GRAPHS
+        self._is_among_many = False
         self._looks = True
 
     @property
@@ -122,16 +125,17 @@ class WholeStep:
         """How many forms of batches have a graph."""
         return len(self._graphs)
 
-    def begin(self, most_forms: int = _MOST_GRAPHS) -> None:
+    def begin(self, *, is_among_many: bool = False) -> None:
         """Begin another run: what is computed by a graph follows from its batches alone, not from runs before.
 
         Graphs that are there already are used where the run would have made them.
 
         Args:
-            most_forms: How many forms of batches may be computed by graphs.
+            is_among_many: Whether many runs are to come, each on a few data of its own, whose last batches have many
+                lengths: full batches have one graph, and all that are shorter have another one.
         """
         self._seen, self._compiled, self._previous, self._last = {}, set(), "", None
-        self._most_forms = most_forms
+        self._is_among_many = is_among_many
 
     def adopt(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> bool:
         """Go on with an optimizer, and return whether that works: its kind, modules and parameters are the same.
@@ -178,14 +182,14 @@ class WholeStep:
             CannotCompileError: No graph can stand for this step, or what it computes has changed.
         """
         leaves, form = described(batch)
-        key = (form, self._state())
+        key = form, self._state()
         if self._last is not None and key == self._last[0]:
             graph = self._last[1]
             self._previous = ""
         else:
             name = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
             if not self._is_worth_a_graph(name):
-                return None
+                return self._shorter(batch, leaves, *key)
             if name not in self._graphs:
                 self._graphs[name] = self._compile([batch], leaves)
                 self._looks = True
@@ -198,7 +202,7 @@ class WholeStep:
         if self._looks:
             self._looks = False
             return self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)[0]
-        return dict(zip(graph.names, graph.run(leaves)), **graph.fixed)  # noqa: B905 - `strict` costs time at every step
+        return _named(graph, leaves)
 
     def several(self, batches: Sequence[Any]) -> list[Outputs] | None:
         """Make one update for each of some batches, all in one call of a graph, and return the outputs of each.
@@ -253,7 +257,46 @@ class WholeStep:
             raise CannotCompileError(f"the batches come in more than {_MOST_FORMS} shapes")
         if name in self._compiled:
             return True
-        return len(self._compiled) < self._most_forms and (is_first or name == previous or number >= _APPEARANCES)
+        most = 1 if self._is_among_many else _MOST_GRAPHS
+        return len(self._compiled) < most and (is_first or name == previous or number >= _APPEARANCES)
+
+    def _shorter(self, batch: Any, leaves: list[Tensor], form: Any, state: Any) -> Outputs | None:
+        """Make the update of a batch that is like the full one before, with fewer samples; None if no graph can."""
+        if not self._is_among_many or self._last is None or self._last[0][1] != state:
+            return None
+        (full, _), single = self._last
+        found = cut(form, full)
+        if found is None:
+            return None
+        is_cut, size = found
+        if single.shorter is None:
+            single.shorter = self._compile_shorter(batch, leaves, full, is_cut)
+        shorter, graph = single.shorter, single.shorter.graph
+        if graph is None or is_cut != shorter.is_cut or size not in graph.sizes:
+            return None
+        self._bring_up_to_date(graph)
+        if shorter.is_proven:
+            return _named(graph, leaves)
+        try:
+            (outputs,) = self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)
+        except CannotCompileError:
+            single.shorter = Shorter(None)
+            return None
+        shorter.is_proven = True
+        return outputs
+
+    def _compile_shorter(self, batch: Any, leaves: list[Tensor], full: Any, is_cut: tuple[bool, ...]) -> Shorter:
+        """Return a graph for all batches that are shorter than a full one."""
+        most = next(shape[0] for (shape, *_), cuts in zip(full[1], is_cut, strict=True) if cuts) - 1
+        # Whichever length comes first: a compiler looks at the one that it is shown.
+        shown = [
+            torch.empty_strided((most, *it.shape[1:]), it.stride(), dtype=it.dtype, device=it.device) if cuts else it
+            for it, cuts in zip(leaves, is_cut, strict=True)
+        ]
+        try:
+            return Shorter(self._compile([batch], shown, is_cut), is_cut)
+        except CannotCompileError:
+            return Shorter(None)
 
     def _state(self) -> tuple[Any, ...]:
         """All but the batch that decides which graph stands for a step."""
@@ -280,8 +323,14 @@ class WholeStep:
             graph.settings = settings
             graph.set_numbers([number for group in groups for number in self._rule.numbers(group)])
 
-    def _compile(self, batches: Sequence[Any], leaves: list[Tensor]) -> Graph:
-        """Trace and compile one step after the other for batches like these."""
+    def _compile(self, batches: Sequence[Any], leaves: list[Tensor], is_cut: Sequence[bool] = ()) -> Graph:
+        """Trace and compile one step after the other for batches like these.
+
+        Args:
+            batches: One for every step.
+            leaves: All their tensors.
+            is_cut: Which of the tensors may have fewer samples; none by default.
+        """
         optimizer, rule, terms = self.optimizer, self._rule, self._terms
         check_optimizer(optimizer, self._parameters)
         buffers = dict(self._root.named_buffers())
@@ -300,9 +349,10 @@ class WholeStep:
         ]
         check_memory(given)
         # Two inputs that are one tensor would be compiled as one input, which they need not be in the next batch.
+        is_open = [False] * len(given) + (list(is_cut) or [False] * len(leaves))
         given += [empty_like(it) for it in leaves]
         with unchanged(self._spaces):
-            traced, names, fixed = self._traced(batches, list(buffers), states, given)
+            traced, names, fixed = self._traced(batches, list(buffers), states, given, is_open)
         constants = lift_constants(traced)
         draws = lift_draws(traced)
         places = [node for node in traced.graph.nodes if node.op == "placeholder"]
@@ -314,7 +364,10 @@ class WholeStep:
         drawn = [empty_like(node.meta["val"]) for node in places[len(given) + len(constants) :]]
         # Of several steps the calls of kernels are compiled, too: from Python they take longer than a tiny kernel.
         in_one = len(batches) > 1 and all(it.device.type == "cpu" for it in given)
-        call = compiled(traced, list(compress([*given, *constants, *drawn], is_used)), in_one=in_one)
+        inputs = list(compress([*given, *constants, *drawn], is_used))
+        opened = is_open.index(True) if any(is_open) else None
+        call = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
+        sizes = frozenset() if opened is None else sizes_of(places[opened].meta["val"], len(given[opened]))
         used = iter(is_used)
         return Graph(
             call,
@@ -327,6 +380,7 @@ class WholeStep:
             draws,
             names,
             fixed,
+            sizes,
             places=[constant_place(self._spaces, it) for it in kept],
         )
 
@@ -345,6 +399,7 @@ class WholeStep:
         buffer_names: list[str],
         states: list[State],
         given: list[Tensor],
+        is_open: list[bool],
     ) -> tuple[GraphModule, list[str], dict[str, Any]]:
         """Return the graph of all steps, the names of a step's outputs, and those outputs that are no tensors."""
         # Imported here because it takes most of a second.
@@ -369,9 +424,7 @@ class WholeStep:
                 tensors += [outputs[name].detach() for name in names]
             return tensors
 
-        # Tensors that hold no data: nothing is computed, drawn or changed by a trace.
-        mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = [mode.from_tensor(it.detach()) for it in given]
+        mode, fakes = fake_inputs(given, is_open)
         try:
             with mode, torch.enable_grad():
                 traced = make_fx(steps, _allow_non_fake_inputs=True)(*fakes)
@@ -468,6 +521,11 @@ class WholeStep:
 
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
+
+
+def _named(graph: Graph, leaves: list[Tensor]) -> Outputs:
+    """Make the update of one batch, and return its outputs."""
+    return dict(zip(graph.names, graph.run(leaves)), **graph.fixed)  # noqa: B905 - `strict` costs time at every step
 
 
 def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:

@@ -20,11 +20,14 @@ __all__ = [
     "channels_last",
     "check_compiler",
     "compiled",
+    "cut",
     "described",
     "empty_like",
+    "fake_inputs",
     "lift_constants",
     "lift_draws",
     "loss_of",
+    "sizes_of",
     "with_tensors",
 ]
 
@@ -52,6 +55,32 @@ def _flattened(batch: Any) -> tuple[list[Tensor], Any]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], (str(spec), others)
 
 
+def cut(form: Any, full: Any) -> tuple[tuple[bool, ...], int] | None:
+    """Return which tensors of a batch have fewer samples than those of a full one, and how many they have.
+
+    Args:
+        form: What `described` says of the batch.
+        full: What it says of the full one.
+
+    Returns:
+        None if that is not all that differs.
+    """
+    (rest, leaves, strides), (full_rest, full_leaves, full_strides) = form, full
+    if rest != full_rest or strides != full_strides or len(leaves) != len(full_leaves):
+        return None
+    is_cut, sizes = [], set()
+    for (shape, *kind), (full_shape, *full_kind) in zip(leaves, full_leaves, strict=True):
+        if kind != full_kind or shape[1:] != full_shape[1:]:
+            return None
+        is_cut.append(shape != full_shape)
+        if shape != full_shape:
+            sizes.add((shape[0], full_shape[0]))
+    if len(sizes) != 1:
+        return None
+    ((size, most),) = sizes
+    return (tuple(is_cut), size) if size < most else None
+
+
 def with_tensors(batch: Any, tensors: Iterator[Tensor]) -> Any:
     """Return a batch with other tensors in the places of its own."""
     return pytree.tree_map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, batch)
@@ -66,6 +95,54 @@ def channels_last(tensor: Tensor) -> Tensor:
         _, _, height, width = tensor.shape
         return tensor.as_strided(tensor.shape, (height * width, 1, width, 1))
     return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def fake_inputs(given: Sequence[Tensor], is_open: Sequence[bool]) -> tuple[Any, list[Any]]:
+    """Return tensors that hold no data, for a trace that computes, draws and changes nothing, and their mode.
+
+    Args:
+        given: Of what form they are.
+        is_open: Whether each has any number of samples; that is one number for all of them.
+    """
+    # Imported here because it takes most of a second.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    if not any(is_open):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return mode, [mode.from_tensor(it.detach()) for it in given]
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fakes = []
+    for it, opens in zip(given, is_open, strict=True):
+        # Those that are as long as each other have the same symbol.
+        sizes = [DimDynamic.DUCK if opens and not dimension else DimDynamic.STATIC for dimension in range(it.ndim)]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * it.ndim)
+        fakes.append(mode.from_tensor(it.detach(), symbolic_context=context))
+    return mode, fakes
+
+
+def sizes_of(fake: Tensor, most: int) -> frozenset[int]:
+    """Return for which numbers of samples a graph was compiled: what was taken for granted on the way holds for them.
+
+    Args:
+        fake: An input whose number of samples was open.
+        most: The largest number that is asked for.
+    """
+    import sympy
+
+    size: Any = fake.shape[0]
+    if not isinstance(size, torch.SymInt):
+        return frozenset()
+    symbol, environment = size.node.expr, size.node.shape_env
+    if not isinstance(symbol, sympy.Symbol) or symbol in environment.replacements:
+        return frozenset()
+    granted = [guard.expr for guard in environment.guards]
+    # Torch takes 0 and 1 for cases of their own.
+    return frozenset(
+        number
+        for number in range(2, most + 1)
+        if all(each.xreplace({symbol: sympy.Integer(number)}) == sympy.true for each in granted)
+    )
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -102,6 +179,8 @@ def lift_draws(traced: GraphModule) -> list[Callable[[], Tensor]]:
         name = operation._schema.name.partition("::")[2]
         if tensors and (len(tensors) > 1 or tensors[0] is not node.args[0] or name not in _DRAWN_BY_SHAPE):
             raise CannotCompileError(f"the step draws random numbers whose distribution it computes, by {name}")
+        if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.meta["val"].shape):
+            raise CannotCompileError("the step draws more random numbers where a batch has more samples")
         drawn = _new_input(traced, f"drawn_{number}", node)
         with traced.graph.inserting_before(node):
             if name.endswith("_"):
@@ -153,8 +232,17 @@ def check_compiler() -> None:
         raise CannotCompileError("there is no C++ compiler, such as g++") from error
 
 
-def compiled(traced: GraphModule, inputs: list[Tensor], *, in_one: bool) -> Callable[..., Any]:
-    """Compile a graph, without Dynamo; if it is to be in one piece, the calls of its kernels, too."""
+def compiled(
+    traced: GraphModule, inputs: list[Tensor], *, in_one: bool = False, is_open: bool = False
+) -> Callable[..., Any]:
+    """Compile a graph, without Dynamo.
+
+    Args:
+        traced: The graph.
+        inputs: Such as it will get.
+        in_one: Whether the calls of its kernels are compiled, too.
+        is_open: Whether sizes are open that were so in the trace.
+    """
     # Imported here because it takes seconds.
     from torch._inductor import config, standalone_compile
 
@@ -164,6 +252,7 @@ def compiled(traced: GraphModule, inputs: list[Tensor], *, in_one: bool) -> Call
         with torch.no_grad(), config.patch(fallback_random=True, cpp_wrapper=in_one), warnings.catch_warnings():
             # Torch warns of itself while it imports its compiler.
             warnings.simplefilter("ignore")
-            return standalone_compile(traced, [*inputs], dynamic_shapes="from_example_inputs")
+            shapes: Any = "from_graph" if is_open else "from_example_inputs"
+            return standalone_compile(traced, [*inputs], dynamic_shapes=shapes)
     except Exception as error:
         raise CannotCompileError(f"the compiler fails ({first_line(error)})") from error
