@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_the_task_is_not_changed() -> None:
     before = copy.deepcopy(dict(task.weights))
     _begun().work(task, {})
     _assert_same(dict(task.weights), before)
+
+
+def test_a_difference_is_one_piece_of_memory_for_each_type() -> None:
+    client = Client(lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), trainer=make_trainer())
+    model: Any = client.model
+    task = replace(_task(), weights={name: value.clone() for name, value in model().state_dict().items()})
+    client.begin(model(), Blobs(), FedAvg())
+    delta = _delta(client.work(task, {})[0])
+    trained = client.trainer.context.model
+    assert trained is not None
+    _assert_same(delta, {name: value - task.weights[name] for name, value in trained.state_dict().items()})
+    assert {value.dtype for value in delta.values()} == {torch.float32, torch.int64}
+    assert len({value.untyped_storage().data_ptr() for value in delta.values()}) == 2
+    assert all(value.data_ptr() % 64 == 0 for value in delta.values())
 
 
 def test_what_stays_with_a_client_is_neither_received_nor_sent() -> None:

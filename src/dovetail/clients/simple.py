@@ -33,6 +33,8 @@ __all__ = ["Client", "as_trainer"]
 
 # Where a client's own part of the model is kept in its state, and what its postprocessors keep.
 _OWN, _POSTPROCESSORS = "model", "postprocessors"
+# Numbers: as many of them as begin at a boundary of torch's memory, of whatever type they are.
+_ALIGNMENT = 64
 
 
 class Client:
@@ -391,7 +393,24 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def _difference(after: Weights, before: Weights) -> dict[str, Tensor]:
-    return {name: (value - before[name]).cpu() for name, value in after.items()}
+    """Return what training has changed, all of one type in one piece of memory: it is packed and sent as one."""
+    ends: dict[torch.dtype, int] = {}
+    places = {}
+    for name, value in after.items():
+        dtype = torch.promote_types(value.dtype, before[name].dtype)
+        start = ends.get(dtype, 0)
+        places[name] = dtype, start, start + value.numel()
+        # Each begins where torch would let it begin.
+        ends[dtype] = start + -(-value.numel() // _ALIGNMENT) * _ALIGNMENT
+    device = next(iter(after.values())).device if after else None
+    memory = {dtype: torch.empty(end, dtype=dtype, device=device) for dtype, end in ends.items()}
+    parts = {name: memory[dtype][start:end].view(after[name].shape) for name, (dtype, start, end) in places.items()}
+    for name, part in parts.items():
+        torch.sub(after[name], before[name], out=part)
+    if device is None or device.type == "cpu":
+        return parts
+    sent = {dtype: whole.cpu() for dtype, whole in memory.items()}
+    return {name: sent[dtype][start:end].view(after[name].shape) for name, (dtype, start, end) in places.items()}
 
 
 def _copied(content: Any, device: str | torch.device = "cpu") -> Any:

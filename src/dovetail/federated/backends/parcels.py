@@ -130,6 +130,12 @@ class Block:
             self._view = torch.frombuffer(mmap.mmap(self.descriptor, 0), dtype=torch.uint8)
         return _memory(self._view[start : start + length].clone())
 
+    def read_together(self, places: Sequence[Place]) -> list[memoryview]:
+        """Return copies of what was written together; whoever keeps one keeps all of them in memory."""
+        start, end = places[0][0], sum(places[-1])
+        whole = self.read((start, end - start))
+        return [whole[first - start : first - start + length] for first, length in places]
+
     def mapped(self) -> memoryview:
         """Return all of the block without copying it; what is changed is changed for this process alone."""
         size = os.fstat(self.descriptor).st_size

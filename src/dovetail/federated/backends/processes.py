@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from dovetail.errors import ConfigError
 from dovetail.federated.backends.base import Work, Worker
 from dovetail.federated.backends.nursery import Nursery, nursery
-from dovetail.federated.backends.parcels import NOTE_SIZE, Block, Mailbox, Parcel, Place, opened, packed
+from dovetail.federated.backends.parcels import NOTE_SIZE, Block, Mailbox, Parcel, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
 from dovetail.federated.backends.sequential import attempted, fault
-from dovetail.federated.messages import Weights
 from dovetail.trainers.interruption import listening
 from dovetail.trainers.relay import arithmetic, described, rebuilt, set_arithmetic, share_of_threads
 
@@ -70,8 +70,8 @@ class Process(Pool[_ProcessSeat]):
     def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
         super().__init__(num_workers, timeout)
         self._opened: tuple[Any, ...] = ()
-        self._parcels: list[Parcel] = []
         self._round = 0
+        self._work: Sequence[Work] = ()
 
     def close(self) -> None:
         """End all workers, and let go of the memory."""
@@ -81,7 +81,7 @@ class Process(Pool[_ProcessSeat]):
         super().close()
         for each in self._opened:
             each.close()
-        self._opened, self._parcels = (), []
+        self._opened, self._work = (), ()
 
     # ------------------------------------------------------------------ what a pool asks for
 
@@ -117,36 +117,19 @@ class Process(Pool[_ProcessSeat]):
 
     def _pack(self, work: Sequence[Work]) -> None:
         self._round += 1
-        # Weights that go to several clients are packed once. By identity: all of them stay alive in `work`.
-        times = Counter(id(task.weights) for task, _ in work)
-        several = {id(task.weights): task.weights for task, _ in work if times[id(task.weights)] > 1}
-        numbers = {each: number for number, each in enumerate(several)}
-        try:
-            weights = packed(list(several.values()))
-            self._parcels = [packed(each, numbers) for each in work]
-        except Exception as error:
-            raise ConfigError(f"a task or a client's state cannot be sent to other processes: {error}") from error
-        # What else is common is found by where it lies.
-        self._keys = [[_key(part) for part in parcel.bulk] for parcel in self._parcels]
-        found = Counter(key for keys in self._keys for key in keys)
-        common = {
-            key: part
-            for parcel, keys in zip(self._parcels, self._keys, strict=True)
-            for key, part in zip(keys, parcel.bulk, strict=True)
-            if found[key] > 1
-        }
-        first = [memoryview(weights.content), *weights.bulk]
+        self._work = work
+        common = _held_by_several(work)
+        self._known = {key: number for number, key in enumerate(common)}
+        parcel = _sendable(list(common.values()))
         # Nobody reads here now: workers have nothing to do between rounds.
-        places = self._shared.write([*first, *common.values()])
-        self._weights, self._common = places[: len(first)], dict(zip(common, places[len(first) :], strict=True))
+        self._common = self._shared.write([memoryview(parcel.content), *parcel.bulk])
 
     def _give(self, seat: _ProcessSeat, position: int) -> bool:
-        parcel = self._parcels[position]
-        shared = [self._common.get(key) for key in self._keys[position]]
-        own = [part for part, place in zip(parcel.bulk, shared, strict=True) if place is None]
+        # Not before it is needed: the first clients are at work meanwhile.
+        parcel = _sendable(self._work[position], self._known)
         try:
             # A worker that is at work reads nothing, and notes are so short that they always fit in.
-            seat.connection.sendall(seat.inbox.post((self._round, self._weights, parcel.content, shared), own))
+            seat.connection.sendall(seat.inbox.post((self._round, self._common, parcel.content), parcel.bulk))
         except OSError:
             return False
         return True
@@ -200,8 +183,31 @@ def _circumstances(num_workers: int) -> dict[str, Any]:
     }
 
 
-def _key(part: memoryview) -> tuple[int, int]:
-    return np.asarray(part).__array_interface__["data"][0], part.nbytes
+def _held_by_several(work: Sequence[Work]) -> dict[int, Any]:
+    """Return what several tasks hold, by identity: the weights, and what an algorithm sends to everybody."""
+    times, met = Counter[int](), dict[int, Any]()
+
+    def meet(piece: Any) -> None:
+        if not isinstance(piece, (Mapping, list, tuple, Tensor, np.ndarray)):
+            return
+        key = id(piece)
+        times[key] += 1
+        # Kept, so that nothing else can have its identity.
+        if met.setdefault(key, piece) is piece and times[key] == 1 and not isinstance(piece, (Tensor, np.ndarray)):
+            for each in piece.values() if isinstance(piece, Mapping) else piece:
+                meet(each)
+
+    for task, _ in work:
+        meet(task.weights)
+        meet(task.payload)
+    return {key: piece for key, piece in met.items() if times[key] > 1}
+
+
+def _sendable(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
+    try:
+        return packed(content, known)
+    except Exception as error:
+        raise ConfigError(f"a task or a client's state cannot be sent to other processes: {error}") from error
 
 
 def _ending(exit_code: int | None) -> str:
@@ -239,17 +245,13 @@ def live(descriptors: Sequence[int]) -> None:
             answer(packed(described(error)))
             return
         answer(packed("ready"))
-        now, known = 0, dict[Place, memoryview]()
-        weights: list[Weights] = []
+        now, known = 0, list[Any]()
         while True:
-            (number, first, content, common), own = inbox.fetch(_heard(connection))
+            (number, places, content), bulk = inbox.fetch(_heard(connection))
             if number != now:
-                now, known = number, {}
-                content_of_weights, *bulk = map(shared.read, first)
-                weights = opened(bytes(content_of_weights), bulk)
-            known.update((place, shared.read(place)) for place in common if place is not None and place not in known)
-            rest = iter(own)
-            work: Work = opened(content, [next(rest) if place is None else known[place] for place in common], weights)
+                first, *rest = shared.read_together(places)
+                now, known = number, opened(bytes(first), rest)
+            work: Work = opened(content, bulk, known)
             outcome = attempted(worker, work)
             try:
                 parcel = packed(outcome)
