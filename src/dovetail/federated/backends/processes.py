@@ -14,7 +14,6 @@ import selectors
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -185,22 +184,23 @@ def _circumstances(num_workers: int) -> dict[str, Any]:
 
 def _held_by_several(work: Sequence[Work]) -> dict[int, Any]:
     """Return what several tasks hold, by identity: the weights, and what an algorithm sends to everybody."""
-    times, met = Counter[int](), dict[int, Any]()
+    # Everything is kept until the end, so that nothing else can have its identity.
+    met, several = dict[int, Any](), dict[int, Any]()
 
     def meet(piece: Any) -> None:
-        if not isinstance(piece, (Mapping, list, tuple, Tensor, np.ndarray)):
-            return
-        key = id(piece)
-        times[key] += 1
-        # Kept, so that nothing else can have its identity.
-        if met.setdefault(key, piece) is piece and times[key] == 1 and not isinstance(piece, (Tensor, np.ndarray)):
+        if id(piece) in met:
+            several[id(piece)] = piece
+        elif isinstance(piece, (Tensor, np.ndarray)):
+            met[id(piece)] = piece
+        elif isinstance(piece, (Mapping, list, tuple)) and piece:
+            met[id(piece)] = piece
             for each in piece.values() if isinstance(piece, Mapping) else piece:
                 meet(each)
 
     for task, _ in work:
         meet(task.weights)
         meet(task.payload)
-    return {key: piece for key, piece in met.items() if times[key] > 1}
+    return several
 
 
 def _sendable(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
