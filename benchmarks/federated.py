@@ -3,7 +3,8 @@
 All contestants train the same model on the same clients from the same weights, round by round. They take turns within
 each round, in an order that changes from round to round, and every ratio is taken within its round: a machine that
 slows down for a while slows all of them. The hand-written loop runs twice per round; how far its second run is from
-its first is the noise of this measurement.
+its first is the noise of this measurement. Peers come after that, in rounds of their own, with whom they are compared
+with: Flower's simulation brings a Ray cluster, which has something to do also when it is not its turn.
 
     python benchmarks/federated.py                                  # everything, some minutes
     python benchmarks/federated.py --workload synthetic --quick
@@ -72,7 +73,7 @@ COMPILED, SEVERAL = "sequential, compiled step", "sequential, 8 compiled steps p
 PROCESS = "process, 2 workers"
 BOTH = "process, 2 workers, compiled step"
 BOTH_SEVERAL = "process, 2 workers, 8 compiled steps per call"
-PFL, FLOWER = "pfl", "Flower's simulation"
+PEERS = PFL, FLOWER = "pfl", "Flower's simulation"
 # What two cores of this machine give at most: nothing is sent, shared or waited for but the end of a round.
 TWO_HANDS = "hand-written, in two processes that share nothing"
 
@@ -381,7 +382,7 @@ WORKLOADS = (
         epochs=1,
         batch_size=32,
         lr=0.05,
-        repeats=(15, 2),
+        repeats=(31, 2),
         bars={
             **_IN_ONE_PROCESS,
             COMPILED: (SEQUENTIAL, "faster", 3.0),
@@ -420,21 +421,33 @@ class Result:
     gap: float | None = None
 
 
-def contestants(
-    federation: Federation, options: argparse.Namespace, folder: Path
-) -> tuple[dict[str, Round], dict[str, str]]:
-    """Return who takes part, ready for a first round, and why the others do not."""
+def contestants(federation: Federation, folder: Path) -> dict[str, Round]:
+    """Return who takes part besides peers, ready for a first round."""
     tiny = federation.workload.is_tiny
-    made: dict[str, Round] = {HAND: ByHand(federation), AGAIN: ByHand(federation)}
-    made[SEQUENTIAL] = WithDovetail(federation, "sequential")
+    made = references(federation)
     made[COMPILED] = WithDovetail(federation, "sequential", compiled=True)
-    made[PROCESS] = WithDovetail(federation, "process", workers=2)
     if tiny:
         made[SEVERAL] = WithDovetail(federation, "sequential", compiled=True, steps_per_call=8)
         made[BOTH_SEVERAL] = WithDovetail(federation, "process", compiled=True, steps_per_call=8, workers=2)
     else:
         made[BOTH] = WithDovetail(federation, "process", compiled=True, workers=2)
     made[TWO_HANDS] = TwoHands(federation, folder)
+    return made
+
+
+def references(federation: Federation) -> dict[str, Round]:
+    """Return with whom others are compared."""
+    return {
+        HAND: ByHand(federation),
+        AGAIN: ByHand(federation),
+        SEQUENTIAL: WithDovetail(federation, "sequential"),
+        PROCESS: WithDovetail(federation, "process", workers=2),
+    }
+
+
+def peers(federation: Federation, options: argparse.Namespace, folder: Path) -> tuple[dict[str, Round], dict[str, str]]:
+    """Return the peers that are installed, ready for a first round, and why the others do not take part."""
+    made: dict[str, Round] = {}
     missing = {}
     for name, kind, python in ((PFL, "pfl", options.pfl_python), (FLOWER, "flower", options.flower_python)):
         if python is None:
@@ -451,6 +464,17 @@ def measure(
     federation: Federation, rounds: Mapping[str, Round], repeats: int, warm_up: int
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Let all contestants take turns, after rounds in which they warm up; say which peers have failed, and how."""
+    try:
+        return _measure(federation, rounds, repeats, warm_up)
+    finally:
+        for contestant in rounds.values():
+            if isinstance(contestant, (WithDovetail, Peer, TwoHands)):
+                contestant.close()
+
+
+def _measure(
+    federation: Federation, rounds: Mapping[str, Round], repeats: int, warm_up: int
+) -> tuple[dict[str, Result], dict[str, str]]:
     results = {name: Result() for name in rounds}
     failed: dict[str, str] = {}
     weights = dict(federation.first)
@@ -543,16 +567,23 @@ def noise_of(results: Mapping[str, Result]) -> float:
     return upper_quartile([abs(ratio - 1) for ratio in ratios(results[AGAIN].seconds, results[HAND].seconds)])
 
 
-def tabulate(federation: Federation, results: Mapping[str, Result], missing: Mapping[str, str], warm_up: int) -> Table:
-    """Return the table of a workload."""
-    reference, sequential = results[HAND].seconds, results[SEQUENTIAL].seconds
+def tabulate(
+    federation: Federation,
+    results: Mapping[str, Result],
+    beside: Mapping[str, Result],
+    missing: Mapping[str, str],
+    warm_up: int,
+) -> Table:
+    """Return the table of a workload, from the rounds without peers and from those with them."""
+    reference = results[HAND].seconds
     rows = []
-    for name, result in results.items():
-        speedup = statistics.median(ratios(sequential, result.seconds))
+    for name, result in [*results.items(), *((name, beside[name]) for name in PEERS if name in beside)]:
+        own = beside if name in PEERS else results
+        speedup = statistics.median(ratios(own[SEQUENTIAL].seconds, result.seconds))
         gap = result.gap
         agreement = "" if gap is None else "bit for bit" if gap == 0 else f"off by {gap:.1e}"
         cells = (f"{statistics.median(result.seconds) * 1e3:.1f}", f"{speedup:.2f}", agreement)
-        rows.append(Row(_shown(name), ratios(result.seconds, reference), cells=cells, is_noise=name == AGAIN))
+        rows.append(Row(_shown(name), ratios(result.seconds, own[HAND].seconds), cells=cells, is_noise=name == AGAIN))
     rows += [Row(name, cells=("", "", reason)) for name, reason in missing.items()]
     numbers = range(warm_up, warm_up + len(reference))
     steps = statistics.mean(federation.num_steps(number) for number in numbers)
@@ -566,10 +597,11 @@ def tabulate(federation: Federation, results: Mapping[str, Result], missing: Map
     )
 
 
-def judged(workload: Workload, results: Mapping[str, Result]) -> list[Row]:
+def judged(workload: Workload, alone: Mapping[str, Result], beside: Mapping[str, Result]) -> list[Row]:
     """Return a row for every bar of a workload whose two contestants took part."""
     rows = []
     for name, (other, sense, bar) in workload.bars.items():
+        results = beside if name in PEERS else alone
         if name not in results or other not in results:
             continue
         mine, its = results[name].seconds, results[other].seconds
@@ -621,15 +653,14 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             repeats, warm_up = options.repeats or workload.repeats[options.quick], 3
             federation = Federation(workload, warm_up + repeats)
-            rounds, missing = contestants(federation, options, Path(folder))
-            try:
-                results, failed = measure(federation, rounds, repeats, warm_up)
-            finally:
-                for contestant in rounds.values():
-                    if isinstance(contestant, (WithDovetail, Peer, TwoHands)):
-                        contestant.close()
-            section.add(tabulate(federation, results, missing | failed, warm_up))
-            bars += judged(workload, results)
+            results, _ = measure(federation, contestants(federation, Path(folder)), repeats, warm_up)
+            installed, missing = peers(federation, options, Path(folder))
+            beside: dict[str, Result] = {}
+            if installed:
+                beside, failed = measure(federation, references(federation) | installed, repeats, warm_up)
+                missing |= failed
+            section.add(tabulate(federation, results, beside, missing, warm_up))
+            bars += judged(workload, results, beside)
             agree &= results[SEQUENTIAL].gap == results[PROCESS].gap == 0
             # Of a compiled step it is asked where its speed is.
             asked = [results[name] for name in workload.bars if name in results]
