@@ -1,10 +1,10 @@
 """Clients in processes of this machine that are started once.
 
-The client goes to every worker once, pickled, through a pipe; its tensors and arrays lie in memory that all workers
-have, and that none can change for another. In a round, what several tasks have in common (the weights, and what an
-algorithm sends to everybody) is written to shared memory once and read by every worker once. What belongs to a single
-client, its state and its answer, goes through mailboxes that the server and one worker share, one in each direction. A
-socket carries nothing but notes of what has come.
+The client goes to every worker once, pickled; its tensors and arrays lie in memory that all workers have, and that none
+can change for another. In a round, what several tasks have in common (the weights, and what an algorithm sends to
+everybody) is written to shared memory once and read by every worker once. What belongs to a single client, its state
+and its answer, goes through mailboxes that the server and one worker share, one in each direction. A socket carries
+nothing but notes of what has come.
 """
 
 from __future__ import annotations
@@ -262,8 +262,8 @@ def live(descriptors: Sequence[int]) -> None:
 
 def _heard(connection: socket.socket) -> bytes:
     """Wait for a note, and return it."""
-    note = connection.recv(NOTE_SIZE)
-    if not note:
+    note = connection.recv(NOTE_SIZE, socket.MSG_WAITALL)
+    if len(note) < NOTE_SIZE:
         raise EOFError
     return note
 
