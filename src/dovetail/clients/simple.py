@@ -33,7 +33,7 @@ __all__ = ["Client", "as_trainer"]
 
 # Where a client's own part of the model is kept in its state, and what its postprocessors keep.
 _OWN, _POSTPROCESSORS = "model", "postprocessors"
-# Numbers: as many of them as begin at a boundary of torch's memory, of whatever type they are.
+# Counted in numbers, of whatever type: so many of them end at a boundary of torch's memory.
 _ALIGNMENT = 64
 
 

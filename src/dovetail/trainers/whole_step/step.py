@@ -348,8 +348,8 @@ class WholeStep:
             hyper,
         ]
         check_memory(given)
-        # Two inputs that are one tensor would be compiled as one input, which they need not be in the next batch.
         is_open = [False] * len(given) + (list(is_cut) or [False] * len(leaves))
+        # Two inputs that are one tensor would be compiled as one input, which they need not be in the next batch.
         given += [empty_like(it) for it in leaves]
         with unchanged(self._spaces):
             traced, names, fixed = self._traced(batches, list(buffers), states, given, is_open)
