@@ -30,14 +30,16 @@ class Seat:
     Attributes:
         given: The positions in the round of what it was given and has not answered, in this order.
         since: When it began with the first of these, on the monotonic clock.
-        load: How much it was given in this round, by the efforts of tasks.
+        effort: Of all that it has done in this round, by the efforts of tasks.
+        seconds: What that took.
         is_ready: Whether it can be given work.
         was_ready: Whether it ever could.
     """
 
     given: deque[int] = field(default_factory=deque)
     since: float = 0.0
-    load: float = 0.0
+    effort: float = 0.0
+    seconds: float = 0.0
     is_ready: bool = False
     was_ready: bool = False
 
@@ -161,7 +163,7 @@ class Pool(Backend, Generic[S]):
         else:
             self._efforts, self._waiting = None, deque(positions)
         for seat in self._seats:
-            seat.load = 0.0
+            seat.effort, seat.seconds = 0.0, 0.0
 
     def _hand_out(self) -> None:
         while self._waiting and (seat := self._next()) is not None:
@@ -170,7 +172,6 @@ class Pool(Backend, Generic[S]):
                 if not seat.given:
                     seat.since = time.monotonic()
                 seat.given.append(self._waiting.popleft())
-                seat.load += 0.0 if self._efforts is None else self._efforts[position]
             elif seat.given:
                 # It died at work, of which there will be news.
                 seat.is_ready = False
@@ -186,8 +187,19 @@ class Pool(Backend, Generic[S]):
         # Without foresight, a task could wait behind a long one while others have nothing to do.
         if not ready or self._efforts is None:
             return None
-        first = min(ready, key=lambda seat: seat.load)
+        first = min(ready, key=self._remaining)
         return first if len(first.given) <= self.ahead else None
+
+    def _remaining(self, seat: S) -> float:
+        """How long a worker will be at what it was given: seconds, or efforts while nobody knows what these take."""
+        assert self._efforts is not None
+        effort = sum(self._efforts[position] for position in seat.given)
+        # Workers are not equally fast: a core may have other things to do.
+        known = [seat] if seat.effort else self._seats
+        done = sum(each.effort for each in known)
+        if not done:
+            return effort
+        return effort * sum(each.seconds for each in known) / done - (time.monotonic() - seat.since)
 
     def _heard(self) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -205,8 +217,11 @@ class Pool(Backend, Generic[S]):
                     if self._failures == _TRIES:
                         raise WorkerError(f"workers cannot be started: {news.reason}")
             else:
-                seat.given.popleft()
-                seat.since = time.monotonic()
+                now, position = time.monotonic(), seat.given.popleft()
+                if self._efforts is not None:
+                    seat.effort += self._efforts[position]
+                    seat.seconds += now - seat.since
+                seat.since = now
                 outcomes.append(news)
         if self.timeout is not None:
             limit, reason = time.monotonic() - self.timeout, f"no answer after {self.timeout:g} s"
