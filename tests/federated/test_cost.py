@@ -12,6 +12,7 @@ from counting import code_called
 from torch import Tensor, nn
 
 from dovetail.algorithms import FedAvg
+from dovetail.callbacks import Callback
 from dovetail.clients.simple import Client
 from dovetail.data.federated import Datasource
 from dovetail.federated.messages import Task, Update
@@ -170,3 +171,38 @@ def test_a_tensor_that_nobody_is_known_to_hold_makes_later_clients_eager() -> No
     ask(client, model, 1)
     with pytest.warns(UserWarning, match="neither model, batch nor strategies hold in its form"):
         ask(client, model, 2)
+
+
+class Steeper(Callback):
+    """Changes a layer for every second client."""
+
+    def on_train_start(self, context: Any) -> None:
+        context.model[1].negative_slope = 0.5 if context.client_id % 2 == 0 else 0.01
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_layer_that_is_changed_for_a_client_is_noticed_every_time() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), nn.Linear(5, 3)), Sizes(24, 24)
+    eager = make_client(data, model, make_trainer(callbacks=[Steeper()]))
+    compiled = make_client(data, model, CompiledTrainer(make_trainer(callbacks=[Steeper()])))
+    with pytest.warns(UserWarning, match="changes from call to call"):
+        found = [ask(compiled, model, client_id).delta for client_id in (1, 2, 2, 1, 2)]
+    expected = [ask(eager, model, client_id).delta for client_id in (1, 2, 2, 1, 2)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_step_of_known_pieces_is_compared_with_an_eager_one_for_the_first_client_only(is_known: bool) -> None:
+    def somebodys(outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, labels)
+
+    model, data = make_model(), Sizes(24, 24)
+    settings = {} if is_known else {"loss_strategy": somebodys}
+    client = make_client(data, model, CompiledTrainer(make_trainer(**settings)))
+    ask(client, model, 1)
+    found = code_called(lambda: ask(client, model, 2))
+    assert found[nn.Linear.forward.__code__] == (0 if is_known else 2)

@@ -12,7 +12,7 @@ import torch
 from compiling import needs_compiler
 from problem import Problem
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dovetail.trainers.whole_step import CannotCompileError, WholeStep
@@ -265,6 +265,33 @@ def test_a_graph_for_shorter_batches_is_used_for_those_alone_for_which_it_is_rig
         assert (found is not None) == (size >= 4)
         if found is not None:
             assert_near(found["loss"], due)
+
+
+class Attention(nn.Module):
+    """Looks twice at a sequence, without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)[:, None]
+        for _ in range(2):
+            hidden = hidden + scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+        logits: Tensor = self.head(hidden.mean((1, 2)))
+        return logits
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_attention_without_dropout_draws_no_random_numbers() -> None:
+    """Torch marks it as if it did, and of several draws a graph must know all."""
+    batches = [((torch.arange(20).reshape(4, 5) + number) % 7, torch.arange(4) % 3) for number in range(3)]
+    ours, theirs = Attention(), Attention()
+    found = run(whole_step(ours, SGD(ours.parameters(), lr=0.1)), batches)
+    assert_near(torch.tensor(found), torch.tensor(run(eager_step(theirs, SGD(theirs.parameters(), lr=0.1)), batches)))
+    assert_near(ours.state_dict(), theirs.state_dict())
 
 
 @needs_compiler

@@ -16,8 +16,23 @@ from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
+from dovetail.trainers.strategies.loss import (
+    BCEWithLogitsLossStrategy,
+    CrossEntropyLossStrategy,
+    DefaultLossCriterionStrategy,
+    MSELossStrategy,
+    NLLLossStrategy,
+)
+from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy
 from dovetail.trainers.untouched import layers, with_parts
-from dovetail.trainers.whole_step import CannotCompileError, Outputs, WholeStep, check_compiler
+from dovetail.trainers.whole_step import (
+    CannotCompileError,
+    Outputs,
+    UnknownError,
+    WholeStep,
+    check_compiler,
+    read_by,
+)
 from dovetail.units import Epochs, TrainUnit
 
 __all__ = ["Compiled"]
@@ -197,18 +212,35 @@ class Compiled(Capability):
             if self._epoch is None and not self._step.find_again() and context.client_id:
                 # A graph for every client would take longer than it saves.
                 raise CannotCompileError("it uses a tensor that neither model, batch nor strategies hold in its form")
-            self._step.look_again()
+            self._step.look_again(self._read_by_step())
             return self._step
         assert context.trainer is not None
         owners = (*layers(context.trainer), *with_parts(trainer.strategies))
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
         step = WholeStep(self._computed, modules, optimizer, trainer.options.gradient_clip, spaces)
+        step.look_again(self._read_by_step())
         step.begin(is_among_many=bool(context.client_id))
         if self._restored:
             step.load_state_dict(self._restored)
             self._restored = None
         return step
+
+    def _read_by_step(self) -> Any:
+        """Return what a client's step computes from besides tensors; None where it may be anything."""
+        trainer, context = cast(Any, self), self.context
+        assert context.trainer is not None
+        if not context.client_id:
+            # One look in an epoch costs little. Many clients have a few steps each.
+            return None
+        has_own_step = any(map(_has_own_step, layers(context.trainer)))
+        # The name of a loss may be that of somebody's own.
+        if has_own_step or _own_verb(_kinds(context.trainer), "train_step") or "loss_criterion" in context.config:
+            return None
+        try:
+            return read_by((context.model, trainer.criterion, trainer.strategies.training_step, context.config), _KNOWN)
+        except UnknownError:
+            return None
 
     def _in_calls(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches, and those of a whole call at once to `train_step`."""
@@ -320,6 +352,18 @@ _SHARED = ("current_batch", "last_loss")
 # Where the verbs are what a graph computes in their place.
 _PLAIN = ("dovetail.trainers.base", "dovetail.trainers.core", "dovetail.trainers.decorators")
 
+# Strategies that compute from their attributes, the configuration and the batch alone.
+_KNOWN = frozenset(
+    {
+        BCEWithLogitsLossStrategy,
+        CrossEntropyLossStrategy,
+        DefaultLossCriterionStrategy,
+        DefaultTrainingStepStrategy,
+        MSELossStrategy,
+        NLLLossStrategy,
+    }
+)
+
 
 def _compile_in_place(model: nn.Module) -> None:
     """Compile a module as its own `compile` does, so that the names of its state stay as they are."""
@@ -357,9 +401,14 @@ def _own_verb(kinds: tuple[type[Any], ...], *verbs: str) -> str | None:
     """Which class has one of some verbs that a graph computes in its place."""
     for verb in verbs:
         for cls in (cls for kind in kinds for cls in kind.__mro__):
-            if verb in vars(cls) and cls.__module__ not in _PLAIN:
+            if verb in vars(cls) and cls is not Compiled and cls.__module__ not in _PLAIN:
                 return f"{cls.__name__} has its own {verb}"
     return None
+
+
+def _has_own_step(layer: Trainer) -> bool:
+    own = vars(layer)
+    return own.get("train_step") is not None or own.get("_train_step") is not None
 
 
 def _owner(hook: Any) -> str:

@@ -6,8 +6,9 @@ two can take turns at any step.
 """
 
 from dovetail.trainers.whole_step.graph import Outputs
+from dovetail.trainers.whole_step.known import UnknownError, read_by
 from dovetail.trainers.whole_step.limits import CannotCompileError
 from dovetail.trainers.whole_step.step import WholeStep
 from dovetail.trainers.whole_step.tracing import check_compiler
 
-__all__ = ["CannotCompileError", "Outputs", "WholeStep", "check_compiler"]
+__all__ = ["CannotCompileError", "Outputs", "UnknownError", "WholeStep", "check_compiler", "read_by"]

@@ -38,6 +38,7 @@ class Graph:
         sizes: The numbers of samples that it is for, where that is open.
         several: Graphs of several such steps, by their number.
         shorter: What there is for batches of fewer samples; None as long as nobody has tried.
+        read: All that the step read besides tensors when the graph was compared with it; None where that is not known.
         bound: The optimizer's state that it was bound to, which is another one after loading.
         num_bound: Of how many parameters.
         settings: The optimizer's settings that it uses.
@@ -57,6 +58,7 @@ class Graph:
     sizes: frozenset[int] = frozenset()
     several: dict[int, Graph] = field(default_factory=dict)
     shorter: Shorter | None = None
+    read: Any = None
     bound: Any = None
     num_bound: int = 0
     settings: Any = None

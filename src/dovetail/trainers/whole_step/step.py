@@ -118,7 +118,9 @@ class WholeStep:
         self._compiled: set[str] = set()
         self._previous = ""
         self._is_among_many = False
+        # Whether the next graph is compared with an eager step, unless that was done when the step read the same.
         self._looks = True
+        self._read: Any = None
 
     @property
     def num_graphs(self) -> int:
@@ -171,9 +173,14 @@ class WholeStep:
         self._last = None
         return len(self._graphs) == number
 
-    def look_again(self) -> None:
-        """Compare the loss of the next call with that of `compute`, in which something may have changed."""
-        self._looks = True
+    def look_again(self, read: Any = None) -> None:
+        """Compare the loss of the next call with that of `compute`, in which something may have changed.
+
+        Args:
+            read: All that `compute` reads besides tensors: a graph that was compared when this was equal needs no other
+                look. None where that is not known.
+        """
+        self._looks, self._read = True, read
 
     def __call__(self, batch: Any) -> Outputs | None:
         """Make one update and return the outputs, detached; None for a batch whose form is not worth a graph yet.
@@ -201,7 +208,10 @@ class WholeStep:
         self._bring_up_to_date(graph)
         if self._looks:
             self._looks = False
-            return self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)[0]
+            if self._read is None or self._read != graph.read:
+                (outputs,) = self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)
+                graph.read = self._read
+                return outputs
         return _named(graph, leaves)
 
     def several(self, batches: Sequence[Any]) -> list[Outputs] | None:
@@ -362,8 +372,8 @@ class WholeStep:
                 traced.graph.erase_node(node)
         traced.recompile()
         drawn = [empty_like(node.meta["val"]) for node in places[len(given) + len(constants) :]]
-        # Of several steps the calls of kernels are compiled, too: from Python they take longer than a tiny kernel.
-        in_one = len(batches) > 1 and all(it.device.type == "cpu" for it in given)
+        # The calls of kernels are compiled, too: from Python they take longer than a tiny kernel.
+        in_one = all(it.device.type == "cpu" for it in given)
         inputs = list(compress([*given, *constants, *drawn], is_used))
         opened = is_open.index(True) if any(is_open) else None
         call = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)

@@ -169,7 +169,7 @@ def lift_constants(traced: GraphModule) -> list[Tensor]:
 
 def lift_draws(traced: GraphModule) -> list[Callable[[], Tensor]]:
     """Make inputs of random numbers, and return what draws them: Inductor would draw them in an order of its own."""
-    drawing = [node for node in traced.graph.nodes if torch.Tag.nondeterministic_seeded in _tags(node)]
+    drawing = [node for node in traced.graph.nodes if _draws(node)]
     if len(drawing) == 1:
         return []
     draws: list[Callable[[], Tensor]] = []
@@ -218,8 +218,14 @@ def _new_input(traced: GraphModule, name: str, like: Node) -> Node:
     return made
 
 
-def _tags(node: Node) -> Sequence[Any]:
-    return node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+def _draws(node: Node) -> bool:
+    """Whether random numbers enter: attention without dropout is marked as if they did."""
+    operation = node.target
+    if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    given = dict(zip((it.name for it in operation._schema.arguments), node.args, strict=False)) | node.kwargs
+    defaults = {it.name: it.default_value for it in operation._schema.arguments if it.has_default_value()}
+    return bool((defaults | given).get("dropout_p", 1.0))
 
 
 def check_compiler() -> None:

@@ -1,0 +1,69 @@
+"""What a computation reads besides its tensors, where that is known of all its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["UnknownError", "read_by"]
+
+# Torch's own layers and losses: what they compute follows from their attributes.
+_LAYERS = "torch.nn.modules."
+
+
+class UnknownError(Exception):
+    """A piece may read anything: it has code of its own."""
+
+
+def read_by(piece: Any, known: frozenset[type[Any]]) -> Any:
+    """Return what a piece computes from besides its tensors, to be compared with what it was before.
+
+    Args:
+        piece: A module, a value, a container, or an object of a known type, or a call of a method of such a one.
+        known: Types of objects whose methods read nothing but their arguments and the object's attributes.
+
+    Raises:
+        UnknownError: It may compute from anything else.
+
+    Example:
+        >>> layer, before = nn.Dropout(0.1), read_by(nn.Dropout(0.1), frozenset())
+        >>> read_by(layer, frozenset()) == before
+        True
+        >>> layer.p = 0.2
+        >>> read_by(layer, frozenset()) == before
+        False
+    """
+    kind = type(piece)
+    if kind in _VALUES:
+        # With its type: 1 and True are the same to Python.
+        return kind, piece
+    if isinstance(piece, Tensor):
+        # What it holds is data of a graph.
+        return kind, piece.shape, piece.dtype
+    if kind is list or kind is tuple:
+        return kind, [read_by(each, known) for each in piece]
+    if isinstance(piece, Mapping):
+        return [(name, read_by(each, known)) for name, each in piece.items()]
+    if isinstance(piece, nn.Module):
+        return kind, _read_by_module(piece, known)
+    if kind in known:
+        return kind, read_by(vars(piece), known)
+    if kind is partial and type(owner := getattr(piece.func, "__self__", None)) in known:
+        return piece.func.__func__, read_by(owner, known)
+    raise UnknownError(f"{kind.__name__} may compute from anything")
+
+
+_VALUES = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def _read_by_module(module: nn.Module, known: frozenset[type[Any]]) -> Any:
+    attributes = vars(module)
+    if not type(module).__module__.startswith(_LAYERS) or "forward" in attributes:
+        raise UnknownError(f"{type(module).__name__} may compute from anything")
+    # The others are torch's own: hooks, which a graph rules out, and the parameters, which it knows.
+    own = {name: value for name, value in attributes.items() if name[0] != "_"}
+    missing = [name for name, buffer in module._buffers.items() if buffer is None]
+    return read_by(own, known), missing, read_by(module._modules, known)

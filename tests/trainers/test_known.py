@@ -1,0 +1,103 @@
+"""What a step reads besides tensors, and pieces of which nobody knows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dovetail.trainers.strategies import CrossEntropyLossStrategy
+from dovetail.trainers.whole_step import UnknownError, read_by
+
+KNOWN = frozenset({CrossEntropyLossStrategy})
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+def with_own_forward() -> nn.Module:
+    layer = nn.Identity()
+    layer.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    return layer
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.1), nn.Sequential(nn.LeakyReLU()))
+
+
+def loss(**settings: Any) -> Any:
+    strategy = CrossEntropyLossStrategy(**settings)
+    return partial(strategy.compute_loss, context=None)
+
+
+@pytest.mark.parametrize("make", [model, loss, lambda: nn.CrossEntropyLoss(torch.ones(3)), lambda: {"a": [1, None]}])
+def test_equal_pieces_read_the_same(make: Any) -> None:
+    assert read_by(make(), KNOWN) == read_by(make(), KNOWN)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda it: setattr(it[0], "padding", (1, 1)),
+        lambda it: setattr(it[1], "momentum", 0.2),
+        lambda it: setattr(it[1], "running_mean", None),
+        lambda it: setattr(it[2], "p", 0.2),
+        lambda it: it[3].append(nn.ReLU()),
+        lambda it: it[3].__setitem__(0, nn.ELU()),
+        lambda it: it.eval(),
+    ],
+)
+def test_a_change_of_any_layer_is_seen(change: Any) -> None:
+    changed = model()
+    change(changed)
+    assert read_by(changed, KNOWN) != read_by(model(), KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (loss(), loss(label_smoothing=0.1)),
+        (loss(), loss(weight=torch.ones(3))),
+        (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.ones(3))),
+        ({"a": 1}, {"a": True}),
+        ({"a": 1}, {"b": 1}),
+        ([1], (1,)),
+        (float("nan"), float("nan")),
+    ],
+)
+def test_what_differs_reads_differently(one: Any, other: Any) -> None:
+    assert read_by(one, KNOWN) != read_by(other, KNOWN)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Own(),
+        OwnLinear(2, 2),
+        nn.Sequential(nn.Linear(2, 2), Own()),
+        with_own_forward(),
+        nn.TripletMarginWithDistanceLoss(distance_function=lambda x, y: x - y),
+        lambda outputs, labels: outputs.sum(),
+        partial(max, 1),
+        loss(weight=object()),
+        {"own": object()},
+    ],
+    ids=lambda piece: type(piece).__name__,
+)
+def test_a_piece_with_code_of_its_own_may_read_anything(piece: Any) -> None:
+    with pytest.raises(UnknownError, match="may compute from anything"):
+        read_by(piece, KNOWN)
+
+
+def test_a_strategy_that_is_not_known_may_read_anything() -> None:
+    with pytest.raises(UnknownError):
+        read_by(loss(), frozenset())
