@@ -69,6 +69,13 @@ def test_numbers_of_samples_that_nobody_has_are_refused(count: Any) -> None:
     assert reason == f"num_samples: expected a whole number from 0 to 1e+12, got {count!r}"
 
 
+@pytest.mark.parametrize("count", [-1, True, 1.5])
+def test_numbers_of_updates_that_nobody_makes_are_refused(count: Any) -> None:
+    fault = check_update(Update(7, 3, 1, num_updates=count, delta=GOOD), WEIGHTS)
+    assert fault is not None
+    assert fault.reason == f"client 7: num_updates: expected a whole number from 0 to 1e+12, got {count!r}"
+
+
 def test_an_update_of_no_tensors_fits_weights_of_none() -> None:
     assert check_update(Update(1, 1, 1), {}) is None
 

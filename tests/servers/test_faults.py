@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from federation import Blobs, Everything, make_model, make_trainer
 
+from dovetail.algorithms import SCAFFOLD, Algorithm, CompositeAlgorithm, FedProx
 from dovetail.clients.simple import Client
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.backends import Done, Outcome, Sequential, Work
@@ -132,6 +133,56 @@ def test_a_client_that_fails_is_named_and_the_rest_is_exact(how: str, kind: str,
     assert not records[0].faults
     assert not records[2].faults
     _assert_same(server, _without_the_bad_one())
+
+
+class Misleading(Client):
+    """One client sends good weights in the second round, and something else with them."""
+
+    def __init__(self, bend: Callable[[Any], Any]) -> None:
+        super().__init__(trainer=make_trainer())
+        self.bend = bend
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        update, after = super().work(task, state)
+        if task.client_id != BAD or task.round != 2:
+            return update, after
+        sent = {CONTROL: self.bend(update.payload[CONTROL])}
+        return replace(update, payload={name: it for name, it in sent.items() if it is not None}), after
+
+
+CONTROL = "control_variate_delta"
+
+
+@pytest.mark.parametrize(
+    ("bend", "kind", "words"),
+    [
+        (lambda sent: {**sent, "0.bias": sent["0.bias"] * torch.nan}, "not finite", "'0.bias' is not finite"),
+        (lambda sent: {**sent, "0.bias": sent["0.bias"][:1]}, "wrong shape", "'0.bias': expected the shape [5], got"),
+        (lambda sent: {**sent, "0.bias": 0.0}, "wrong shape", "'0.bias': expected a tensor, got float"),
+        (lambda sent: {"0.bias": sent["0.bias"]}, "wrong shape", "'0.weight' is missing"),
+        (lambda sent: {**sent, "more": sent["0.bias"]}, "wrong shape", "'more' was not asked for"),
+        (lambda sent: [1, 2], "wrong shape", "expected tensors by their names, got list"),
+        (lambda sent: None, "wrong shape", "expected tensors by their names, got NoneType"),
+    ],
+)
+@pytest.mark.parametrize("make", [SCAFFOLD, lambda: CompositeAlgorithm([FedProx(mu=0.1), SCAFFOLD()])])
+def test_what_an_algorithm_is_sent_beside_weights_is_looked_at_too(
+    make: Callable[[], Algorithm], bend: Callable[[Any], Any], kind: str, words: str
+) -> None:
+    """It would stay in the control variate of the server, and from then on in the gradients of all clients."""
+
+    def server(**options: Any) -> Server:
+        return Server(
+            make_model, Blobs(), make(), make_trainer(), selection=Fixed(1, 3, 5, 7), rounds=3, per_round=4, **options
+        )
+
+    misled, spared = server(), server(backend=Leaving())
+    records = misled.run(Misleading(bend))
+    spared.run(Client(trainer=make_trainer()))
+    (fault,) = records[1].faults
+    assert (fault.client_id, fault.kind) == (BAD, kind)
+    assert fault.reason.startswith(f"client {BAD}: {CONTROL}: {words}")
+    _assert_same(misled, spared)
 
 
 def test_a_report_in_the_name_of_one_who_was_not_asked_does_not_count() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dovetail.federated.averaging import Average, moved
-from dovetail.federated.messages import Update, Weights
+from dovetail.federated.messages import Fault, Update, Weights
 
 if TYPE_CHECKING:
     from dovetail.trainers.strategies.base import Strategy
@@ -67,6 +67,14 @@ class Algorithm:
     def payload(self, client_id: int) -> Mapping[str, Any]:
         """Return what a client gets besides the weights; tensors are not copied, so never change them in place."""
         return {}
+
+    def check(self, update: Update) -> Fault | None:
+        """Return why what a client has sent besides its weights is of no use, or None if nothing is wrong with it.
+
+        Args:
+            update: Of a client with samples, whose weights are in order; `update.sent` are those that it was sent.
+        """
+        return None
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
         """Return the new global weights.

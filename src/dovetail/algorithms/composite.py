@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dovetail.algorithms.base import Algorithm
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.federated.averaging import Average
-from dovetail.federated.messages import Update, Weights
+from dovetail.federated.messages import Fault, Update, Weights
 from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
@@ -88,6 +88,10 @@ class CompositeAlgorithm(Described, Algorithm):
                 raise ConfigError(f"algorithms: two of {self!r} send {twice[0]!r}; leave one of them out")
             sent |= added
         return sent
+
+    def check(self, update: Update) -> Fault | None:
+        """Return what the first of them finds that has a complaint."""
+        return next((fault for algorithm in self.algorithms if (fault := algorithm.check(update))), None)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
         """Let every one step with the change that the one before it makes."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.algorithms.base import Algorithm
 from dovetail.errors import ConfigError
 from dovetail.federated.averaging import Average, moved
-from dovetail.federated.messages import Update, Weights
+from dovetail.federated.messages import Fault, Update, Weights
+from dovetail.federated.validation import check_sent
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
@@ -196,6 +197,7 @@ class SCAFFOLD(Described, Algorithm):
     option: int = 2
     server_learning_rate: float = 1.0
     control: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _trained: frozenset[str] = field(default=frozenset(), init=False)
 
     decides = ("the drift of clients", "where a client's steps begin")
     needs_each_update = True
@@ -206,6 +208,11 @@ class SCAFFOLD(Described, Algorithm):
         if not self.server_learning_rate > 0:
             raise ConfigError(f"server_learning_rate: expected a number above 0, got {self.server_learning_rate!r}")
 
+    def begin(self, model: nn.Module, num_clients: int) -> None:
+        """Note what has a gradient."""
+        super().begin(model, num_clients)
+        self._trained = frozenset(name for name, _ in model.named_parameters())
+
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
         """Correct the gradients of clients."""
         kind = SCAFFOLDUpdateStrategyV2 if self.option == 1 else SCAFFOLDUpdateStrategy
@@ -214,6 +221,11 @@ class SCAFFOLD(Described, Algorithm):
     def payload(self, client_id: int) -> Mapping[str, Any]:
         """Return c."""
         return {_KEY: self.control}
+
+    def check(self, update: Update) -> Fault | None:
+        """Refuse a change that c cannot be moved by: it would stay in the gradients of all clients."""
+        expected = {name: value for name, value in update.sent.items() if name in self._trained}
+        return check_sent(update, update.payload.get(_DELTA), expected, _DELTA)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
         """Return the weights moved by the mean, and move c."""

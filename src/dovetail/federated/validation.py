@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal
 
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from dovetail.federated.messages import Fault, Update, Weights
 
-__all__ = ["MAX_SAMPLES", "admit", "check_update"]
+__all__ = ["MAX_SAMPLES", "admit", "check_sent", "check_update"]
 
 # Nobody has more. An update that counts more than all others together is a mistake or an attack.
 MAX_SAMPLES = 10**12
@@ -68,30 +70,55 @@ def check_update(update: Update, weights: Weights) -> Fault | None:
         >>> check_update(Update(1, 1, 10, delta={"w": torch.tensor([1.0, torch.nan])}), weights).reason
         "client 1: 'w' is not finite"
     """
-    problem = _misfit(update, weights)
-    if problem:
-        return Fault(update.client_id, update.round, "wrong shape", f"client {update.client_id}: {problem}")
-    problem = _not_finite(update.delta)
-    if problem:
-        return Fault(update.client_id, update.round, "not finite", f"client {update.client_id}: {problem}")
-    return None
+    for name in ("num_samples", "num_updates"):
+        count = getattr(update, name)
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_SAMPLES:
+            problem = f"{name}: expected a whole number from 0 to {MAX_SAMPLES:.0e}, got {count!r}"
+            return _fault(update, "wrong shape", problem)
+    return check_sent(update, update.delta, weights)
 
 
-def _misfit(update: Update, weights: Weights) -> str | None:
-    count = update.num_samples
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_SAMPLES:
-        return f"num_samples: expected a whole number from 0 to {MAX_SAMPLES:.0e}, got {count!r}"
-    delta = update.delta
-    if delta.keys() != weights.keys():
-        missing, extra = weights.keys() - delta.keys(), delta.keys() - weights.keys()
-        return f"{min(missing)!r} is missing" if missing else f"{min(extra)!r} was not asked for"
-    for name, value in delta.items():
-        expected = weights[name]
-        if value.shape != expected.shape:
-            return f"{name!r}: expected the shape {list(expected.shape)}, got {list(value.shape)}"
+def check_sent(update: Update, found: Any, expected: Weights, what: str = "") -> Fault | None:
+    """Return why tensors that came with an update cannot be added to others, or None if they can.
+
+    Args:
+        update: What they came with.
+        found: What should be tensors by their names.
+        expected: Tensors of the same names, shapes and types.
+        what: The name of these tensors; empty for the update's difference.
+
+    Example:
+        >>> import torch
+        >>> check_sent(Update(1, 1, 10), {}, {"w": torch.zeros(2)}, "control").reason
+        "client 1: control: 'w' is missing"
+    """
+    intro = f"{what}: " if what else ""
+    problem = _misfit(found, expected)
+    if problem:
+        return _fault(update, "wrong shape", intro + problem)
+    problem = _not_finite(found)
+    return _fault(update, "not finite", intro + problem) if problem else None
+
+
+def _fault(update: Update, kind: Literal["wrong shape", "not finite"], problem: str) -> Fault:
+    return Fault(update.client_id, update.round, kind, f"client {update.client_id}: {problem}")
+
+
+def _misfit(found: Any, expected: Weights) -> str | None:
+    if not isinstance(found, Mapping):
+        return f"expected tensors by their names, got {type(found).__name__}"
+    if found.keys() != expected.keys():
+        missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
+        return f"{min(missing)!r} is missing" if missing else f"{min(extra, key=str)!r} was not asked for"
+    for name, value in found.items():
+        like = expected[name]
+        if not isinstance(value, Tensor):
+            return f"{name!r}: expected a tensor, got {type(value).__name__}"
+        if value.shape != like.shape:
+            return f"{name!r}: expected the shape {list(like.shape)}, got {list(value.shape)}"
         # A mean of whole numbers, as masks give it, is not whole.
-        if value.dtype != expected.dtype and not (value.is_floating_point() and not expected.is_floating_point()):
-            return f"{name!r}: expected {expected.dtype}, got {value.dtype}"
+        if value.dtype != like.dtype and not (value.is_floating_point() and not like.is_floating_point()):
+            return f"{name!r}: expected {like.dtype}, got {value.dtype}"
     return None
 
 

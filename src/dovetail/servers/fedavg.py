@@ -392,6 +392,8 @@ class Server:
         usable = []
         for update in decoded:
             fault = check_update(update, update.sent)
+            if fault is None and update.num_samples:
+                fault = self.algorithm.check(update)
             if fault is None:
                 usable.append(update)
             else:
