@@ -355,11 +355,8 @@ def _fashion() -> tuple[Tensor, Tensor]:
     return inputs.reshape(-1, 1, 28, 28), labels
 
 
-_IN_ONE_PROCESS = {
-    SEQUENTIAL: (HAND, "at most", 1.05),
-    PFL: (SEQUENTIAL, "at least", 1.0),
-    FLOWER: (PROCESS, "at least", 4.0),
-}
+_ALL = {SEQUENTIAL: (HAND, "at most", 1.05), PFL: (SEQUENTIAL, "at least", 1.0)}
+_IMAGES = {**_ALL, PROCESS: (SEQUENTIAL, "faster", 1.8)}
 
 WORKLOADS = (
     Workload(
@@ -371,7 +368,7 @@ WORKLOADS = (
         batch_size=10,
         lr=0.01,
         repeats=(7, 2),
-        bars={**_IN_ONE_PROCESS, SEVERAL: (SEQUENTIAL, "faster", 3.0)},
+        bars={**_ALL, SEVERAL: (SEQUENTIAL, "faster", 3.0)},
         is_tiny=True,
     ),
     Workload(
@@ -384,10 +381,10 @@ WORKLOADS = (
         lr=0.05,
         repeats=(31, 2),
         bars={
-            **_IN_ONE_PROCESS,
+            **_IMAGES,
+            FLOWER: (PROCESS, "at least", 4.0),
             COMPILED: (SEQUENTIAL, "faster", 3.0),
             BOTH: (SEQUENTIAL, "faster", 3.0),
-            PROCESS: (SEQUENTIAL, "faster", 1.8),
         },
     ),
     Workload(
@@ -399,7 +396,7 @@ WORKLOADS = (
         batch_size=32,
         lr=0.05,
         repeats=(7, 2),
-        bars={**_IN_ONE_PROCESS, PROCESS: (SEQUENTIAL, "faster", 1.8)},
+        bars=_IMAGES,
     ),
 )
 

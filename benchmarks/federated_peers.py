@@ -154,61 +154,58 @@ def with_pfl(path: str) -> None:
 
 
 def with_flower(path: str) -> None:
-    """Run Flower's FedAvg on its simulation engine."""
-    from flwr.client import ClientApp, NumPyClient
-    from flwr.common import Context, FitIns, ndarrays_to_parameters
-    from flwr.server import ServerApp, ServerAppComponents, ServerConfig
-    from flwr.server.strategy import FedAvg
+    """Run Flower's FedAvg on its simulation engine, by its messages: its older API waits seconds in every round."""
+    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import ServerApp
+    from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    work = job(path)
+    work, client, server = job(path), ClientApp(), ServerApp()
 
-    class Trains(NumPyClient):  # type: ignore[misc]  # flwr is not installed where types are checked
-        """Trains on the data of the client that the round names, with the usual loop."""
+    @client.train()  # type: ignore[untyped-decorator]  # flwr is not installed where types are checked
+    def train(message: Any, context: Any) -> Any:
+        """Train on the data of the client that the message names, with the usual loop."""
+        torch.set_num_threads(1)
+        work = job(path)
+        model = make_model(work["model"])
+        model.load_state_dict(message.content["weights"].to_torch_state_dict())
+        inputs, targets = work["data"][message.content["config"]["client"]]
+        criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=work["lr"])
+        for _ in range(work["epochs"]):
+            for indices in torch.randperm(len(inputs)).split(work["batch_size"]):
+                optimizer.zero_grad()
+                criterion(model(inputs[indices]), targets[indices]).backward()
+                optimizer.step()
+        count = MetricRecord({"num-examples": len(inputs)})
+        answer = RecordDict({"weights": ArrayRecord(model.state_dict()), "count": count})
+        return Message(content=answer, reply_to=message)
 
-        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
-            torch.set_num_threads(1)
-            model = make_model(job(path)["model"])
-            with torch.no_grad():
-                for mine, its in zip(model.parameters(), parameters, strict=True):
-                    mine.copy_(torch.from_numpy(its))
-            inputs, targets = job(path)["data"][config["client"]]
-            criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=work["lr"])
-            for _ in range(work["epochs"]):
-                for indices in torch.randperm(len(inputs)).split(work["batch_size"]):
-                    optimizer.zero_grad()
-                    criterion(model(inputs[indices]), targets[indices]).backward()
-                    optimizer.step()
-            return [it.detach().numpy() for it in model.parameters()], len(inputs), {}
-
-    class Paced(FedAvg):  # type: ignore[misc]  # flwr is not installed where types are checked
-        """Makes one round when it is asked for, of the clients that all contestants have."""
-
-        def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
-            wait_for_round("ready" if server_round == 1 else "done")
-            chosen = work["chosen"][server_round - 1]
-            proxies = client_manager.sample(num_clients=len(chosen))
-            return [
-                (proxy, FitIns(parameters, {"client": client_id}))
-                for proxy, client_id in zip(proxies, chosen, strict=True)
+    @server.main()  # type: ignore[untyped-decorator]  # flwr is not installed where types are checked
+    def main(grid: Any, context: Any) -> None:
+        """Make one round when it is asked for, of the clients that all contestants have."""
+        weights, strategy = ArrayRecord(loaded_model(path).state_dict()), FedAvg()
+        nodes: list[int] = []
+        while len(nodes) < len(work["chosen"][0]):
+            nodes = list(grid.get_node_ids())
+        for number, chosen in enumerate(work["chosen"]):
+            wait_for_round("done" if number else "ready")
+            asked = [
+                RecordDict({"weights": weights, "config": ConfigRecord({"client": client_id})}) for client_id in chosen
             ]
-
-        def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
-            if failures:
-                raise RuntimeError(f"{len(failures)} clients failed: {failures[0]}")
-            return super().aggregate_fit(server_round, results, failures)
-
-    def client_fn(context: Context) -> Any:
-        return Trains().to_client()
-
-    def server_fn(context: Context) -> Any:
-        first = ndarrays_to_parameters([it.detach().numpy() for it in loaded_model(path).parameters()])
-        strategy = Paced(fraction_evaluate=0.0, initial_parameters=first)
-        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=len(work["chosen"])))
+            answers = list(
+                grid.send_and_receive(
+                    Message(content=each, message_type="train", dst_node_id=node)
+                    for each, node in zip(asked, nodes, strict=True)
+                )
+            )
+            if failed := [answer for answer in answers if answer.has_error()]:
+                raise RuntimeError(f"{len(failed)} clients failed: {failed[0].error}")
+            weights, _ = strategy.aggregate_train(number, answers)
 
     run_simulation(
-        server_app=ServerApp(server_fn=server_fn),
-        client_app=ClientApp(client_fn=client_fn),
+        server_app=server,
+        client_app=client,
         num_supernodes=len(work["chosen"][0]),
         backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,10 @@ def draw(section: Section, path: Path) -> bool:
         for place, curve in enumerate(section.curves, start=1):
             _draw_curve(figure.add_subplot(rows, columns, place), curve)
     else:
-        heights = [1.1 + 0.26 * sum(bool(row.samples) for row in table.rows) for table in tables]
+        heights = [
+            0.95 + 0.15 * len(_lines(table.title)) + 0.26 * sum(bool(row.samples) for row in table.rows)
+            for table in tables
+        ]
         figure = Figure(figsize=(8.5, sum(heights)), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(len(tables), 1, height_ratios=heights)
@@ -147,7 +151,12 @@ def _draw_rows(axes: Any, table: Table) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     if table.is_log:
+        from matplotlib.ticker import LogLocator, NullLocator
+
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter("{x:g}")
     _finish(axes, table.title, table.unit)
 
 
@@ -174,8 +183,13 @@ def _median(samples: Sequence[float]) -> float:
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
+def _lines(title: str) -> list[str]:
+    """A title as wide as a figure has room for beside the names of rows."""
+    return textwrap.wrap(title, 64, break_on_hyphens=False)
+
+
 def _finish(axes: Any, title: str, below: str) -> None:
-    axes.set_title(title, loc="left", fontsize=9, color=INK)
+    axes.set_title("\n".join(_lines(title)), loc="left", fontsize=9, color=INK)
     axes.set_xlabel(below, color=INK, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=8)
