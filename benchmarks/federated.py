@@ -4,7 +4,8 @@ All contestants train the same model on the same clients from the same weights, 
 each round, in an order that changes from round to round, and every ratio is taken within its round: a machine that
 slows down for a while slows all of them. The hand-written loop runs twice per round; how far its second run is from
 its first is the noise of this measurement. Peers come after that, in rounds of their own, with whom they are compared
-with: Flower's simulation brings a Ray cluster, which has something to do also when it is not its turn.
+with: Flower's simulation brings a Ray cluster, which has something to do also when it is not its turn. So peers sleep
+then.
 
     python benchmarks/federated.py                                  # everything, some minutes
     python benchmarks/federated.py --workload synthetic --quick
@@ -31,16 +32,19 @@ import copy
 import gc
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -278,11 +282,27 @@ class Peer:
         """Wait for its end."""
         self._hear("done")
 
+    def sleep(self) -> None:
+        """Let it do nothing, with all processes that it has started."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End it."""
+        self.wake()
         self._process.kill()
         self._process.wait()
         self._log.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
     def _hear(self, word: str) -> None:
         assert self._process.stdout is not None
@@ -483,6 +503,8 @@ def _measure(
             contestant = rounds[name]
             if isinstance(contestant, ByHand):
                 contestant.prepare(number)
+            elif isinstance(contestant, Peer):
+                contestant.wake()
             # As timeit does: when garbage is collected depends on who ran before.
             gc.collect()
             gc.disable()
@@ -496,9 +518,12 @@ def _measure(
                 failed[name] = f"failed in round {number + 1}: {error}"
                 continue
             finally:
+                seconds = time.perf_counter() - started
                 gc.enable()
+                if isinstance(contestant, Peer):
+                    contestant.sleep()
             if number >= warm_up:
-                results[name].seconds.append(time.perf_counter() - started)
+                results[name].seconds.append(seconds)
         # All of them begin the next round where the hand-written loop has ended: who rounds differently once would be
         # on another way after many rounds, on which nothing can be compared.
         weights = after[HAND]
