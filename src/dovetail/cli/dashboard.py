@@ -29,11 +29,14 @@ def dashboard(
         server = LocalServer(port, pages.wsgi(opened.storage))
     except OSError as error:
         raise ConfigError(f"port {port}: {error.strerror}: choose another --port, or 0 for any") from error
-    with server:
+
+    def announce() -> None:
         print(f"experiments: http://{HOST}:{server.server_port}/", flush=True)
         if tensorboard:
             print(f"TensorBoard: {_start_tensorboard(opened.home / 'experiments', HOST)}", flush=True)
-        serve(server)
+
+    with server:
+        serve(server, announce)
 
 
 def _start_tensorboard(folder: Path, host: str) -> str:

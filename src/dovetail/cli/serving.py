@@ -35,8 +35,13 @@ class LocalServer(ThreadingMixIn, WSGIServer):
         self.set_app(application)
 
 
-def serve(server: BaseServer) -> None:
-    """Answer until SIGINT or SIGTERM."""
+def serve(server: BaseServer, announce: Callable[[], None]) -> None:
+    """Answer until SIGINT or SIGTERM.
+
+    Args:
+        server: Who answers.
+        announce: Says so. Whoever has heard it may end the server at once.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         # In a thread: it waits for the very loop that was interrupted to call this.
@@ -44,6 +49,7 @@ def serve(server: BaseServer) -> None:
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        announce()
         server.serve_forever(poll_interval=0.1)
     finally:
         for number, handler in before.items():
