@@ -42,8 +42,10 @@ class Failing(Client):
 
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
         update, after = super().work(task, state)
-        if task.client_id != BAD or task.round != 2:
-            return update, after
+        is_bad = task.client_id == BAD and task.round == 2
+        return self.bent(update) if is_bad else update, after
+
+    def bent(self, update: Update) -> Update:
         name = "0.weight"
         bent: dict[str, Any] = {
             "not finite": update.delta[name] * torch.nan,
@@ -54,14 +56,14 @@ class Failing(Client):
         if self.how == "crashed":
             raise RuntimeError("out of memory")
         if self.how == "missing":
-            return update.with_delta({key: it for key, it in update.delta.items() if key != name}), after
+            return update.with_delta({key: it for key, it in update.delta.items() if key != name})
         if self.how == "samples":
-            return replace(update, num_samples=-5), after
+            return replace(update, num_samples=-5)
         if self.how == "late":
-            return replace(update, round=1), after
+            return replace(update, round=1)
         if self.how == "somebody else":
-            return replace(update, client_id=8), after
-        return update.with_delta({**update.delta, name: bent[self.how]}), after
+            return replace(update, client_id=8)
+        return update.with_delta({**update.delta, name: bent[self.how]})
 
 
 class Twice(Sequential):
@@ -135,19 +137,16 @@ def test_a_client_that_fails_is_named_and_the_rest_is_exact(how: str, kind: str,
     _assert_same(server, _without_the_bad_one())
 
 
-class Misleading(Client):
+class Misleading(Failing):
     """One client sends good weights in the second round, and something else with them."""
 
     def __init__(self, bend: Callable[[Any], Any]) -> None:
-        super().__init__(trainer=make_trainer())
+        super().__init__("misleading")
         self.bend = bend
 
-    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
-        update, after = super().work(task, state)
-        if task.client_id != BAD or task.round != 2:
-            return update, after
+    def bent(self, update: Update) -> Update:
         sent = {CONTROL: self.bend(update.payload[CONTROL])}
-        return replace(update, payload={name: it for name, it in sent.items() if it is not None}), after
+        return replace(update, payload={name: it for name, it in sent.items() if it is not None})
 
 
 CONTROL = "control_variate_delta"
