@@ -180,8 +180,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:
 
 def test_a_file_beyond_reason_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "experiment.yaml"
-    path.write_bytes(b"#" * (1 << 20) + b"\na: 1")
-    with pytest.raises(ConfigError, match="expected a file of at most 1048576 bytes, got more"):
+    path.write_bytes(b"#" * (1 << 18) + b"\na: 1")
+    with pytest.raises(ConfigError, match="expected a file of at most 262144 bytes, got more"):
         load_config(path)
 
 
@@ -192,7 +192,15 @@ def test_a_missing_file_is_an_error_of_the_file_system(tmp_path: Path) -> None:
 
 def test_aliases_that_multiply_are_refused() -> None:
     lines = ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
-    assert refusal("\n".join(lines)).endswith("expected at most 100000 values, those of aliases counted in, got more")
+    assert refusal("\n".join(lines)).endswith("expected at most 10,000 keys and values, counting aliases, got more")
+
+
+def test_a_file_of_many_keys_is_refused_where_it_has_too_many() -> None:
+    text = "".join(f"key{number}: 1\n" for number in range(49_000))
+    assert (
+        refusal(text) == "experiment.yaml:5000:10: expected at most 10,000 keys and values, counting aliases, got more"
+    )
+    assert len(read("".join(f"key{number}: 1\n" for number in range(4_999)))) == 4_999
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.errors import ConfigError, DovetailError, MissingExtraError, UnknownNameError, add_note
+from dovetail.errors import (
+    ConfigError,
+    DovetailError,
+    MissingExtraError,
+    UnknownNameError,
+    add_note,
+    misspelled_methods,
+)
 from dovetail.extras import require
 
 
@@ -40,3 +47,20 @@ def test_a_present_module_is_returned() -> None:
     import json
 
     assert require("json", "plot") is json
+
+
+def test_a_misspelled_method_is_found_and_a_helper_is_not() -> None:
+    class Base:
+        def train_batch(self) -> None: ...
+        def evaluate_batch(self) -> None: ...
+
+    class Mine(Base):
+        evaluate_batchs = Base.evaluate_batch
+
+        def train_batch(self) -> None: ...
+        def train_batches(self) -> None: ...
+        def _evaluate_batch(self) -> None: ...
+        def load_words(self) -> None: ...
+
+    assert list(misspelled_methods(Mine, Base)) == [("evaluate_batchs", "evaluate_batch")]
+    assert list(misspelled_methods(Base, Base)) == []

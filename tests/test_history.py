@@ -605,3 +605,9 @@ class full_disk:
     def __exit__(self, *error: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.limit)
         signal.signal(signal.SIGXFSZ, self.handler)
+
+
+def test_a_history_is_not_written_under_the_suffix_of_a_table(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"history\.csv: a history is written as JSON lines.*to_pandas"):
+        History().save(tmp_path / "history.csv")
+    assert list(tmp_path.iterdir()) == []

@@ -41,6 +41,8 @@ Check = Callable[[Any], Any]
 """Returns the value of a key as the program wants it, or raises `Refused` with what was expected."""
 
 
+_MAX_SHOWN = 50
+
 LIMIT = 2**53
 """Up to here floats hold every whole number, and so does a study."""
 
@@ -57,7 +59,9 @@ class ConfigErrors(ConfigError):  # noqa: N818 - it is several
     """
 
     def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
+        more = len(problems) - _MAX_SHOWN
+        shown = [*problems[:_MAX_SHOWN], f"and {more:,} more mistakes"] if more > 1 else problems
+        super().__init__("\n".join(shown))
         self.problems = problems
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -21,10 +21,11 @@ from dovetail.errors import ConfigError, UnknownNameError
 
 __all__ = ["Config", "hyperparameters", "load_config", "locate", "parse_config", "parse_scalar"]
 
-# Far beyond any configuration, and little enough to be read in no time.
-_MAX_BYTES = 1 << 20
+# Far beyond any configuration. PyYAML reads about 20,000 keys and values in a second, and the checks that follow
+# take as long again.
+_MAX_BYTES = 1 << 18
 _MAX_DEPTH = 64
-_MAX_VALUES = 100_000
+_MAX_VALUES = 10_000
 _MAX_DIGITS = 100
 
 _SEARCHED = ("categorical", "double", "int", "log")
@@ -272,7 +273,7 @@ class _Reader:
         for key, value, place in merged or []:
             values.setdefault(key, value)
             places.setdefault(key, place)
-        return _joined(values, _place(start, places), parts)
+        return _joined(values, _place(start, places), parts, num_keys=len(parts))
 
     def _merged(self, event: Any, part: _Part) -> list[tuple[str, Any, _Place]]:
         """Return the entries of one mapping or a list of them, which the mapping around takes where it has none."""
@@ -288,6 +289,7 @@ class _Reader:
     def _key(self, event: Any) -> str:
         if not isinstance(event, yaml.ScalarEvent) or event.tag is not None:
             self._refuse(event, "expected text as a key, got something else")
+        self._count(event, 1)
         key = self._scalar(event)
         if not isinstance(key, str):
             self._refuse(
@@ -314,7 +316,7 @@ class _Reader:
     def _count(self, event: Any, number: int) -> None:
         self._num_values += number
         if self._num_values > _MAX_VALUES:
-            self._refuse(event, f"expected at most {_MAX_VALUES} values, those of aliases counted in, got more")
+            self._refuse(event, f"expected at most {_MAX_VALUES:,} keys and values, counting aliases, got more")
 
     def _refuse(self, event: Any, sentence: str) -> NoReturn:
         place = _place(event)
@@ -338,9 +340,12 @@ def _place(event: Any, parts: Mapping[Any, _Place] | None = None) -> _Place:
     return _Place(event.start_mark.line + 1, event.start_mark.column + 1, parts or {})
 
 
-def _joined(value: Any, place: _Place, parts: list[_Part]) -> _Part:
+def _joined(value: Any, place: _Place, parts: list[_Part], num_keys: int = 0) -> _Part:
     return _Part(
-        value, place, 1 + sum(part.num_values for part in parts), 1 + max((part.depth for part in parts), default=0)
+        value,
+        place,
+        num_keys + 1 + sum(part.num_values for part in parts),
+        1 + max((part.depth for part in parts), default=0),
     )
 
 

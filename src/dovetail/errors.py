@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
     "DovetailError",
+    "FederationError",
     "InvalidHP",
     "MissingExtraError",
     "NonFiniteLossError",
@@ -71,6 +72,10 @@ class CheckpointError(DovetailError):
     """A checkpoint could not be written, found or trusted."""
 
 
+class FederationError(DovetailError, RuntimeError):
+    """All clients of a federated round failed; the message shows the first failure."""
+
+
 class MissingExtraError(DovetailError, ImportError):
     """A feature needs a package that is not installed; the message names the extra that brings it."""
 
@@ -79,3 +84,33 @@ def add_note(error: BaseException, note: str) -> None:
     """Attach a sentence to an error without changing its type or traceback; Python 3.10 shows it in no traceback."""
     notes: list[str] = getattr(error, "__notes__", [])
     error.__notes__ = [*notes, note]
+
+
+def misspelled_methods(subclass: type, base: type) -> Iterator[tuple[str, str]]:
+    """Yield methods of a subclass that look like a method of its base which the subclass does not define.
+
+    Otherwise such a method is never called, and nothing says so.
+
+    Args:
+        subclass: A class of the user.
+        base: The class whose methods are called.
+
+    Example:
+        >>> class Base:
+        ...     def build_validation_data_loader(self): ...
+        >>> class Mine(Base):
+        ...     def build_validation_dataloader(self): ...
+        >>> list(misspelled_methods(Mine, Base))
+        [('build_validation_dataloader', 'build_validation_data_loader')]
+    """
+    free = [
+        name
+        for name, value in vars(base).items()
+        if callable(value) and not name.startswith("_") and getattr(subclass, name) is value
+    ]
+    for cls in subclass.__mro__[: subclass.__mro__.index(base)]:
+        for name, value in vars(cls).items():
+            if callable(value) and not name.startswith("_") and not hasattr(base, name):
+                nearest = difflib.get_close_matches(name, free, n=1, cutoff=0.85)
+                if nearest:
+                    yield name, nearest[0]

@@ -10,13 +10,25 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["ATTEMPT", "PREEMPTED", "TEST_MODE", "VARIABLE", "TrialInfo", "get_cluster_info", "write_info"]
+__all__ = [
+    "ATTEMPT",
+    "HPARAMS_READ",
+    "PREEMPTED",
+    "TEST_MODE",
+    "VARIABLE",
+    "TrialInfo",
+    "get_cluster_info",
+    "note_hparams_read",
+    "unnoticed_hparams",
+    "write_info",
+]
 
 VARIABLE = "DOVETAIL_TRIAL"
 """The environment variable that names the file."""
@@ -26,6 +38,9 @@ ATTEMPT = "DOVETAIL_ATTEMPT"
 
 PREEMPTED = "preempted"
 """The file in that folder by which a script says that it leaves because it was asked to, and not because it is done."""
+
+HPARAMS_READ = "hparams_read"
+"""The file in that folder which exists once the script has read its hyperparameters by this library."""
 
 TEST_MODE = "DOVETAIL_TEST_MODE"
 """The environment variable that makes a trial try one batch only, if it is set."""
@@ -64,6 +79,12 @@ class TrialInfo:
     slots: int = 1
     directory: str | None = None
 
+    def __getattribute__(self, name: str) -> Any:
+        # The runner of an experiment fails a trial that never reads what the searcher chose for it.
+        if name == "hparams":
+            note_hparams_read()
+        return super().__getattribute__(name)
+
     @property
     def trial(self) -> TrialInfo:
         """This object: Determined's scripts say `info.trial.hparams`."""
@@ -81,12 +102,44 @@ def get_cluster_info() -> TrialInfo | None:
         return None
     where = f"{path} (named by {VARIABLE})"
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(_read_unnoticed(path).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
     return _checked(content, where)
+
+
+def note_hparams_read() -> None:
+    """Record, for the runner of the experiment, that this trial has read its hyperparameters."""
+    folder = os.environ.get(ATTEMPT)
+    if folder is not None and folder not in _noted:
+        _noted.add(folder)
+        with suppress(OSError):
+            Path(folder, HPARAMS_READ).touch()
+
+
+_noted: set[str] = set()
+
+
+def unnoticed_hparams(info: TrialInfo) -> dict[str, Any]:
+    """Return the hyperparameters for the library's own use, which does not count as reading by the script."""
+    found: dict[str, Any] = vars(info)["hparams"]
+    return found
+
+
+def _read_unnoticed(path: str) -> bytes:
+    """Return the content of a file without a change of its access time, where the system can do so.
+
+    From the access time the runner infers that a script has read the file without this library.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
+    except PermissionError:
+        # Only the owner of a file may leave its access time alone.
+        descriptor = os.open(path, os.O_RDONLY)
+    with open(descriptor, "rb") as file:
+        return file.read()
 
 
 def write_info(path: str | os.PathLike[str], info: TrialInfo) -> None:

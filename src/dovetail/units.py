@@ -54,7 +54,10 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Set the counters to those of `state`."""
         for field in fields(self):
-            setattr(self, field.name, int(state[field.name]))
+            count = int(state[field.name])
+            if not 0 <= count < 1 << 63:
+                raise ValueError(f"{field.name}: expected a number from 0 to 2**63, got {count}")
+            setattr(self, field.name, count)
 
     def copy(self) -> Progress:
         """Return the same counters, detached from further training."""

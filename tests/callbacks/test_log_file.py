@@ -129,3 +129,19 @@ def test_json_has_strings_for_what_is_not_finite(scripted, tmp_path):
 
     rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
     assert [row["valid_loss"] for row in rows] == ["NaN", "-Infinity"]
+
+
+@KINDS
+@pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'[[["\0\n', b"batches\nmany\n"])
+def test_a_damaged_file_is_kept_aside_and_does_not_end_a_resumed_run(make, data, tmp_path, kind, name, damage):
+    path, checkpoint = tmp_path / name, tmp_path / "ck"
+    trainer = make(kind(path))
+    trainer.fit(None, data, max_length=Epochs(2))
+    trainer.save_checkpoint(checkpoint)
+    whole = path.read_bytes()
+    path.write_bytes(damage + whole)
+    with pytest.warns(UserWarning, match=rf"{name} has 0 rows.*the damaged file is kept as {name}\.damaged-"):
+        make(kind(path)).fit(None, data, max_length=Epochs(3), resume=checkpoint)
+    assert [int(row["epoch"]) for row in read(path)] == [3]
+    (aside,) = tmp_path.glob(f"{name}.damaged-*")
+    assert aside.read_bytes() == damage + whole

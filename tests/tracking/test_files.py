@@ -128,3 +128,21 @@ def test_mistakes_are_named(tmp_path):
         FolderLogger(tmp_path, label="..")
     with pytest.raises(ConfigError, match="has no folder yet"):
         _ = FolderLogger(tmp_path).path
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv"])
+def test_a_damaged_line_does_not_turn_the_logger_off(make, tmp_path, format):
+    logger = FolderLogger(tmp_path / "runs", format)
+    trainer = make(Tracker(logger))
+    trainer.fit(max_length=Epochs(1))
+    path = trainer.save_checkpoint(tmp_path / "ck")
+    metrics = logger.path / f"metrics.{format}"
+    whole = metrics.read_bytes()
+    head, _, rest = whole.partition(b"\n")
+    metrics.write_bytes(head + b"\n\xff[[[\n" + rest)
+    with pytest.warns(UserWarning, match=rf"metrics\.{format} has damaged lines.*kept as metrics\.{format}\.damaged-"):
+        make(Tracker(FolderLogger(tmp_path / "runs", format))).fit(max_length=Epochs(2), resume=path)
+    assert metrics.read_bytes().startswith(whole)
+    assert len(metrics.read_bytes()) > len(whole)
+    (aside,) = logger.path.glob(f"metrics.{format}.damaged-*")
+    assert b"\xff[[[" in aside.read_bytes()

@@ -280,3 +280,8 @@ def test_a_callback_of_the_user_may_log_on_every_rank():
             Tracker().log({"x": "one"})
     finally:
         dist.destroy_process_group()
+
+
+def test_a_tracker_without_loggers_warns(make):
+    with pytest.warns(UserWarning, match="Tracker has no loggers, so nothing is logged"):
+        make(Tracker()).fit(max_length=Epochs(1))

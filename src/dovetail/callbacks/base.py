@@ -186,8 +186,16 @@ class Callbacks:
         """Return the state of every callback that has one, with its class name and its place among its kind."""
         return [{"name": name, "state": state} for name, callback in self._named() if (state := callback.state_dict())]
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
+    def load_state_dict(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        load: Callable[[str, Callback, Any], None] = lambda name, callback, state: callback.load_state_dict(state),
+    ) -> list[str]:
         """Give every callback its state back.
+
+        Args:
+            states: What `state_dict` gave.
+            load: Receives the name of a callback, the callback and its state, and restores it.
 
         Returns:
             The names in `states` that no present callback answers to.
@@ -199,7 +207,7 @@ class Callbacks:
             if callback is None:
                 unclaimed.append(str(entry["name"]))
             else:
-                callback.load_state_dict(entry["state"])
+                load(str(entry["name"]), callback, entry["state"])
         return unclaimed
 
     def _named(self) -> Iterator[tuple[str, Callback]]:

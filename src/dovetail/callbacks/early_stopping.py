@@ -151,7 +151,9 @@ class EarlyStopping(_Stopper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self.best, self.best_epoch, self._num_worse = state["best"], state["best_epoch"], state["num_worse"]
+        best = state["best"]
+        self.best, self.best_epoch = None if best is None else float(best), state["best_epoch"]
+        self._num_worse = int(state["num_worse"])
         self._weights = None if state["weights"] is None else _copies(state["weights"])
 
 
@@ -193,7 +195,8 @@ class StopWhen(_Stopper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self._value = state["value"]
+        value = state["value"]
+        self._value = None if value is None else float(value)
 
 
 class ImprovementWindow(_Stopper):
@@ -250,7 +253,7 @@ class ImprovementWindow(_Stopper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self._values = deque(state["values"], maxlen=self.num_epochs + 1)
+        self._values = deque(map(float, state["values"]), maxlen=self.num_epochs + 1)
 
 
 def _copies(weights: Mapping[str, Any]) -> dict[str, Any]:

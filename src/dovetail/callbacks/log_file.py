@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.callbacks.base import Callback, is_new_run
+from dovetail.checkpoint.files import damaged_name
 from dovetail.history.lines import as_line, write_atomically
 
 if TYPE_CHECKING:
@@ -107,12 +108,21 @@ class _RowLogger(Callback, ABC):
         """Read the rows that were written before; the file is cut to them when training starts."""
         number = int(state["rows"])
         self._rows = []
+        kept = ""
         if self.path.exists():
-            with self.path.open(encoding="utf-8", newline="") as file:
-                self._rows = list(itertools.islice(self._decode(file), number))
+            try:
+                with self.path.open(encoding="utf-8", newline="") as file:
+                    for row in itertools.islice(self._decode(file), number):
+                        int(row["batches"])
+                        self._rows.append(row)
+            # A damaged line ends what can be read; the file must not end a run that is resumed.
+            except (ValueError, TypeError, LookupError, RecursionError, csv.Error):
+                damaged = damaged_name(self.path)
+                self.path.rename(damaged)
+                kept = f" (the damaged file is kept as {damaged.name})"
         if len(self._rows) < number:
             warnings.warn(
-                f"{self.path} has {len(self._rows)} rows, the checkpoint knows of {number}: the others are lost",
+                f"{self.path} has {len(self._rows)} rows, the checkpoint knows of {number}: the others are lost{kept}",
                 UserWarning,
                 stacklevel=2,
             )

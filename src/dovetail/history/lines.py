@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
+import time
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from dovetail.errors import ConfigError
 
@@ -21,6 +24,7 @@ __all__ = [
     "as_line",
     "check_header",
     "decode",
+    "decode_row",
     "encode",
     "loss_rows",
     "metrics_of",
@@ -36,6 +40,7 @@ VERSION = 1
 BATCHES = "batches"
 CUSTOM = "custom"
 _LOSSES_PER_LINE = 1000
+_PATIENCE_SECONDS = 10.0
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -90,7 +95,7 @@ def check_header(path: Path, line: bytes) -> None:
     """Refuse a file that is no history, or one of another format."""
     try:
         header = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or HEADER not in header:
         raise ConfigError(f'{path}, line 1: not a Dovetail history, which begins with {{"{HEADER}": {VERSION}}}')
@@ -103,35 +108,79 @@ def check_header(path: Path, line: bytes) -> None:
 def _parse_row(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("stage"), str):
         raise ValueError("expected a JSON object with a 'stage'")
-    decoded = {key: decode(key, value) for key, value in row.items()}
     if row["stage"] == BATCHES:
-        losses = decoded.get("losses")
+        losses = decode("losses", row.get("losses"))
         if not isinstance(losses, list) or not all(type(loss) is float for loss in losses):
             raise ValueError("expected the batch losses as a list of floats")
-        return decoded
+        return {**row, "losses": losses}
+    return decode_row(row)
+
+
+def decode_row(row: Any) -> Row:
+    """Return a row whose values `encode` was given.
+
+    Raises:
+        ValueError: It is not a row.
+    """
+    if not isinstance(row, Mapping) or not isinstance(row.get("stage"), str):
+        raise ValueError("expected a row with a 'stage'")
+    decoded = {str(key): decode(key, value) for key, value in row.items()}
     for key, value in decoded.items():
-        if key != "stage" and type(value) not in (int, float):
-            raise ValueError(f"{key!r} should be a number, not {value!r}")
+        if key != "stage" and (type(value) not in (int, float) or (type(value) is int and value.bit_length() > 4096)):
+            raise ValueError(f"{key!r} should be a number, not {reprlib.repr(value)}")
     return decoded
+
+
+def _open_alone(path: Path) -> BinaryIO:
+    """Open a file for writing, and wait for other processes that write to it under the same name."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        file = path.open("ab")
+        if os.name == "nt":
+            return file
+        import fcntl
+
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                # A process that a killed writer has forked keeps the lock for as long as it lives.
+                path.unlink(missing_ok=True)
+            file.close()
+            time.sleep(0.01)
+            continue
+        except OSError:
+            return file  # the file system knows no locks
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        # The other process has given the file its final name.
+        file.close()
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file at once or not at all; folders on the way are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One name for all: what a killed process has left is overwritten by the next.
+    # One name for all writers: the next one overwrites the file of a killed process.
     unfinished = path.with_name(f".{path.name}.tmp")
+    file = _open_alone(unfinished)
     try:
-        with unfinished.open("wb") as file:
+        with file:
+            file.truncate(0)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
+            if os.name != "nt":
+                unfinished.replace(path)
+        if os.name == "nt":
+            unfinished.replace(path)
+    except BaseException:
         unfinished.unlink(missing_ok=True)
+        raise
     if os.name == "nt":
         return
     # The rename itself is on the disk only when the folder is; Windows has no such call.

@@ -22,6 +22,7 @@ from dovetail.history.lines import (
     as_line,
     check_header,
     decode,
+    decode_row,
     encode,
     loss_rows,
     metrics_of,
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["History"]
+
+_MAX_HEADER = 1000
+_OTHER_FORMATS = (".csv", ".json", ".parquet", ".tsv", ".xlsx")
 
 
 class History(RunHistory):
@@ -195,7 +199,16 @@ class History(RunHistory):
     # Keeping
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the whole history to a file, at once or not at all; folders on the way are created."""
+        """Write the whole history to a file of JSON lines, at once or not at all; folders on the way are created.
+
+        Raises:
+            ConfigError: The suffix is one of another format, such as `.csv`.
+        """
+        if Path(path).suffix.lower() in _OTHER_FORMATS:
+            raise ConfigError(
+                f"{os.fspath(path)}: a history is written as JSON lines, such as history.jsonl; for a table use "
+                "history.to_pandas()"
+            )
         write_atomically(Path(path), self._content())
 
     @classmethod
@@ -225,9 +238,11 @@ class History(RunHistory):
             ConfigError: The file exists and is not a history.
         """
         path = Path(path).absolute()
+        if path.is_dir():
+            raise ConfigError(f"{path}: expected the file of a history, got a folder")
         if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
-                check_header(path, file.readline())
+                check_header(path, file.readline(_MAX_HEADER))
         content = self._content()
         write_atomically(path, content)
         self._cuts += self._open_cut()
@@ -258,7 +273,7 @@ class History(RunHistory):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become the history that `state` was taken from; an attached file follows."""
         self._replace(
-            [{key: decode(key, value) for key, value in row.items()} for row in state["rows"]],
+            [decode_row(row) for row in state["rows"]],
             array("d", [float(decode("losses", loss)) for loss in state["losses"]]),
             [(int(rows), int(losses)) for rows, losses in state["cuts"]],
         )

@@ -6,11 +6,13 @@ import csv
 import io
 import json
 import os
+import warnings
 from abc import ABC
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from dovetail.checkpoint.files import damaged_name
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.history.lines import as_line, encode, write_atomically
 from dovetail.tracking.base import Logger, Run, Status, Value, check_name, sort
@@ -142,9 +144,19 @@ def _append(path: Path, content: bytes) -> None:
 
 def _cut(path: Path, stays: Callable[[str], bool], head: str = "") -> None:
     """Keep the whole lines of a file that satisfy `stays`; make it with its head if it is not there."""
-    lines = []
+    lines, is_damaged = [], False
     if path.exists():
-        with path.open(encoding="utf-8", newline="") as file:
-            # A killed process may have left its last line unfinished.
-            lines = [line for line in list(file)[1 if head else 0 :] if line.endswith("\n") and stays(line)]
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            for line in list(file)[1 if head else 0 :]:
+                # A killed process may have left its last line unfinished.
+                if line.endswith("\n"):
+                    try:
+                        lines += [line] if stays(line) else []
+                    except (ValueError, TypeError, LookupError, RecursionError):
+                        is_damaged = True
+    if is_damaged:
+        # A damaged line must not turn the logger off in this and all later runs.
+        damaged = damaged_name(path)
+        path.rename(damaged)
+        warnings.warn(f"{path} has damaged lines, which are left out; the file is kept as {damaged.name}", stacklevel=2)
     write_atomically(path, (head + "".join(lines)).encode())

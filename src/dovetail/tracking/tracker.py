@@ -97,6 +97,12 @@ class Tracker(Callback):
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Open the runs."""
+        if not self.loggers:
+            warnings.warn(
+                "Tracker has no loggers, so nothing is logged: give it one, such as FolderLogger('runs')",
+                UserWarning,
+                stacklevel=2,
+            )
         hyperparameters = {**hyperparameters_of(context), **flatten(self.hyperparameters)}
         run = Run(context.run_id, context.progress.batches, hyperparameters)
         self._close("failed")

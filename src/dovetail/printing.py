@@ -1,0 +1,43 @@
+"""Text from files in a form that a terminal or a page shows as it is."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+__all__ = ["page_text", "printable"]
+
+# Control characters (C0, DEL, C1), line separators, marks and overrides of the writing direction, half surrogate pairs.
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\N{ARABIC LETTER MARK}\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_UNSAFE_IN_LOGS = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b\x0c\x0e-\x1f"))
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    r"""Return a text with every character that a terminal would obey, or that hides text, as a visible escape.
+
+    Args:
+        text: Text of unknown origin, such as the name of an experiment.
+        lines: Whether line feeds, carriage returns and tabs stay as they are, as in a log.
+
+    Example:
+        >>> print(printable("a\x1b[2Jb\n"))
+        a\x1b[2Jb\n
+    """
+    unsafe = _UNSAFE_IN_LOGS if lines else _UNSAFE
+    return unsafe.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def page_text(text: str, *, lines: bool = False) -> str:
+    """Return a text as part of a page: without markup, and with control characters as visible escapes.
+
+    Args:
+        text: Text of unknown origin.
+        lines: Whether line feeds, carriage returns and tabs stay as they are.
+
+    Example:
+        >>> page_text("<b>")
+        '&lt;b&gt;'
+    """
+    return escape(printable(text, lines=lines))
