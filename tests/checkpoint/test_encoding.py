@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter, OrderedDict
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.checkpoint import load, save
+from dovetail.checkpoint.encoding import decode, encode
 from dovetail.errors import CheckpointError
 
 
@@ -332,3 +334,36 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, value: Any, sentence: st
 def test_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="state: expected a dict, got list"):
         save(tmp_path / "checkpoint", [1])  # type: ignore[arg-type] # the mistake under test
+
+
+_PRIME = (1 << 61) - 1
+_COLLIDING: dict[str, list[Any]] = {
+    "whole numbers": [number * _PRIME for number in range(60_000)],
+    "tuples": [((number * _PRIME, "a"),) for number in range(2_000)],
+    "complex numbers": [np.complex128(complex(-1000003 * number, number)) for number in range(2_000)],
+}
+
+
+@pytest.mark.parametrize("kind", _COLLIDING)
+def test_a_file_whose_keys_share_one_hash_is_refused(kind: str) -> None:
+    keys = _COLLIDING[kind]
+    assert len({hash(key) for key in keys}) == 1
+    tree = {"$dict": [[key, 0] for key in json.loads(encode({"keys": keys}).text)["keys"]]}
+    with pytest.raises(CheckpointError, match=r"state\.json: malformed value \(more than 16 keys share one hash\)"):
+        decode(tree, "state.json")
+
+
+def test_a_dict_whose_keys_share_one_hash_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="value: cannot store a dict in which more than 16 keys share one hash"):
+        save(tmp_path / "checkpoint", {"value": dict.fromkeys(_COLLIDING["tuples"][:17], 0)})
+
+
+def test_large_dicts_with_numbers_as_keys_come_back(round_trip: Any) -> None:
+    for value in (
+        {number: number for number in range(20_000)},
+        {number << 40: 0 for number in range(20_000)},
+        {(number, -number): 0 for number in range(20_000)},
+        {number / 3: 0 for number in range(20_000)},
+        dict.fromkeys(_COLLIDING["whole numbers"][:16]),
+    ):
+        assert round_trip(value) == value

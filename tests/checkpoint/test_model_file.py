@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from dovetail.checkpoint import export_model, load_model_file
 from dovetail.checkpoint.files import Files
-from dovetail.errors import CheckpointError, UnknownNameError
+from dovetail.checkpoint.model_file import model_format
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 
 _FORMATS: list[Literal["safetensors", "ckpt"]] = ["safetensors", "ckpt"]
 
@@ -100,3 +101,31 @@ def test_the_checkpoint_of_another_program_is_told_how_to_become_weights(tmp_pat
     torch.save(torch.ones(2), path)
     with pytest.raises(CheckpointError, match=r"expected weights by name, .* got a Tensor"):
         load_model_file(path)
+
+
+@pytest.mark.parametrize("name", ["model", "model.v2"])
+@pytest.mark.parametrize("format", _FORMATS)
+def test_the_content_tells_the_format_of_a_file_with_an_unknown_suffix(
+    tmp_path: Path, name: str, format: Literal["safetensors", "ckpt"]
+) -> None:
+    state = torch.nn.Linear(3, 2).state_dict()
+    assert _equal(load_model_file(export_model(tmp_path / name, state, format)), dict(state))
+
+
+def test_a_suffix_of_another_format_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"\(b\.onnx\) '\.onnx': .* torch\.onnx\.export \(known: .*\.safetensors\)"
+    ):
+        model_format("b.onnx")
+    with pytest.raises(UnknownNameError, match=r"'\.safetensor': did you mean '\.safetensors'\?"):
+        model_format("model.safetensor")
+    assert model_format("MODEL.PT") == "ckpt"
+
+
+def test_the_format_follows_from_the_suffix_and_must_not_contradict_it(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2)}
+    assert torch.equal(torch.load(export_model(tmp_path / "model.pt", state), weights_only=True)["a"], state["a"])
+    with pytest.raises(ConfigError, match=r"model\.pt: the suffix is not one of format='safetensors'"):
+        export_model(tmp_path / "model.pt", state, "safetensors")
+    with pytest.raises(UnknownNameError, match=r"'\.onnx'"):
+        export_model(tmp_path / "model.onnx", state)

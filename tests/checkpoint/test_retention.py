@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from dovetail.checkpoint import (
     TrialCheckpoint,
     experiment_retention,
     list_checkpoints,
+    load,
     prune,
     retain,
     save,
 )
-from dovetail.errors import ConfigError
+from dovetail.checkpoint.files import Files
+from dovetail.errors import ConfigError, UnknownNameError
 
 _LOSSES = [0.9, 0.3, None, 0.5, 0.3, float("nan"), 0.7]
 
@@ -90,7 +95,7 @@ def test_pruning_is_about_the_names_that_match(tmp_path: Path) -> None:
 
 def test_pruning_always_leaves_the_newest(tmp_path: Path) -> None:
     _save_five(tmp_path)
-    prune(tmp_path, best=1, metric="misspelled")
+    prune(tmp_path, last=0)
     assert [info.path.name for info in list_checkpoints(tmp_path)] == ["step-4"]
 
 
@@ -145,3 +150,44 @@ def test_larger_may_be_better() -> None:
 def test_nan_is_never_best() -> None:
     checkpoints = [TrialCheckpoint(1, 1, float("nan")), TrialCheckpoint(2, 1, 0.5)]
     assert experiment_retention(checkpoints, 2, 2, 0) == {2}
+
+
+class _Meanwhile(Files):
+    """Lets another process act once, just before a checkpoint is renamed."""
+
+    def __init__(self, act: Callable[[Path], object]) -> None:
+        self._act: Callable[[Path], object] | None = act
+
+    def rename(self, source: Path, target: Path) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act(source)
+        super().rename(source, target)
+
+
+def test_a_checkpoint_that_another_process_removes_first_is_no_error(tmp_path: Path) -> None:
+    for step in range(3):
+        save(tmp_path / str(step), {}, summary={"step": step})
+    assert prune(tmp_path, last=1, files=_Meanwhile(shutil.rmtree)) == [tmp_path / "1"]
+    assert os.listdir(tmp_path) == ["2"]
+
+
+def test_a_checkpoint_that_another_process_replaced_is_kept(tmp_path: Path) -> None:
+    for step in range(4):
+        save(tmp_path / str(step), {}, summary={"step": step})
+    meanwhile = _Meanwhile(lambda _: save(tmp_path / "2", {"a": "new"}, summary={"step": 9}))
+    assert prune(tmp_path, last=1, files=meanwhile) == [tmp_path / "0", tmp_path / "1"]
+    assert load(tmp_path / "2") == {"a": "new"}
+
+
+def test_a_metric_that_no_checkpoint_has_removes_nothing(tmp_path: Path) -> None:
+    for step in range(3):
+        save(tmp_path / str(step), {}, summary={"step": step, "metrics": {"loss": 0.5}})
+    with pytest.raises(UnknownNameError, match="unknown metric 'lose': did you mean 'loss'"):
+        prune(tmp_path, best=1, metric="lose")
+    assert len(list_checkpoints(tmp_path)) == 3
+
+
+def test_a_metric_without_a_number_to_keep_is_refused() -> None:
+    with pytest.raises(ConfigError, match="metric: 'loss' has no effect without best"):
+        retain(_infos(), last=1, metric="loss")

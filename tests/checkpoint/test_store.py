@@ -75,6 +75,31 @@ def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert load(save(path, {"a": 2})) == {"a": 2}
 
 
+@pytest.mark.parametrize("damage", ["file", "folder", "link", "moved"])
+def test_a_damaged_checkpoint_with_foreign_files_is_moved_aside(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "runs"
+    path = save(folder / "checkpoint", {"a": 1})
+    if damage == "moved":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif damage == "link":
+        (path / "thesis.tex").symlink_to(tmp_path / "thesis.tex")
+    else:
+        inner = path / "thesis" if damage == "folder" else path
+        inner.mkdir(exist_ok=True)
+        (inner / "thesis.tex").write_text("precious")
+    kept = sorted(os.listdir(path))
+    with pytest.warns(CheckpointWarning, match=r"runs/checkpoint: a damaged checkpoint had this name; it is kept as"):
+        save(path, {"a": 2})
+    assert load(path) == {"a": 2}
+    (aside,) = (each for each in folder.iterdir() if each != path)
+    assert aside.name.startswith("checkpoint.damaged-")
+    assert sorted(os.listdir(aside)) == kept
+    # It is neither listed nor named again.
+    assert [info.path for info in list_checkpoints(folder)] == [path]
+    assert latest(folder) == path
+
+
 def test_a_temporary_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="removed as rubbish"):
         save(tmp_path / ".tmp-a.0123abcd", {})
@@ -206,6 +231,15 @@ def test_a_directory_that_does_not_exist_holds_no_checkpoints(tmp_path: Path) ->
     assert list_checkpoints(tmp_path / "none") == []
     assert latest(tmp_path / "none") is None
     assert load_latest(tmp_path / "none") is None
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", {"a": 1})
+    uses: list[Any] = [list_checkpoints, latest, load_latest, lambda inside: save(inside / "inner", {})]
+    for use in uses:
+        with pytest.raises(CheckpointError, match=r"checkpoint: is a checkpoint itself: name the folder that holds it"):
+            use(path)
+    assert load(path) == {"a": 1}
 
 
 def test_an_unreadable_checkpoint_is_warned_about_and_not_listed(tmp_path: Path) -> None:

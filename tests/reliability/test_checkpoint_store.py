@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ import pytest
 import torch
 
 from dovetail.checkpoint import CheckpointWarning, inspect, latest, load, load_latest, save, verify
-from dovetail.checkpoint.files import Digest, Files
+from dovetail.checkpoint.files import DISK, Digest, Files, sweep
 from dovetail.checkpoint.manifest import make_manifest
 from dovetail.checkpoint.strict_json import seal
 from dovetail.errors import CheckpointError
@@ -747,3 +748,36 @@ def test_saving_240_megabytes_adds_less_than_a_tenth_to_peak_memory(tmp_path: Pa
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     assert inspect(tmp_path / "large").size > 240_000_000
     assert int(finished.stdout) * 1024 < 24_000_000
+
+
+_KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from dovetail.checkpoint.files import DISK, reserve
+
+ready, started = os.pipe()
+with reserve(DISK, Path(sys.argv[1])):
+    orphan = os.fork()
+    if orphan:
+        # Wait until the orphan runs: only then the functions that follow a fork have been called in it.
+        os.read(ready, 1)
+        print(orphan, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.write(started, b"x")
+    # The orphan lives until the test closes its standard input.
+    os.close(1)
+    os.read(0, 1)
+    os._exit(0)
+"""
+
+
+def test_a_forked_process_does_not_keep_the_lock_of_a_killed_writer(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KILLED_WRITER, str(tmp_path / "ck")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        orphan = int(writer.stdout.readline())
+        assert writer.wait(timeout=60) == -signal.SIGKILL
+        os.kill(orphan, 0)
+        assert len(os.listdir(tmp_path)) == 1
+        sweep(DISK, tmp_path)
+        assert os.listdir(tmp_path) == []

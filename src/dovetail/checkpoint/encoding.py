@@ -25,7 +25,7 @@ import math
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["Encoded", "decode", "encode", "encode_plain"]
 
 _MAX_DEPTH = 64
+# A dict compares keys of equal hash one by one, so n of them take n² comparisons. Text is hashed with a secret number,
+# but whole numbers are hashed modulo 2**61 - 1, and a file can hold as many equal hashes as it likes.
+_MAX_EQUAL_HASHES = 16
 _ACCEPTED = "dict, list, tuple, tensor, numpy array or scalar, number, str, bool, bytes, None"
 _SCALARS = (*(name for name in DTYPES if not name.startswith(("bfloat", "float8"))), "complex128")
 
@@ -106,6 +109,8 @@ def decode(tree: Any, where: str, tensors: Mapping[str, torch.Tensor] | None = N
         state = decoder.value(tree, 0)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error.__cause__
+    except RecursionError:
+        raise CheckpointError(f"{where}: nested too deeply") from None
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"{where}: malformed value ({error})") from error
     if unused := decoder.tensors.keys() - decoder.used:
@@ -169,6 +174,10 @@ class _Encoder:
         is_counter = isinstance(mapping, Counter)
         if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in mapping):
             return dict(zip(mapping, values, strict=True))
+        try:
+            _check_hashes(mapping)
+        except ValueError as error:
+            raise CheckpointError(f"{_spell(path)}: cannot store a dict in which {error}") from None
         keys = [self._key(key, path, depth) for key in mapping]
         return {"$counter" if is_counter else "$dict": [list(pair) for pair in zip(keys, values, strict=True)]}
 
@@ -259,12 +268,11 @@ class _Decoder:
         return [self.value(item, depth + 1) for item in items]
 
     def _pairs(self, pairs: Any, depth: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for pair in pairs:
-            key, value = self._items(pair, depth)
-            if key in found:
-                raise ValueError("a key occurs twice")
-            found[key] = value
+        items = [self._items(pair, depth) for pair in pairs]
+        _check_hashes(key for key, _ in items)
+        found = dict(items)
+        if len(found) != len(items):
+            raise ValueError("a key occurs twice")
         return found
 
     def _scalar(self, pair: Any) -> Any:
@@ -295,6 +303,13 @@ class _Decoder:
         if isinstance(value, torch.Tensor):
             return torch.view_as_complex(value)
         return value.view("complex128")[..., 0]
+
+
+def _check_hashes(keys: Iterable[Any]) -> None:
+    """Raise ValueError if a dict of these keys would take more than linear time."""
+    counts = Counter(hash(key) for key in keys)
+    if counts and max(counts.values()) > _MAX_EQUAL_HASHES:
+        raise ValueError(f"more than {_MAX_EQUAL_HASHES} keys share one hash")
 
 
 def _spell(path: _Path | None) -> str:

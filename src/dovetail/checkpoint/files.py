@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = [
     "Digest",
     "Files",
     "aside_name",
+    "damaged_name",
     "discard",
     "is_temporary",
     "make_parents",
@@ -38,6 +40,7 @@ CHUNK = 1 << 20
 # `.tmp-` is rubbish as soon as its writer is dead. `.old-` is always a whole checkpoint: the one that was
 # set aside a moment before its successor took the name.
 _BESIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+)\.[0-9a-f]{8}", re.DOTALL)
+_DAMAGED = re.compile(r".+\.damaged-[0-9a-f]{8}", re.DOTALL)
 
 
 class Files:
@@ -105,15 +108,58 @@ class Files:
         """
         import fcntl
 
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = _LOCKS.open(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
-            os.close(descriptor)
+            self.unlock(descriptor)
             raise
         return descriptor
 
+    def unlock(self, descriptor: int) -> None:
+        """Release a lock."""
+        _LOCKS.close(descriptor)
 
+
+class _Locks:
+    """The open locks of this process, which forked processes close at once.
+
+    A forked process, such as a data worker, shares the locks that are held at that moment. If this process were killed
+    while it writes a checkpoint, its orphaned workers would keep the lock, and nothing could remove the remains.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._access = threading.RLock()
+        self._follows_forks = False
+
+    def open(self, path: Path) -> int:
+        with self._access:
+            if not self._follows_forks:
+                self._follows_forks = True
+                # A fork waits until no thread is between opening a lock and noting it.
+                os.register_at_fork(
+                    before=self._access.acquire,
+                    after_in_parent=self._access.release,
+                    after_in_child=self._close_in_child,
+                )
+            descriptor = os.open(path, os.O_RDONLY)
+            self._open.add(descriptor)
+            return descriptor
+
+    def close(self, descriptor: int) -> None:
+        with self._access:
+            self._open.discard(descriptor)
+            os.close(descriptor)
+
+    def _close_in_child(self) -> None:
+        for descriptor in self._open:
+            os.close(descriptor)
+        self._open.clear()
+        self._access.release()
+
+
+_LOCKS = _Locks()
 DISK = Files()
 
 
@@ -170,7 +216,7 @@ def reserve(files: Files, target: Path) -> Iterator[Path]:
         if temporary.exists():
             break
         if lock is not None:
-            os.close(lock)
+            files.unlock(lock)
     try:
         yield temporary
     finally:
@@ -179,7 +225,7 @@ def reserve(files: Files, target: Path) -> Iterator[Path]:
                 files.remove(temporary)
         finally:
             if lock is not None:
-                os.close(lock)
+                files.unlock(lock)
 
 
 def aside_name(target: Path) -> Path:
@@ -204,16 +250,22 @@ def resolve(path: Path) -> Path:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names in `directory` without the temporary ones, each under the name it stands for."""
+    """Return the names in `directory` without temporary and damaged ones; `.old-` folders count by their old names."""
     names = os.listdir(directory)
     temporaries = _temporaries(directory, names)
     aside = {name for _, kind, name in temporaries if kind == "old"}
-    return sorted((set(names) - {place.name for place, _, _ in temporaries}) | aside)
+    named = {name for name in names if not _DAMAGED.fullmatch(name)}
+    return sorted((named - {place.name for place, _, _ in temporaries}) | aside)
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `name` is one that this module gives to temporary files."""
-    return _BESIDE.fullmatch(name) is not None
+    """Whether `name` is one that this module gives to temporary and damaged files."""
+    return _BESIDE.fullmatch(name) is not None or _DAMAGED.fullmatch(name) is not None
+
+
+def damaged_name(target: Path) -> Path:
+    """Return an unused name beside `target` for damaged content, which is kept for the user and never read again."""
+    return target.with_name(f"{target.name}.damaged-{secrets.token_hex(4)}")
 
 
 def discard(files: Files, path: Path) -> None:
@@ -234,7 +286,7 @@ def sweep(files: Files, directory: Path) -> None:
                 try:
                     files.remove(place)
                 finally:
-                    os.close(lock)
+                    files.unlock(lock)
             # Looked up after the listing: whoever set this one aside has a successor in place by now.
             elif (directory / name).exists():
                 discard(files, place)
@@ -255,4 +307,9 @@ def _beside(kind: str, target: Path) -> Path:
 
 def _temporaries(directory: Path, names: Iterable[str]) -> list[tuple[Path, str, str]]:
     matches = [_BESIDE.fullmatch(name) for name in sorted(names)]
-    return [(directory / match[0], match["kind"], match["name"]) for match in matches if match]
+    return [
+        (directory / match[0], match["kind"], match["name"])
+        for match in matches
+        # As paths these two would be the folder itself and its parent.
+        if match and match["name"] not in (".", "..")
+    ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ __all__ = [
     "CheckpointInfo",
     "StoredFile",
     "make_manifest",
+    "next_sequence",
     "read_manifest",
 ]
 
@@ -42,10 +46,22 @@ USER = "user"
 
 _FORMAT = "dovetail-checkpoint"
 _CONTENTS = {STATE, TENSORS}
-_SHARD = re.compile(r"shard-\d{5,9}-of-\d{5,9}\.safetensors")
+_SHARD = re.compile(r"shard-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _KEYS = {"format", "format_version", "dovetail_version", "created", "files", "summary", "sha256"}
+_OPTIONAL_KEYS = {"sequence"}
 _MAX_MANIFEST = 16 << 20
 _STEP_KEYS = ("step", "batches", "updates", "epoch")
+
+_RELEASE = re.compile(r"[ -~]{1,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_SIZE = 1 << 62
+_MAX_SEQUENCE = 1 << 53
+# Python refuses to print whole numbers with more than 4,300 digits.
+_MAX_BITS = 4096
+# The calendar's first and last years have moments that other time zones cannot express.
+_YEARS = range(1970, 9999)
+# The text of a manifest has one form, in which only a field of the document itself is indented by two blanks.
+_SEQUENCE_LINE = re.compile(rb'^  "sequence": ([0-9]{1,16}),$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,8 @@ class CheckpointInfo:
         format_version: The version of the format that it is stored in.
         dovetail_version: The release of Dovetail that wrote it.
         created: When it was written, in UTC.
+        sequence: Larger than the number of any checkpoint that was in the folder before this one; 0 if it was written
+            by a release that did not count. The number orders runs, because a clock may be set back.
         size: The bytes of all its files.
         files: Its files but the manifest, by name.
         summary: What the writer said about it: counters of progress, and metrics by name under `"metrics"`.
@@ -77,12 +95,13 @@ class CheckpointInfo:
     size: int
     files: Mapping[str, StoredFile]
     summary: Mapping[str, Any]
+    sequence: int = 0
 
     @property
     def step(self) -> int | None:
         """How far training had come: the first of step, batches, updates and epoch that the summary has."""
         found = (self.summary.get(key) for key in _STEP_KEYS)
-        return next((value for value in found if isinstance(value, int)), None)
+        return next((int(value) for value in found if isinstance(value, Integral)), None)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -90,8 +109,8 @@ class CheckpointInfo:
         metrics = self.summary.get("metrics")
         if not isinstance(metrics, Mapping):
             return {}
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-        return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
 def shard_file(rank: int, size: int) -> str:
@@ -104,18 +123,20 @@ def is_shard_file(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def make_manifest(files: Mapping[str, Digest | StoredFile], summary: Any) -> bytes:
+def make_manifest(files: Mapping[str, Digest | StoredFile], summary: Any, sequence: int = 1) -> bytes:
     """Return the text of a manifest.
 
     Args:
         files: What was written under each name.
         summary: The JSON tree of the summary.
+        sequence: The number of the checkpoint, as `next_sequence` returns it.
     """
     document: dict[str, Any] = {
         "format": _FORMAT,
         "format_version": FORMAT_VERSION,
         "dovetail_version": _dovetail_version(),
         "created": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        "sequence": sequence,
         "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()},
         "summary": summary,
     }
@@ -123,8 +144,37 @@ def make_manifest(files: Mapping[str, Digest | StoredFile], summary: Any) -> byt
 
 
 def summarize(summary: Mapping[str, Any] | None) -> Any:
-    """Return the JSON tree of a caller's summary."""
-    return encode_plain({} if summary is None else summary, "summary")
+    """Return the JSON tree of a caller's summary.
+
+    Raises:
+        CheckpointError: It has no stored form, or a value that `read_manifest` would reject.
+    """
+    summary = {} if summary is None else summary
+    tree = encode_plain(summary, "summary")
+    _check_summary(summary, "summary")
+    metrics = summary.get("metrics", {})
+    if not isinstance(metrics, Mapping):
+        raise CheckpointError(f"summary.metrics: expected numbers by name, got {type(metrics).__name__}")
+    for name, value in metrics.items():
+        if value is not None and not isinstance(value, Real):
+            raise CheckpointError(f"summary.metrics.{name}: expected a number, got {type(value).__name__}")
+    return tree
+
+
+def next_sequence(directory: Path) -> int:
+    """Return a number larger than the numbers of all readable checkpoints in `directory`."""
+    largest = 0
+    with os.scandir(directory) as entries:
+        folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            place = folder / MANIFEST
+            # A FIFO would block the reader.
+            if stat.S_ISREG(place.lstat().st_mode) and place.lstat().st_size <= _MAX_MANIFEST:
+                found = _SEQUENCE_LINE.search(place.read_bytes())
+                number = int(found[1]) if found else 0
+                largest = max(largest, number if number < _MAX_SEQUENCE else 0)
+    return min(largest + 1, _MAX_SEQUENCE - 1)
 
 
 def read_manifest(directory: Path, name: Path) -> CheckpointInfo:
@@ -179,9 +229,25 @@ def is_replaceable(directory: Path) -> bool:
     return not directory.is_symlink() and all(map(_belongs, names))
 
 
+def is_damaged_checkpoint(directory: Path) -> bool:
+    """Whether `directory`, or the directory that it links to, holds files of a checkpoint beside others."""
+    return directory.is_dir() and looks_like_checkpoint(directory)
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether `directory` itself has the files of a checkpoint, intact or not."""
+    return all((directory / file).is_file() for file in (MANIFEST, *_CONTENTS))
+
+
 def looks_like_checkpoint(directory: Path) -> bool:
-    """Whether `directory` holds any file of a checkpoint."""
-    return any((directory / file).exists() for file in (MANIFEST, *_CONTENTS))
+    """Whether `directory` holds any file of a checkpoint, or cannot be read."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return any(file in names for file in (MANIFEST, *_CONTENTS))
 
 
 def _belongs(file: str) -> bool:
@@ -227,7 +293,7 @@ def _parse(text: bytes, name: Path) -> CheckpointInfo:
         )
     match document:
         case {"dovetail_version": str(release), "created": str(created), "files": dict(files)} if (
-            document.keys() == _KEYS
+            document.keys() - _OPTIONAL_KEYS == _KEYS and _RELEASE.fullmatch(release)
         ):
             stored = {file: _stored_file(file, entry, where) for file, entry in files.items()}
         case _:
@@ -237,18 +303,68 @@ def _parse(text: bytes, name: Path) -> CheckpointInfo:
     summary = decode(document["summary"], where)
     if not isinstance(summary, dict):
         raise CheckpointError(f"{where}: the summary is not a dict")
-    try:
-        moment = datetime.fromisoformat(created).astimezone(timezone.utc)
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError(f"{where}: created: not a date: {created!r}") from error
+    _check_summary(summary, f"{where}: summary")
+    sequence = document.get("sequence", 0)
+    if type(sequence) is not int or not 0 <= sequence < _MAX_SEQUENCE:
+        raise CheckpointError(f"{where}: sequence: expected a whole number from 0, got {sequence!r}")
     size = len(text) + sum(file.size for file in stored.values())
-    return CheckpointInfo(name, version, release, moment, size, stored, summary)
+    return CheckpointInfo(name, version, release, _moment(created, where), size, stored, summary, sequence)
+
+
+def _moment(created: str, where: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(created)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: created: not a date: {created!r}") from error
+    if found.tzinfo is None or found.year not in _YEARS:
+        raise CheckpointError(
+            f"{where}: created: expected a date with a time zone, from {_YEARS[0]} to {_YEARS[-1]}, got {created!r}"
+        )
+    return found.astimezone(timezone.utc)
+
+
+def _check_summary(summary: Mapping[Any, Any], where: str) -> None:
+    """Reject values that the readers of a summary cannot compare, convert to a float or print."""
+    run = summary.get("run")
+    if run is not None and not isinstance(run, (str, Integral)):
+        raise CheckpointError(f"{where}.run: expected text or a whole number, got {type(run).__name__}")
+    for key in ("run", *_STEP_KEYS):
+        count = summary.get(key)
+        if isinstance(count, Integral) and not -(1 << 63) <= int(count) < 1 << 63:
+            raise CheckpointError(f"{where}.{key}: expected a whole number of at most 64 bits, got a larger one")
+    metrics = summary.get("metrics")
+    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{where}.metrics: expected names of metrics, got {_shown(name)}")
+        if isinstance(value, Integral) and int(value).bit_length() > 1000:
+            raise CheckpointError(f"{where}.metrics.{name}: expected a number that fits a float, got a larger one")
+    for key, value in summary.items():
+        if any(number.bit_length() > _MAX_BITS for number in _whole_numbers([key, value])):
+            raise CheckpointError(
+                f"{where}.{key}: expected a whole number of at most {_MAX_BITS} bits, got a larger one"
+            )
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _whole_numbers(item)
+    elif isinstance(value, int):
+        yield value
+
+
+def _shown(value: object) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, int) and value.bit_length() > 64 else repr(value)
 
 
 def _stored_file(file: str, entry: Any, where: str) -> StoredFile:
     if file == MANIFEST or not _belongs(file):
         raise CheckpointError(f"{where}: lists {file!r}, which does not belong to a checkpoint")
     match entry:
-        case {"size": int(size), "sha256": str(digest), **rest} if not rest and size >= 0:
+        case {"size": int(size), "sha256": str(digest), **rest} if (
+            not rest and type(size) is int and 0 <= size < _MAX_SIZE and _SHA256.fullmatch(digest)
+        ):
             return StoredFile(size, digest)
     raise CheckpointError(f"{where}: {file}: expected a size and a SHA-256")

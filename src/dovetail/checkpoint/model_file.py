@@ -11,18 +11,49 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from dovetail.checkpoint.files import DISK, Digest, Files, make_parents, reserve, sweep, write_file
 from dovetail.checkpoint.tensors import Block, make_block, read_tensors, stream
-from dovetail.errors import CheckpointError, UnknownNameError
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["export_model", "load_model_file"]
+__all__ = ["export_model", "load_model_file", "model_format"]
+
+ModelFormat = Literal["safetensors", "ckpt"]
+
+_FORMATS: dict[str, ModelFormat] = {
+    ".safetensors": "safetensors",
+    ".ckpt": "ckpt",
+    ".pt": "ckpt",
+    ".pth": "ckpt",
+    ".bin": "ckpt",
+}
+_OTHER_FORMATS = {
+    ".onnx": "a checkpoint holds weights without their model, so load them into the model and call torch.onnx.export",
+    ".npz": "write .safetensors, which safetensors.numpy.load_file reads",
+    ".h5": "write .safetensors",
+}
+
+
+def model_format(path: str | os.PathLike[str]) -> ModelFormat:
+    """Return the format that the suffix of a file of weights stands for; a name without a suffix is safetensors.
+
+    Raises:
+        UnknownNameError: Weights are not written to files with this suffix.
+
+    Example:
+        >>> model_format("model.pt"), model_format("model.safetensors"), model_format("model")
+        ('ckpt', 'safetensors', 'safetensors')
+    """
+    suffix = Path(path).suffix
+    if suffix and suffix.lower() not in _FORMATS:
+        raise UnknownNameError(f"suffix of a file of weights ({os.fspath(path)})", suffix, _FORMATS, _OTHER_FORMATS)
+    return _FORMATS.get(suffix.lower(), "safetensors")
 
 
 def export_model(
     path: str | os.PathLike[str],
     state_dict: Mapping[str, Any],
-    format: Literal["safetensors", "ckpt"] = "safetensors",
+    format: ModelFormat | None = None,
     *,
     files: Files = DISK,
 ) -> Path:
@@ -32,7 +63,7 @@ def export_model(
         path: The file; one that is there is replaced. Missing parents are created.
         state_dict: What `model.state_dict()` gives.
         format: `"safetensors"` (tensors only; each is written in full, tied ones, too), or `"ckpt"`, the
-            file of `torch.save`.
+            file of `torch.save`. None follows from the suffix; a suffix of the other format is an error.
         files: The file operations; tests put failing ones here.
 
     Raises:
@@ -44,9 +75,12 @@ def export_model(
         ...     load_model_file(export_model(f"{directory}/model.safetensors", {"bias": torch.ones(2)}))
         {'bias': tensor([1., 1.])}
     """
-    if format not in ("safetensors", "ckpt"):
+    if format not in (None, "safetensors", "ckpt"):
         raise UnknownNameError("model format", format, ["safetensors", "ckpt"])
     target = Path(path)
+    if format is not None and _FORMATS.get(target.suffix.lower(), format) != format:
+        raise ConfigError(f"{target}: the suffix is not one of format={format!r}: leave format out, or rename the file")
+    format = format or model_format(target)
     try:
         make_parents(files, target.parent)
         sweep(files, target.parent)
@@ -66,7 +100,7 @@ def export_model(
 def load_model_file(
     path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Return the weights in a file of safetensors (by its suffix) or of `torch.save` (any other).
+    """Return the weights in a file of safetensors or of `torch.save`; an unknown suffix leaves that to the content.
 
     Of the latter only tensors and plain values are accepted (`torch.load` with `weights_only=True`).
 
@@ -77,7 +111,7 @@ def load_model_file(
 
     source = Path(path)
     try:
-        if source.suffix == ".safetensors":
+        if _is_safetensors(source):
             with open(source, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 tensors = read_tensors(file, size, str(source), Digest())
@@ -98,6 +132,15 @@ def load_model_file(
     # torch.load meets a damaged file with anything from EOFError to its own assertion.
     except Exception as error:
         raise CheckpointError(f"{source}: the model could not be read: {error}") from error
+
+
+def _is_safetensors(source: Path) -> bool:
+    known = _FORMATS.get(source.suffix.lower())
+    if known is not None:
+        return known == "safetensors"
+    with open(source, "rb") as file:
+        # Eight bytes of length, then the header. Files of torch.save have another byte at that place.
+        return file.read(9)[8:] == b"{"
 
 
 def _weights(source: Path, loaded: Any) -> dict[str, torch.Tensor]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from dovetail.checkpoint.files import DISK, Files
 from dovetail.checkpoint.manifest import CheckpointInfo
-from dovetail.checkpoint.store import list_checkpoints, remove
-from dovetail.errors import ConfigError
+from dovetail.checkpoint.store import is_unchanged, list_checkpoints, remove
+from dovetail.errors import ConfigError, UnknownNameError
 
 __all__ = ["TrialCheckpoint", "experiment_retention", "prune", "retain"]
 
@@ -48,6 +49,8 @@ def retain(
         raise ConfigError(f"mode: expected 'min' or 'max', got {mode!r}")
     if best is not None and metric is None:
         raise ConfigError("best: expected the metric, too, that checkpoints are compared by")
+    if best is None and metric is not None:
+        raise ConfigError(f"metric: {metric!r} has no effect without best, the number of checkpoints to keep by it")
     for name, count, least in (("last", last, 0), ("best", best, 0), ("every", every, 1)):
         if count is not None and count < least:
             raise ConfigError(f"{name}: expected a number of at least {least}, got {count}")
@@ -71,8 +74,12 @@ def prune(
     every: int | None = None,
     pattern: str = "*",
     dry_run: bool = False,
+    files: Files = DISK,
 ) -> list[Path]:
     """Remove the checkpoints in `directory` that no rule keeps, and return their paths.
+
+    Other processes may write and remove checkpoints in the folder at the same time. One that another process removes
+    first, or replaces after it was listed, is left out.
 
     The rules are those of `retain`. The newest checkpoint always stays: a run needs something to resume from.
     Damaged ones are warned about and left alone.
@@ -86,14 +93,19 @@ def prune(
         every: See `retain`.
         pattern: Names of the checkpoints that the rules are about, with `*` and `?`; others stay.
         dry_run: Whether to only say what would be removed.
+        files: The file operations; tests put failing ones here.
+
+    Raises:
+        UnknownNameError: No checkpoint has the metric, so that none would be among the best; nothing is removed.
+        ConfigError: See `retain`.
     """
     infos = [info for info in list_checkpoints(directory) if fnmatch.fnmatchcase(info.path.name, pattern)]
     kept = retain(infos, last=last, best=best, metric=metric, mode=mode, every=every)
-    removed = [info.path for info in infos[:-1] if info.path not in kept]
-    if not dry_run:
-        for path in removed:
-            remove(path)
-    return removed
+    known = {str(name) for info in infos for name in _metric_names(info)}
+    if metric is not None and infos and metric not in known:
+        raise UnknownNameError("metric", metric, known)
+    surplus = [info for info in infos[:-1] if info.path not in kept]
+    return [info.path for info in surplus if dry_run or (is_unchanged(info) and remove(info.path, files))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +154,12 @@ def experiment_retention(
         *(_tail(of_trial, trial_latest) for of_trial in trials.values()),
     )
     return {checkpoint.id for checkpoint in kept}
+
+
+def _metric_names(info: CheckpointInfo) -> Iterable[Any]:
+    metrics = info.summary.get("metrics")
+    # A metric that is NaN everywhere is known, too.
+    return metrics if isinstance(metrics, Mapping) else ()
 
 
 def _tail(items: Sequence[_Item], count: int) -> Sequence[_Item]:

@@ -32,6 +32,7 @@ from dovetail.checkpoint.files import (
     Digest,
     Files,
     aside_name,
+    damaged_name,
     discard,
     is_temporary,
     make_parents,
@@ -50,10 +51,13 @@ from dovetail.checkpoint.manifest import (
     CheckpointInfo,
     StoredFile,
     check_digest,
+    is_checkpoint,
+    is_damaged_checkpoint,
     is_replaceable,
     is_shard_file,
     looks_like_checkpoint,
     make_manifest,
+    next_sequence,
     read_manifest,
     shard_file,
     summarize,
@@ -91,7 +95,7 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was damaged and passed over, or could not be written and training went on."""
+    """A checkpoint was damaged and skipped or kept under another name, or could not be written."""
 
 
 @overload
@@ -253,6 +257,7 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
     """Return the checkpoints in `directory`, oldest first, and what is wrong with the unreadable ones."""
     if not directory.is_dir():
         return [], []
+    _refuse_inside(directory)
     infos, damaged = [], []
     for path in (directory / name for name in names_in(directory)):
         if path.is_symlink():
@@ -265,19 +270,26 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
     return _oldest_first(infos), damaged
 
 
+def _refuse_inside(directory: Path) -> None:
+    """Reject a checkpoint in place of a folder of checkpoints: it holds none, and one written there damages it."""
+    if is_checkpoint(directory):
+        raise CheckpointError(f"{directory}: is a checkpoint itself: name the folder that holds it, {directory.parent}")
+
+
 def _oldest_first(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-    # Within a run progress decides, whatever the clocks of its machines say. A later run that began anew in the same
-    # folder comes after all of an earlier one, however far that had come.
-    last_of_run: dict[object, datetime] = {}
+    # Within a run progress decides, whatever the clocks of its machines say. A later run that started from scratch in
+    # the same folder comes after all of an earlier one, however far that had come. A clock that was set back must not
+    # put it before: only checkpoints without a sequence number are compared by their times alone.
+    last_of_run: dict[object, tuple[int, datetime]] = {}
     for info in infos:
-        run = info.summary.get("run")
-        last_of_run[run] = max(info.created, last_of_run.get(run, info.created))
+        run, written = info.summary.get("run"), (info.sequence, info.created)
+        last_of_run[run] = max(written, last_of_run.get(run, written))
     return sorted(
         infos,
         key=lambda info: (
             last_of_run[info.summary.get("run")],
             -1 if info.step is None else info.step,
-            info.created,
+            (info.sequence, info.created),
         ),
     )
 
@@ -330,6 +342,7 @@ def _begun(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
     """Lend a temporary directory in which a checkpoint can be written; clean up after it."""
     if is_temporary(target.name):
         raise CheckpointError(f"{target}: the name is of the kind that is removed as rubbish; choose another")
+    _refuse_inside(target.parent)
     with _refusals(target):
         make_parents(files, target.parent)
         sweep(files, target.parent)
@@ -355,7 +368,8 @@ def _commit(
         TENSORS: write_file(files, temporary / TENSORS, stream(encoded.blocks)),
         STATE: write_file(files, temporary / STATE, [encoded.text]),
     }
-    write_file(files, temporary / MANIFEST, [make_manifest(written, summary)])
+    manifest = make_manifest(written, summary, next_sequence(target.parent))
+    write_file(files, temporary / MANIFEST, [manifest])
     files.sync_directory(temporary)
     _take_name(files, temporary, target)
 
@@ -392,13 +406,31 @@ def migrate(
     return state
 
 
-def remove(path: Path, files: Files = DISK) -> None:
-    """Remove a checkpoint, and the older one of the same name that a dead save may have left."""
+def remove(path: Path, files: Files = DISK) -> bool:
+    """Remove a checkpoint, and the older one of the same name that a dead save may have left.
+
+    Returns:
+        Whether this call removed anything; another process may have removed it first.
+    """
+    removed = False
     try:
         while (place := resolve(path)).exists():
-            discard(files, place)
+            # Another process that prunes the same folder may remove it between the two lines.
+            with contextlib.suppress(FileNotFoundError):
+                discard(files, place)
+                removed = True
     except OSError as error:
         raise CheckpointError(f"{path}: the checkpoint could not be removed: {error}") from error
+    return removed
+
+
+def is_unchanged(info: CheckpointInfo) -> bool:
+    """Whether a checkpoint is still the one that was listed: other processes may have removed or replaced it."""
+    try:
+        now = inspect(info.path)
+    except CheckpointError:
+        return False
+    return (now.sequence, now.created, now.files) == (info.sequence, info.created, info.files)
 
 
 def _check_free_space(files: Files, target: Path, needed: int) -> None:
@@ -410,18 +442,29 @@ def _check_free_space(files: Files, target: Path, needed: int) -> None:
 
 
 def _take_name(files: Files, temporary: Path, target: Path) -> None:
+    damaged: list[Path] = []
     while True:
         # Missing because it is new, or because another writer of the same name has just set it aside.
         with contextlib.suppress(FileNotFoundError):
-            if not is_replaceable(target):
+            if is_replaceable(target):
+                files.rename(target, aside_name(target))
+            elif is_damaged_checkpoint(target):
+                # A run that is resumed from an older checkpoint comes here again; what others put there is kept.
+                place = damaged_name(target)
+                files.rename(target, place)
+                damaged.append(place)
+            else:
                 raise CheckpointError(f"{target}: refusing to replace what is not a checkpoint of Dovetail")
-            files.rename(target, aside_name(target))
         try:
-            return files.rename(temporary, target)
+            files.rename(temporary, target)
+            break
         except OSError as error:
             # Another writer of the same name came between the two renames: set that one aside, too.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
+    for place in damaged:
+        sentence = f"{target}: a damaged checkpoint had this name; it is kept as {place.name}"
+        warnings.warn(CheckpointWarning(sentence), stacklevel=2)
 
 
 def _load(directory: Path, name: Path, map_location: Any, verified: bool, peers: Peers | None = None) -> dict[str, Any]:

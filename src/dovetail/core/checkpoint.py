@@ -14,14 +14,13 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dovetail.checkpoint import CheckpointWarning
-from dovetail.checkpoint.encoding import decode, encode_plain
+from dovetail.checkpoint.encoding import encode_plain
 from dovetail.checkpoint.files import (
-    CHUNK,
     DISK,
     Digest,
     discard,
@@ -31,7 +30,19 @@ from dovetail.checkpoint.files import (
     sweep,
     write_file,
 )
-from dovetail.checkpoint.strict_json import seal, unseal
+from dovetail.checkpoint.manifest import MANIFEST
+from dovetail.checkpoint.stored_files import (
+    FILES,
+    Digests,
+    StoredFiles,
+    check_stored_file,
+    digest_of,
+    file_chunks,
+    is_stored_files,
+    make_stored_manifest,
+    read_stored_files,
+    verify_stored_files,
+)
 from dovetail.core.distributed import DistributedContext
 from dovetail.errors import CheckpointError, ConfigError, DovetailError, UnknownNameError
 
@@ -39,14 +50,7 @@ __all__ = ["CheckpointContext", "storage_directory"]
 
 _Path = str | os.PathLike[str]
 _Selector = Callable[[str], bool]
-_Digests = dict[str, tuple[int, str]]
 
-_FILES = "files"
-_MANIFEST = "manifest.json"
-_FORMAT = "dovetail-files"
-_VERSION = 1
-_KEYS = {"format", "format_version", "created", "metadata", "files", "sha256"}
-_MAX_MANIFEST = 64 << 20
 # A name, and nothing that leads elsewhere. Ids are UUIDs; those that people give to folders are welcome, too.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")
 
@@ -139,11 +143,11 @@ class CheckpointContext:
         target = self.directory / storage_id
         make_parents(DISK, self.directory)
         with reserve(DISK, target) as temporary:
-            (temporary / _FILES).mkdir()
-            digests: _Digests = {}
+            (temporary / FILES).mkdir()
+            digests: Digests = {}
             try:
-                yield temporary / _FILES, storage_id
-                digests = _synced(temporary / _FILES)
+                yield temporary / FILES, storage_id
+                digests = _synced(temporary / FILES)
             except Exception as error:
                 problem = error
             if shard:
@@ -163,8 +167,8 @@ class CheckpointContext:
             CheckpointError: It is not there, or a file of it is damaged or missing.
         """
         place = self._place(storage_id)
-        _verified(place)
-        yield place / _FILES
+        verify_stored_files(place)
+        yield place / FILES
 
     def download(self, storage_id: str, ckpt_dir: _Path, *, selector: _Selector | None = None) -> None:
         """Copy the files of a checkpoint into a folder, comparing each with its checksum.
@@ -180,7 +184,7 @@ class CheckpointContext:
             CheckpointError: It is not there, or a file of it is damaged or missing.
         """
         place, target = self._place(storage_id), Path(ckpt_dir)
-        files = _read_manifest(place).files
+        files = read_stored_files(place).files
         target.mkdir(parents=True, exist_ok=True)
         for name in filter(selector, files):
             _make_place(target / name)
@@ -188,17 +192,17 @@ class CheckpointContext:
             try:
                 digest = Digest()
                 with unfinished.open("xb") as copy:
-                    for chunk in _chunks(place / _FILES / name):
+                    for chunk in file_chunks(place / FILES / name):
                         copy.write(chunk)
                         digest.update(chunk)
-                _check(place / _FILES / name, (digest.size, digest.sha256), files[name])
+                check_stored_file(place / FILES / name, (digest.size, digest.sha256), files[name])
                 unfinished.replace(target / name)
             finally:
                 unfinished.unlink(missing_ok=True)
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
         """Return the metadata of a checkpoint."""
-        return _read_manifest(self._place(storage_id)).metadata
+        return read_stored_files(self._place(storage_id)).metadata
 
     def delete(self, storage_id: str) -> None:
         """Remove a checkpoint."""
@@ -215,25 +219,25 @@ class CheckpointContext:
         found: list[tuple[datetime, str]] = []
         for name in sorted(os.listdir(self.directory)) if self.directory.is_dir() else []:
             place = self.directory / name
-            if not is_temporary(name) and (place / _MANIFEST).is_file():
-                content = _unless_damaged(_read_manifest, place)
+            if not is_temporary(name) and is_stored_files(place):
+                content = _unless_damaged(read_stored_files, place)
                 if content is not None and (where is None or where(content.metadata)):
                     found.append((content.created, name))
         ordered = (name for _, name in sorted(found, reverse=True))
-        return next((name for name in ordered if _unless_damaged(_verified, self.directory / name)), None)
+        return next((name for name in ordered if _unless_damaged(verify_stored_files, self.directory / name)), None)
 
     def _place(self, storage_id: str) -> Path:
         if not isinstance(storage_id, str) or not _ID.fullmatch(storage_id):
             raise ConfigError(f"storage_id: expected the id of a checkpoint, one name without '/', got {storage_id!r}")
         place = self.directory / storage_id
-        if not (place / _MANIFEST).is_file():
+        if not is_stored_files(place):
             raise CheckpointError(f"{place}: no checkpoint there")
         return place
 
     # ------------------------------------------------------------------ several processes
 
     def _join_shards(
-        self, temporary: Path, own: dict[str, Any], digests: _Digests, problem: Exception | None, target: Path
+        self, temporary: Path, own: dict[str, Any], digests: Digests, problem: Exception | None, target: Path
     ) -> None:
         """Bring what all processes have written into the chief's folder, and give it its name."""
         chief = self._distributed.is_chief
@@ -241,11 +245,11 @@ class CheckpointContext:
         work = _attempt(lambda: _merged(parts))
         if not isinstance(work, Exception):
             metadata, owners = work
-            home = temporary.with_name(parts[0]["at"]) / _FILES
+            home = temporary.with_name(parts[0]["at"]) / FILES
             moves = [name for name, owner in owners.items() if owner == self._distributed.rank and not chief]
-            work = _attempt(lambda: _moved(temporary / _FILES, home, moves))
+            work = _attempt(lambda: _moved(temporary / FILES, home, moves))
         self._told(None, work if isinstance(work, Exception) else None)
-        everything: _Digests = {name: tuple(it) for part in parts for name, it in part["files"].items()}
+        everything: Digests = {name: tuple(it) for part in parts for name, it in part["files"].items()}
         done = _attempt(lambda: _commit(temporary, metadata, everything, target)) if chief else None
         self._told(None, done if isinstance(done, Exception) else None)
 
@@ -303,14 +307,6 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def _names_below(directory: Path) -> list[str]:
-    """Return the paths of all files below a folder, inside of it. Empty folders are not part of a checkpoint."""
-    found = []
-    for place, _, files in os.walk(directory):
-        found += [Path(place, file).relative_to(directory).as_posix() for file in files]
-    return sorted(found)
-
-
 def _leaving_out(source: Path, selector: _Selector) -> Callable[[str, list[str]], list[str]]:
     """Return what tells `shutil.copytree` which files not to copy."""
 
@@ -321,9 +317,9 @@ def _leaving_out(source: Path, selector: _Selector) -> Callable[[str, list[str]]
     return left_out
 
 
-def _synced(directory: Path) -> _Digests:
+def _synced(directory: Path) -> Digests:
     """Wait until all files in a folder are on the disk, and return what each of them is."""
-    digests: _Digests = {}
+    digests: Digests = {}
     for place, folders, files in os.walk(directory):
         for name in (*files, *folders):
             entry = Path(place, name)
@@ -332,7 +328,7 @@ def _synced(directory: Path) -> _Digests:
                 raise CheckpointError(f"{inside}: expected a file or a folder to store, got a link or something else")
         for file in files:
             path = Path(place, file)
-            digests[path.relative_to(directory).as_posix()] = _digest(path)
+            digests[path.relative_to(directory).as_posix()] = digest_of(path)
             with path.open("rb") as opened:
                 os.fsync(opened.fileno())
     return digests
@@ -367,15 +363,8 @@ def _make_place(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _commit(temporary: Path, metadata: Mapping[str, Any], digests: _Digests, target: Path) -> None:
-    document = {
-        "format": _FORMAT,
-        "format_version": _VERSION,
-        "created": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        "metadata": metadata,
-        "files": {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(digests.items())},
-    }
-    write_file(DISK, temporary / _MANIFEST, [seal(document)])
+def _commit(temporary: Path, metadata: Mapping[str, Any], digests: Digests, target: Path) -> None:
+    write_file(DISK, temporary / MANIFEST, [make_stored_manifest(metadata, digests)])
     for place, _, _ in os.walk(temporary):
         DISK.sync_directory(Path(place))
     DISK.rename(temporary, target)
@@ -393,45 +382,7 @@ def _attempt(work: Callable[[], Any]) -> Any:
 # ------------------------------------------------------------------ reading
 
 
-class _Manifest(NamedTuple):
-    metadata: dict[str, Any]
-    files: _Digests
-    created: datetime
-
-
-def _read_manifest(place: Path) -> _Manifest:
-    """Return what a checkpoint says about itself, after comparing the names of files with what is there."""
-    where = str(place / _MANIFEST)
-    if (size := (place / _MANIFEST).stat().st_size) > _MAX_MANIFEST:
-        raise CheckpointError(f"{where}: {size:,} bytes are too many for a manifest")
-    document = unseal((place / _MANIFEST).read_bytes(), where)
-    if document.get("format") != _FORMAT or document.get("format_version") != _VERSION or document.keys() != _KEYS:
-        raise CheckpointError(f"{where}: not the manifest of stored files, version {_VERSION}")
-    try:
-        files = {str(name): (int(it["size"]), str(it["sha256"])) for name, it in document["files"].items()}
-        created = datetime.fromisoformat(document["created"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: a field is missing or of the wrong type") from error
-    metadata = decode(document["metadata"], where)
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"{where}: the metadata is not a dict")
-    # Names are believed only where the folder has them: none of them leads out of it.
-    present = {name for name in _names_below(place / _FILES) if not (place / _FILES / name).is_symlink()}
-    for name in sorted(files.keys() - present):
-        raise CheckpointError(f"{place / _FILES / name}: the file is missing")
-    for name in sorted(present - files.keys()):
-        raise CheckpointError(f"{place / _FILES / name}: a file that does not belong to the checkpoint")
-    return _Manifest(metadata, files, created)
-
-
-def _verified(place: Path) -> _Manifest:
-    manifest = _read_manifest(place)
-    for name, stored in manifest.files.items():
-        _check(place / _FILES / name, _digest(place / _FILES / name), stored)
-    return manifest
-
-
-def _unless_damaged(read: Callable[[Path], _Manifest], place: Path) -> _Manifest | None:
+def _unless_damaged(read: Callable[[Path], StoredFiles], place: Path) -> StoredFiles | None:
     try:
         return read(place)
     except (CheckpointError, FileNotFoundError) as error:
@@ -439,21 +390,3 @@ def _unless_damaged(read: Callable[[Path], _Manifest], place: Path) -> _Manifest
         if place.exists():
             warnings.warn(f"passed over a damaged checkpoint: {error}", CheckpointWarning, stacklevel=3)
         return None
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK):
-            yield chunk
-
-
-def _digest(path: Path) -> tuple[int, str]:
-    digest = Digest()
-    for chunk in _chunks(path):
-        digest.update(chunk)
-    return digest.size, digest.sha256
-
-
-def _check(path: Path, found: tuple[int, str], stored: tuple[int, str]) -> None:
-    if found != stored:
-        raise CheckpointError(f"{path}: the file is damaged: its SHA-256 is not the one in the manifest")

@@ -199,7 +199,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{os.fspath(path)}:{number}: not valid JSON: {error}") from error
         if not isinstance(row, dict) or not any(key in row for key in _ROW_KEYS):
             raise DataError(f"{os.fspath(path)}:{number}: expected a report with one of {', '.join(_ROW_KEYS)}")

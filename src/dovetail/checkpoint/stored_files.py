@@ -1,0 +1,198 @@
+"""Reader of checkpoints that hold files of a script, as `core.checkpoint` writes them. It needs no torch.
+
+Such a checkpoint is a folder with the files of the script under `files`, and `manifest.json` with the metadata and the
+size and SHA-256 of each file. Nothing in it is trusted: a name in the manifest counts only if the folder has a regular
+file of that name, and links, devices and FIFOs are rejected without being opened.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dovetail.checkpoint.encoding import decode
+from dovetail.checkpoint.files import CHUNK, Digest
+from dovetail.checkpoint.manifest import MANIFEST
+from dovetail.checkpoint.strict_json import seal, unseal
+from dovetail.errors import CheckpointError
+
+__all__ = [
+    "FILES",
+    "Digests",
+    "StoredFiles",
+    "check_stored_file",
+    "digest_of",
+    "file_chunks",
+    "is_stored_files",
+    "make_stored_manifest",
+    "names_below",
+    "read_stored_files",
+    "verify_stored_files",
+]
+
+FILES = "files"
+"""The folder of the script's files in a checkpoint."""
+
+Digests = dict[str, tuple[int, str]]
+"""The size and the SHA-256 of each file, by its path inside of the checkpoint."""
+
+_FORMAT = "dovetail-files"
+_VERSION = 1
+_KEYS = {"format", "format_version", "created", "metadata", "files", "sha256"}
+_MAX_MANIFEST = 64 << 20
+
+
+class StoredFiles(NamedTuple):
+    """The content of a manifest.
+
+    Attributes:
+        metadata: The metadata that the script gave.
+        files: The size and the SHA-256 of each file.
+        created: When the checkpoint was written, in UTC.
+    """
+
+    metadata: dict[str, Any]
+    files: Digests
+    created: datetime
+
+
+def make_stored_manifest(metadata: Mapping[str, Any], files: Digests) -> bytes:
+    """Return the text of a manifest.
+
+    Args:
+        metadata: The encoded metadata of the script.
+        files: The size and the SHA-256 of each file.
+    """
+    document = {
+        "format": _FORMAT,
+        "format_version": _VERSION,
+        "created": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        "metadata": metadata,
+        "files": {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(files.items())},
+    }
+    return seal(document)
+
+
+def is_stored_files(place: Path) -> bool:
+    """Whether a folder has a manifest that is a regular file, and is itself not a link."""
+    try:
+        return not place.is_symlink() and stat.S_ISREG(os.lstat(place / MANIFEST).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_stored_files(place: Path) -> StoredFiles:
+    """Return what a checkpoint says about itself, after comparing the names of files with what is there.
+
+    Raises:
+        CheckpointError: It is damaged, or no checkpoint of this kind.
+        OSError: A file cannot be read.
+    """
+    where = str(place / MANIFEST)
+    if not is_stored_files(place):
+        raise CheckpointError(f"{where}: expected a regular file in a folder that is not a link")
+    document = unseal(_manifest_text(place / MANIFEST), where)
+    if document.get("format") != _FORMAT or document.get("format_version") != _VERSION or document.keys() != _KEYS:
+        raise CheckpointError(f"{where}: not the manifest of stored files, version {_VERSION}")
+    match document:
+        case {"created": str(created), "files": dict(entries)}:
+            files = {name: _stored(name, entry, where) for name, entry in entries.items()}
+        case _:
+            raise CheckpointError(f"{where}: a field is missing or of the wrong type")
+    try:
+        # A date without a zone is local time, as in the manifests of other checkpoints.
+        moment = datetime.fromisoformat(created).astimezone(timezone.utc)
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"{where}: created: not a date: {created!r}") from error
+    metadata = decode(document["metadata"], where)
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{where}: the metadata is not a dict")
+    _compare_names(place / FILES, files)
+    return StoredFiles(metadata, files, moment)
+
+
+def verify_stored_files(place: Path) -> StoredFiles:
+    """Return what `read_stored_files` does, after comparing every byte with the checksums.
+
+    Raises:
+        CheckpointError: It is damaged, or no checkpoint of this kind.
+        OSError: A file cannot be read.
+    """
+    content = read_stored_files(place)
+    for name, stored in content.files.items():
+        check_stored_file(place / FILES / name, digest_of(place / FILES / name), stored)
+    return content
+
+
+def check_stored_file(path: Path, found: tuple[int, str], stored: tuple[int, str]) -> None:
+    """Raise if the size or the SHA-256 of a file differs from the manifest."""
+    if found != stored:
+        raise CheckpointError(f"{path}: the file is damaged: its SHA-256 is not the one in the manifest")
+
+
+def names_below(directory: Path) -> list[str]:
+    """Return the paths of all files below a folder, inside of it. Empty folders are not part of a checkpoint."""
+    found = []
+    for place, _, files in os.walk(directory):
+        found += [Path(place, file).relative_to(directory).as_posix() for file in files]
+    return sorted(found)
+
+
+def file_chunks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a regular file; raise for anything else, without waiting for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
+        while chunk := file.read(CHUNK):
+            yield chunk
+
+
+def digest_of(path: Path) -> tuple[int, str]:
+    """Return the size and the SHA-256 of a regular file."""
+    digest = Digest()
+    for chunk in file_chunks(path):
+        digest.update(chunk)
+    return digest.size, digest.sha256
+
+
+def _manifest_text(path: Path) -> bytes:
+    text = bytearray()
+    for chunk in file_chunks(path):
+        text += chunk
+        if len(text) > _MAX_MANIFEST:
+            raise CheckpointError(f"{path}: more than {_MAX_MANIFEST:,} bytes are too many for a manifest")
+    return bytes(text)
+
+
+def _stored(name: str, entry: Any, where: str) -> tuple[int, str]:
+    match entry:
+        case {"size": int(size), "sha256": str(digest), **rest} if not rest and size >= 0 and size is not True:
+            return size, digest
+    raise CheckpointError(f"{where}: {name}: expected a size and a SHA-256")
+
+
+def _compare_names(folder: Path, files: Digests) -> None:
+    """Raise unless a folder has exactly the files of a manifest, as regular files of their sizes."""
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder}: expected a folder, got a link")
+    sizes = {}
+    for name in names_below(folder):
+        found = os.lstat(folder / name)
+        if stat.S_ISLNK(found.st_mode):
+            # Not believed, so that it counts as missing.
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{folder / name}: not a regular file")
+        sizes[name] = found.st_size
+    for name in sorted(files.keys() - sizes.keys()):
+        raise CheckpointError(f"{folder / name}: the file is missing")
+    for name in sorted(sizes.keys() - files.keys()):
+        raise CheckpointError(f"{folder / name}: a file that does not belong to the checkpoint")
+    for name, size in sizes.items():
+        if size != files[name][0]:
+            raise CheckpointError(f"{folder / name}: the file is damaged: {size:,} bytes instead of {files[name][0]:,}")
