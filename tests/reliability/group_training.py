@@ -6,12 +6,15 @@ In its sixth batch it writes a dot and waits for one on its standard input, so t
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from dovetail import Epochs
 from dovetail.callbacks import LambdaCallback
@@ -20,8 +23,29 @@ from dovetail.trainers import DDPTrainer, Trainer
 WAITS_IN_BATCH = 5
 
 
-def make_trainer(folder: Path, **layer: Any) -> DDPTrainer:
-    """Return a trainer of two processes with dropout, momentum and checkpoints."""
+class Noisy(Dataset[Any]):
+    """Samples with noise from the global generators and from one of the dataset's own."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+        self.rng = random.Random(2)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(6) + random.random() + np.random.random() + self.rng.random()
+        return self.inputs[index] + noise, self.inputs[index, :3].argmax()
+
+
+def make_trainer(folder: Path, num_workers: int | None = None, **layer: Any) -> DDPTrainer:
+    """Return a trainer of two processes with dropout, momentum and checkpoints.
+
+    Args:
+        folder: Where everything is written.
+        num_workers: Data workers of each process, whose samples are augmented; None for tensors in memory.
+        layer: Options of the layer.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
     generator = torch.Generator().manual_seed(1)
@@ -35,7 +59,9 @@ def make_trainer(folder: Path, **layer: Any) -> DDPTrainer:
         seed=5,
         batch_size=4,
         drop_last=False,
-        train_dataset=(inputs, inputs[:, :3].argmax(dim=1)),
+        train_dataset=(inputs, inputs[:, :3].argmax(dim=1))
+        if num_workers is None
+        else DataLoader(Noisy(inputs), batch_size=4, shuffle=True, num_workers=num_workers),
         val_dataset=(inputs[:30], inputs[:30, :3].argmax(dim=1)),
         checkpoint_dir=folder / "checkpoints",
         save_every=3,
@@ -45,10 +71,10 @@ def make_trainer(folder: Path, **layer: Any) -> DDPTrainer:
     return DDPTrainer(trainer, **layer)
 
 
-def weights(trainer: Any) -> list[float]:
-    """Return every number of the model."""
+def outcome(trainer: Any) -> tuple[list[float], list[float], list[dict[str, Any]]]:
+    """Return every number of the model, the loss of every batch and the rows of the history."""
     found: list[float] = torch.cat([it.flatten() for it in trainer.model.state_dict().values()]).tolist()
-    return found
+    return found, list(trainer.history.losses), [dict(row) for row in trainer.history]
 
 
 def wait(context: Any, batch: Any) -> None:

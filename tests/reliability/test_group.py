@@ -14,7 +14,7 @@ from typing import Any
 
 import forked
 import pytest
-from group_training import make_trainer, weights
+from group_training import make_trainer, outcome
 
 from dovetail import Epochs
 from dovetail import checkpoint as store
@@ -111,23 +111,28 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.fixture(scope="module", params=[None, 2], ids=["in memory", "augmented by data workers"])
+def num_workers(request: pytest.FixtureRequest) -> int | None:
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    trainer = make_trainer(tmp_path_factory.mktemp("undisturbed"), num_processes=2)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, num_workers: int | None) -> Any:
+    trainer = make_trainer(tmp_path_factory.mktemp("undisturbed"), num_workers, num_processes=2)
     with forked.forking():
         trainer.fit(max_length=Epochs(2))
-    return weights(trainer)
+    return outcome(trainer)
 
 
 @pytest.mark.parametrize("round", range(_RESTARTS))
 def test_a_restarted_group_ends_with_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, undisturbed: list[float], round: int
+    tmp_path: Path, undisturbed: Any, num_workers: int | None, round: int
 ) -> None:
     draw = random.Random(round)
-    trainer = make_trainer(tmp_path, num_processes=2, max_restarts=1)
+    trainer = make_trainer(tmp_path, num_workers, num_processes=2, max_restarts=1)
     trainer.callbacks.add(Killed(draw.randrange(2), draw.randrange(4, 20)))
     trainer.fit(max_length=Epochs(2))
-    assert weights(trainer) == undisturbed
+    assert outcome(trainer) == undisturbed
     assert trainer.context.progress.epoch == 2
 
 

@@ -185,6 +185,16 @@ def test_so_does_one_whose_loader_draws_from_the_global_generator(nursery: Nurse
     _torture(nursery, tmp_path, _FEWER_KILLS, loader="torch")
 
 
+def test_so_does_one_whose_data_workers_augment_their_samples(nursery: Nursery, tmp_path: Path) -> None:
+    in_writes, runs = _torture(nursery, tmp_path, _KILLS, loader="augmented")
+    print(f"{_KILLS} kills, {in_writes} of them in a write, over {runs} runs")
+    assert in_writes > 0
+
+
+def test_so_does_one_whose_data_workers_live_as_long_as_the_run(nursery: Nursery, tmp_path: Path) -> None:
+    _torture(nursery, tmp_path, _FEWER_KILLS, loader="persistent", save_in_background=True)
+
+
 _SHORT_RUNS = {
     # The last validation is the best and the last checkpoint is not due: both are written at the very end.
     "the best comes last": {"save_every": 7, "validate_every": 10, "keep_last": 1},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import traceback
@@ -16,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 # The first optimizer would import it, for seconds, in every process anew.
 import torch._dynamo
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dovetail.callbacks import EMA, Callback, CSVLogger, EarlyStopping
 from dovetail.trainers import Trainer
@@ -48,7 +50,8 @@ def make_trainer(
     Args:
         folder: Where everything is written.
         kind: The class.
-        loader: `own` for ours, with a seed of its own; `torch` for a plain one that draws from the global generator.
+        loader: `own` for ours, with a seed of its own; `torch` for a plain one that draws from the global generator;
+            `augmented` for torch's with two workers, whose samples draw from every kind of generator.
         patience: Validations without improvement after which training stops early.
         further_callbacks: Called after the ones that every run has.
         options: Those of the trainer that a test wants otherwise.
@@ -71,7 +74,7 @@ def make_trainer(
             CSVLogger(folder / "log.csv"),
             *further_callbacks,
         ],
-        "train_dataset": data if loader == "own" else DataLoader(data, batch_size=8, shuffle=True),
+        "train_dataset": _LOADERS[loader](data),
         "val_dataset": (inputs[-64:], targets[-64:]),
         "checkpoint_dir": folder / "checkpoints",
         "save_every": 4,
@@ -83,6 +86,32 @@ def make_trainer(
     }
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
     return kind(model, "cpu", **settings)
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise from the global generators of torch, NumPy and Python, and from one of the dataset's own."""
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self._samples = samples
+        self._own = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return len(self._samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self._samples[index]
+        noise = torch.randn(len(inputs)) + random.gauss(0, 1) + np.random.normal() + float(self._own.normal())
+        return inputs + 0.1 * noise, target
+
+
+_LOADERS: dict[str, Callable[[Dataset[Any]], Any]] = {
+    "own": lambda data: data,
+    "torch": lambda data: DataLoader(data, batch_size=8, shuffle=True),
+    "augmented": lambda data: DataLoader(Augmented(data), batch_size=8, shuffle=True, num_workers=2),
+    "persistent": lambda data: DataLoader(
+        Augmented(data), batch_size=8, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+}
 
 
 def train(folder: Path, *, validate_every: int = 7, **options: Any) -> Trainer:

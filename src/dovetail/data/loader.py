@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +28,7 @@ from torch.utils.data import (
 )
 
 from dovetail.data.slicing import Rows, rows_in_memory
+from dovetail.data.workers import WorkerStates
 from dovetail.errors import DataError
 
 __all__ = ["DataLoader", "EpochSampler", "iterate_from", "mixed_seed"]
@@ -75,6 +78,21 @@ class DataLoader(torch_data.DataLoader[T_co]):
         >>> [batch.tolist() for (batch,) in loader] == whole[1:]
         True
     """
+
+    _share: _Share
+    # Whether a sampler is none of torch's: it may draw while it is read.
+    _has_own_order: bool
+    _epoch_samplers: list[EpochSampler]
+    _generators: list[Generator]
+    _next_epoch: int
+    _next_start: int
+    _pass: _Pass | None
+    _workers_seeded: bool
+    # What samples draw in workers is derived from this; None leaves it to torch.
+    _sample_seed: int | None
+    _worker_states: WorkerStates
+    # The state of the workers in a pass that is to be continued.
+    _restored_workers: Mapping[str, Any] | None
 
     def __init__(
         self,
@@ -134,18 +152,26 @@ class DataLoader(torch_data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._share = _Share(self.sampler if self.batch_sampler is None else self.batch_sampler, num_replicas, rank)
         samplers: list[object] = [self.sampler, self.batch_sampler]
         if isinstance(batch_sampler, BatchSampler):
             samplers.append(batch_sampler.sampler)
-        self._epoch_samplers = [
-            each for each in samplers if type(each) not in _TORCH_SAMPLERS and isinstance(each, EpochSampler)
-        ]
-        self._generators = _distinct([self.generator, *map(_generator_of, samplers)], leave_out=self._seeded)
-        self._next_epoch = 0
-        self._next_start = 0
-        self._pass: _Pass | None = None
-        self._workers_seeded = False
+        own = [each for each in samplers if type(each) not in _TORCH_SAMPLERS]
+        # At once: torch's class checks every single assignment, which federations with many short loaders notice.
+        vars(self).update(
+            _share=_Share(self.sampler if self.batch_sampler is None else self.batch_sampler, num_replicas, rank),
+            _has_own_order=bool(own),
+            _epoch_samplers=[each for each in own if isinstance(each, EpochSampler)],
+            _generators=_distinct([self.generator, *map(_generator_of, samplers)], leave_out=self._seeded),
+            _next_epoch=0,
+            _next_start=0,
+            _pass=None,
+            _workers_seeded=False,
+            _sample_seed=None,
+            _worker_states=_NO_WORKERS,
+            _restored_workers=None,
+        )
+        if num_workers:
+            self._seed_samples(None if _is_stream(dataset) else seed)
 
     @classmethod
     def from_torch(
@@ -157,7 +183,8 @@ class DataLoader(torch_data.DataLoader[T_co]):
 
         Args:
             loader: The loader whose batches are wanted.
-            seed: Orders the samples where torch's global generator would; any other source of order is kept.
+            seed: Orders the samples where torch's global generator would; any other source of order is kept. What
+                samples draw in workers follows from seed, epoch and batch.
             num_replicas: Number of loaders that share the batches of each epoch.
             rank: Which of them this is.
 
@@ -179,10 +206,11 @@ class DataLoader(torch_data.DataLoader[T_co]):
                 "sampler": loader.sampler,
                 "drop_last": loader.drop_last,
             }
+        given_seed = seed
         seed, is_shuffled = _seeding(loader, seed)
         if is_shuffled:
             order |= {"sampler": None, "shuffle": True}
-        return cls(
+        made = cls(
             loader.dataset,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
@@ -200,6 +228,9 @@ class DataLoader(torch_data.DataLoader[T_co]):
             rank=rank,
             **order,
         )
+        if made.num_workers and made.seed is None and given_seed is not None and not _is_stream(loader.dataset):
+            made._seed_samples(given_seed)
+        return made
 
     @property
     def epoch(self) -> int:
@@ -238,13 +269,23 @@ class DataLoader(torch_data.DataLoader[T_co]):
         The state of torch's global generator is not in it: whoever shuffles with that one restores it as of
         the start of the epoch before the next call of `iter`.
         """
-        running = self._pass or _Pass(self._next_epoch, self._next_start, self._workers_seeded, self._random_states())
+        running = self._pass or _Pass(
+            self._next_epoch, self._next_start, self._workers_seeded, self._random_states(), self._first_states()
+        )
+        workers = self._worker_states
         return {
             "epoch": running.epoch,
             "position": running.position,
             "seed": self.seed,
             "workers_seeded": running.workers_seeded,
             "generators": running.generators,
+            "workers": self._restored_workers
+            or {
+                "start": running.workers,
+                "now": list(workers.states),
+                "next": workers.next_role,
+                "pending": list(self._share.pending),
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,6 +300,8 @@ class DataLoader(torch_data.DataLoader[T_co]):
         for generator, random_state in zip(self._generators, state["generators"], strict=True):
             generator.set_state(random_state)
         self._workers_seeded = state["workers_seeded"]
+        self._restored_workers = self._fitting_workers(state)
+        self._restart_workers()
         self.set_epoch(state["epoch"])
         self.skip(state["position"])
 
@@ -269,8 +312,12 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class here
         if self._pass is not None:
             self._next_epoch = self._pass.epoch + 1
+            # Persistent workers have read ahead in a pass that was not finished, and have drawn for it.
+            self._restart_workers()
         start, self._next_start = self._next_start, 0
-        running = self._pass = _Pass(self._next_epoch, start, self._workers_seeded, self._random_states())
+        running = self._pass = _Pass(
+            self._next_epoch, start, self._workers_seeded, self._random_states(), self._first_states()
+        )
         rows = rows_in_memory(self)
         for purpose, generator in enumerate(self._seeded):
             # The first is that of workers, which rows do without.
@@ -281,8 +328,11 @@ class DataLoader(torch_data.DataLoader[T_co]):
         return self._counted(running, batches)
 
     def _counted(self, running: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
+        pending = self._share.pending
         for batch in batches:
             running.position += 1
+            if pending:
+                pending.popleft()
             yield batch
         if self._pass is running:
             self._pass = None
@@ -301,24 +351,75 @@ class DataLoader(torch_data.DataLoader[T_co]):
         return super()._index_sampler if _is_stream(self.dataset) else self._share
 
     def _torch_batches(self, start: int) -> Iterator[Any]:
-        generator = self.generator
+        is_stream, generator, share = _is_stream(self.dataset), self.generator, self._share
+        restored, self._restored_workers = self._restored_workers, None
         if self._workers_seeded and not self._seeded:
             # Torch seeds persistent workers once. Those of a loader that continues another one's run are
             # seeded from elsewhere, since the other one drew nothing for them in this epoch.
             self.generator = Generator().manual_seed(self._next_epoch)
-        self._share.start = start
-        self._share.seeds = (cast(int, self.seed), self._next_epoch) if self._seeded and self.num_workers else None
+        share.start, share.pending = start, deque()
+        share.seeds = (self._sample_seed, self._next_epoch) if self._sample_seed is not None else None
+        share.records = self.num_workers > 0 and self.num_replicas == 1 and self._has_own_order
+        if restored is not None and start and not is_stream:
+            if self.num_workers:
+                self._worker_states.start(restored["now"], restored["next"])
+            share.pending.extend(restored["pending"])
+        elif self.num_workers:
+            if self._worker_states.is_rotated:
+                self._restart_workers()
+            self._worker_states.start(self._first_states() if restored is None else restored["start"], 0)
         try:
-            batches: Iterator[Any] = super().__iter__()
+            batches = self._worker_batches() if self.num_workers else super().__iter__()
         finally:
             self.generator = generator
-        if not _is_stream(self.dataset):
-            if start or self._seeded:
-                self._share.draw()
+        if not is_stream:
+            if start:
+                share.skip()
+            elif self._seeded:
+                share.draw()
             return batches
+        # A stream is read again from the start of the epoch, by workers that draw the same numbers again.
         for _ in islice(batches, start * self.num_replicas):
             pass
         return islice(batches, self.rank, None, self.num_replicas)
+
+    def _worker_batches(self) -> Iterator[Any]:
+        with self._worker_states.installed(self):
+            batches: Iterator[Any] = super().__iter__()
+        return self._worker_states.unstamped(batches)
+
+    def _seed_samples(self, seed: int | None) -> None:
+        """Derive what samples draw in workers from a seed, the epoch and the batch; None leaves it to torch."""
+        self._sample_seed = seed
+        self._worker_states = WorkerStates(self.num_workers, keeps_global=seed is None)
+
+    def _first_states(self) -> list[dict[str, Any] | None]:
+        """Return the random states that the workers of the next pass start from."""
+        if self._restored_workers is not None:
+            return list(self._restored_workers["start"])
+        return list(self._worker_states.states) if self.persistent_workers else [None] * self.num_workers
+
+    def _fitting_workers(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the state of the workers in a loader's state; None, with a warning, if there were more or fewer."""
+        # Checkpoints of earlier versions have no states of workers.
+        workers: Mapping[str, Any] | None = state.get("workers")
+        if workers is None or len(workers["start"]) == self.num_workers:
+            return workers
+        continues = state["position"] or any(workers["start"])
+        holds_states = any([*workers["start"], *workers["now"]]) or not (self.num_workers and workers["start"])
+        if continues and holds_states and rows_in_memory(self) is None:
+            warnings.warn(
+                f"the checkpoint was written with num_workers={len(workers['start'])} and is continued with "
+                f"num_workers={self.num_workers}: if samples draw random numbers, such as random crops, the rest of "
+                "this epoch differs from the uninterrupted run",
+                UserWarning,
+                stacklevel=3,
+            )
+        return None
+
+    def _restart_workers(self) -> None:
+        """Let the next pass start new workers, also if they are persistent."""
+        self._iterator = None
 
     # In memory
 
@@ -385,6 +486,8 @@ class _Pass:
     position: int
     workers_seeded: bool
     generators: list[Tensor]
+    # Of each worker; None for one that torch seeds, and an empty list without workers.
+    workers: list[dict[str, Any] | None]
 
 
 @runtime_checkable
@@ -395,20 +498,39 @@ class EpochSampler(Protocol):
         """Make the next pass that of `epoch`."""
 
 
+_NO_WORKERS = WorkerStates(0)
+
 # What a seed is mixed with for the random numbers of samples; 0 and 1 are the generators of a loader.
 _IN_WORKERS = 2
 
 # They have no epoch, and need not be asked: a look at a protocol takes a while.
-_TORCH_SAMPLERS = (type(None), SequentialSampler, RandomSampler, BatchSampler)
+_TORCH_SAMPLERS = (
+    type(None),
+    SequentialSampler,
+    RandomSampler,
+    BatchSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 
 class _Share(Sampler[Any]):
-    """Every `num_replicas`-th item of a sampler from number `rank` on, without the first `start` of those."""
+    """Every `num_replicas`-th item of a sampler from number `rank` on, without the first `start` of those.
+
+    Attributes:
+        start: Items of this share that are left out at the beginning of the next pass.
+        seeds: The numbers that the random numbers of a batch are derived from, besides the batch's own; None if
+            workers keep the seeds that torch gave them.
+        records: Whether items that were drawn and not handed out yet are recorded in `pending`. A sampler that draws
+            while it is read would draw others if it were read again.
+        pending: These items, in order. The next pass starts with those that are in it.
+    """
 
     def __init__(self, whole: Iterable[Any], num_replicas: int, rank: int) -> None:
         self.start = 0
-        # What the random numbers of a batch follow from, besides its number; None to leave them to torch.
         self.seeds: tuple[int, int] | None = None
+        self.records = False
+        self.pending: deque[Any] = deque()
         self._whole = whole
         self._num_replicas = num_replicas
         self._rank = rank
@@ -418,58 +540,74 @@ class _Share(Sampler[Any]):
         return len(range(self._rank, len(cast(Sized, self._whole)), self._num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
-        first = self._rank + self.start * self._num_replicas
-        rest: Iterator[Any] = islice(enumerate(self._whole), first, None, self._num_replicas)
-        if self.seeds is None:
-            self._latest = _Indices(indices for _, indices in rest)
-        else:
-            seeds = self.seeds
-            self._latest = _Indices(
-                _Seeding(indices, mixed_seed(*seeds, _IN_WORKERS, number)) if type(indices) is list else indices
-                for number, indices in rest
-            )
+        self._latest = _Indices(self, self._whole, self._rank, self._num_replicas)
         return self._latest
 
     def draw(self) -> None:
-        """Make the latest iteration draw its order now, rather than when its first item is asked for."""
+        """Make the latest iteration draw its order now, rather than when its first item is requested."""
         assert self._latest is not None
         self._latest.draw()
 
+    def skip(self) -> None:
+        """Make the latest iteration draw the items that it leaves out now."""
+        assert self._latest is not None
+        self._latest.skip()
 
-class _Seeding(list[Any]):
-    """The indices of a batch. The worker that begins to read them draws from generators that follow from the batch.
 
-    So a sample is cropped in the same way whichever worker reads it, and whatever that worker has read before: also in
-    a run that goes on in the middle of an epoch.
+class _Seeded:
+    """The indices of a batch, and the seed of the random numbers that its samples draw.
+
+    It is pickled on the way to a worker, and the worker unpickles it right before it reads the batch. There it seeds
+    the generators and becomes the indices alone. So a sample is cropped in the same way whichever worker reads it, and
+    whatever that worker has read before: also in a run that continues in the middle of an epoch.
     """
 
-    def __init__(self, indices: Iterable[Any], seed: int) -> None:
-        super().__init__(indices)
+    __slots__ = ("indices", "seed")
+
+    def __init__(self, indices: Any, seed: int) -> None:
+        self.indices = indices
         self.seed = seed
 
-    def __iter__(self) -> Iterator[Any]:
-        if torch_data.get_worker_info() is not None:
-            random.seed(self.seed)
-            np.random.seed(self.seed % 2**32)
-            torch.default_generator.manual_seed(self.seed)
-        return super().__iter__()
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self[:], self.seed)
+        return _seed_worker, (self.indices, self.seed)
+
+
+def _seed_worker(indices: Any, seed: int) -> Any:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    return indices
 
 
 class _Indices(Iterator[Any]):
-    """An iterator that can take its next item in advance."""
+    """The items of one pass over a share. It can draw before it is asked for an item."""
 
-    def __init__(self, rest: Iterator[Any]) -> None:
-        self._rest = rest
-        self._taken: list[Any] = []
+    def __init__(self, share: _Share, whole: Iterable[Any], rank: int, num_replicas: int) -> None:
+        self._seeds = share.seeds
+        self._pending = share.pending if share.records else None
+        self._drawn = deque(share.pending)
+        self._numbered = enumerate(whole)
+        self._num_skipped = rank + (share.start + len(share.pending)) * num_replicas
+        self._num_between = num_replicas - 1
+        self._has_skipped = False
 
     def __next__(self) -> Any:
-        return self._taken.pop() if self._taken else next(self._rest)
+        if self._drawn:
+            return self._drawn.popleft()
+        num_skipped, self._num_skipped, self._has_skipped = self._num_skipped, self._num_between, True
+        number, indices = next(islice(self._numbered, num_skipped, None) if num_skipped else self._numbered)
+        if self._pending is not None:
+            self._pending.append(indices)
+        return indices if self._seeds is None else _Seeded(indices, mixed_seed(*self._seeds, _IN_WORKERS, number))
 
     def draw(self) -> None:
-        self._taken = list(islice(self._rest, 1))
+        self._drawn.extend(islice(self, 1))
+
+    def skip(self) -> None:
+        if not self._has_skipped:
+            num_skipped, self._num_skipped, self._has_skipped = self._num_skipped, 0, True
+            for _ in islice(self._numbered, num_skipped):
+                pass
 
 
 def _is_stream(dataset: Dataset[Any]) -> bool:

@@ -1,0 +1,192 @@
+"""Random states of a loader's worker processes: recorded with every batch, restored when a pass is continued.
+
+Torch seeds a worker when it starts, and the worker draws on from there. A run that continues in the middle of an epoch
+starts new workers, so their generators must be set to where the workers of the first run had left them.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data as torch_data
+from torch.utils.data._utils.worker import _generate_state
+
+from dovetail.data.generators import (
+    Source,
+    find_generators,
+    generator_states,
+    global_states,
+    set_generator_states,
+    set_global_states,
+)
+
+__all__ = ["WorkerStates"]
+
+State = dict[str, Any]
+
+
+class WorkerStates:
+    """The random states of the workers of one loader, as of the batches that were handed out.
+
+    Workers are counted by their *role*: role r reads the batches r, r + n, r + 2n, … of a pass. When a pass is
+    continued at batch k, torch gives that batch to worker 0, which therefore takes the role k modulo n.
+
+    Args:
+        num_workers: The number of worker processes.
+        keeps_global: False if the global generators are seeded for every batch, so that their states need not be kept.
+
+    Attributes:
+        states: The state of each role; None if torch's own seed still applies.
+        next_role: The role that reads the next batch.
+    """
+
+    def __init__(self, num_workers: int, keeps_global: bool = True) -> None:
+        self.states: list[State | None] = [None] * num_workers
+        self.next_role = 0
+        self._keeps_global = keeps_global
+        self._offset = 0
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether worker 0 has another role than 0."""
+        return self._offset != 0
+
+    def start(self, states: Sequence[State | None], first_role: int) -> None:
+        """Set the states that the next workers start from, and the role of worker 0."""
+        self.states, self._offset, self.next_role = list(states), first_role, first_role
+
+    @contextmanager
+    def installed(self, loader: torch_data.DataLoader[Any]) -> Iterator[None]:
+        """Make workers that `loader` starts inside restore their states, and send them with every batch."""
+        collate_fn, worker_init_fn = loader.collate_fn, loader.worker_init_fn
+        stamping = _Stamping(collate_fn, self._keeps_global)
+        loader.collate_fn = stamping
+        loader.worker_init_fn = _Initialization(worker_init_fn, stamping, self.states, self._offset)
+        try:
+            yield
+        finally:
+            loader.collate_fn, loader.worker_init_fn = collate_fn, worker_init_fn
+
+    def unstamped(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of workers that were started inside `installed`, and record their states."""
+        for stamped in batches:
+            if not isinstance(stamped, _Stamped):
+                # The loader had started its workers before.
+                yield stamped
+                continue
+            self.states[stamped.role] = {**(self.states[stamped.role] or {}), **stamped.changes}
+            self.next_role = (stamped.role + 1) % len(self.states)
+            if stamped.lost:
+                warnings.warn(
+                    f"the data workers do not have {', '.join(stamped.lost)}, whose random state the checkpoint holds: "
+                    "create it in the constructor or in worker_init_fn, not when the first sample is read; the rest of "
+                    "the epoch may differ from the uninterrupted run",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            yield stamped.batch
+
+
+class _Stamped:
+    """A batch, the role of the worker that read it, and what changed in that worker's random state."""
+
+    __slots__ = ("batch", "changes", "lost", "role")
+
+    def __init__(self, batch: Any, role: int, changes: State, lost: list[str]) -> None:
+        self.batch = batch
+        self.role = role
+        self.changes = changes
+        self.lost = lost
+
+    def pin_memory(self) -> _Stamped:
+        """Pin the batch; torch calls this for objects that it does not know."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return _Stamped(pin_memory(self.batch), self.role, self.changes, self.lost)  # type: ignore[no-untyped-call]
+
+
+class _Stamping:
+    """A `collate_fn` that adds the worker's random state to each batch."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], keeps_global: bool) -> None:
+        self.lost: list[str] = []
+        self._collate_fn = collate_fn
+        self._keeps_global = keeps_global
+        self._sent: State = {}
+        self._sources: dict[str, Source] | None = None
+
+    def __call__(self, samples: Any) -> _Stamped:
+        batch = self._collate_fn(samples)
+        if self._sources is None:
+            # After the first batch, because a dataset may create its generators when it is first read.
+            self._sources = self.find_generators()
+        state = global_states() if self._keeps_global else {}
+        state |= {_PRIVATE + path: it for path, it in generator_states(self._sources).items()}
+        changes = {name: it for name, it in state.items() if self._sent.get(name) != it}
+        self._sent = state
+        lost, self.lost = self.lost, []
+        return _Stamped(batch, _worker().id, changes, lost)
+
+    def restore(self, state: State) -> None:
+        """Set the generators of this worker, and note those that it does not have."""
+        set_global_states(state)
+        private = {name.removeprefix(_PRIVATE): it for name, it in state.items() if name.startswith(_PRIVATE)}
+        self.lost = set_generator_states(self.find_generators(), private)
+
+    def find_generators(self) -> dict[str, Source]:
+        """Return the generators of this worker's dataset and of its collation."""
+        return find_generators(dataset=_worker().dataset, collate_fn=self._collate_fn)
+
+
+class _Initialization:
+    """Gives a worker its role: its seed, the user's `worker_init_fn` and then its random state."""
+
+    def __init__(
+        self,
+        worker_init_fn: Callable[[int], Any] | None,
+        stamping: _Stamping,
+        states: Sequence[State | None],
+        offset: int,
+    ) -> None:
+        self._worker_init_fn = worker_init_fn
+        # The same object as the worker's `collate_fn`, also when both are pickled for it.
+        self._stamping = stamping
+        self._states = list(states)
+        self._offset = offset
+
+    def __call__(self, worker_id: int) -> None:
+        role = (worker_id + self._offset) % len(self._states)
+        if role != worker_id:
+            _take_role(role)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(role)
+        state = self._states[role]
+        if state is not None:
+            self._stamping.restore(state)
+
+
+_PRIVATE = "private."
+
+
+def _take_role(role: int) -> None:
+    """Make this worker the one that torch would have started under the number `role`."""
+    worker = _worker()
+    base_seed = worker.seed - worker.id
+    # Torch's class forbids assignments, but datasets may derive their own seeds from these two.
+    object.__setattr__(worker, "id", role)
+    object.__setattr__(worker, "seed", base_seed + role)
+    random.seed(base_seed + role)
+    torch.default_generator.manual_seed(base_seed + role)
+    np.random.seed(_generate_state(base_seed, role))  # type: ignore[no-untyped-call]
+
+
+def _worker() -> Any:
+    worker = torch_data.get_worker_info()
+    assert worker is not None, "only workers restore and send their states"
+    return worker

@@ -1,0 +1,384 @@
+"""Passes over a loader that can be continued in the middle, in another process too, with the very same batches."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any, cast
+
+import torch
+import torch.utils.data as torch_data
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+from dovetail.data import DataLoader, is_shared_already, iterate_from
+from dovetail.data.generators import find_generators, generator_states, set_generator_states
+from dovetail.data.slicing import rows_in_memory
+from dovetail.data.workers import WorkerStates
+from dovetail.errors import DataError
+from dovetail.trainers.context import Stateful
+from dovetail.trainers.randomness import rng_state, set_rng_state
+
+__all__ = ["Reader", "keeps_place"]
+
+
+class Reader:
+    """Reads the passes of one stage, and holds what is needed to continue the running one.
+
+    A pass depends on many random generators: the global ones, the generators that loader, sampler, dataset and
+    transforms hold, and the generators of the worker processes. When a pass is continued, the generators are set to
+    their states at its start, the order is drawn again, the batches that are done are left out, and the generators are
+    set to their states at the moment of the checkpoint.
+
+    A plain `DataLoader` of torch is read through a copy of this library's class, which gives the same batches from the
+    same random numbers and records the random states of its workers.
+
+    Args:
+        resumable: Whether a pass may be continued in its middle, as in training. False for passes that are always
+            read from their start, and after which the global generators are restored.
+    """
+
+    def __init__(self, resumable: bool = True) -> None:
+        self._resumable = resumable
+        self._copies: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
+        self._loader: Any = None
+        # The generators' states at the start of the running pass.
+        self._start: dict[str, Any] | None = None
+        # The state of a checkpoint, until the next pass starts.
+        self._restored: dict[str, Any] | None = None
+        # The workers of a loader that has a `state_dict`, but does not know the random states of its workers.
+        self._workers: WorkerStates | None = None
+        self._checked: weakref.ref[Any] | None = None
+        # The state before the last batch was read, if the caller reads ahead.
+        self._before_ahead: dict[str, Any] | None = None
+
+    def own(self, loader: Any) -> Any:
+        """Return the loader that batches are read from: a copy of torch's, else the loader itself."""
+        if not isinstance(loader, torch_data.DataLoader) or isinstance(loader, DataLoader):
+            return loader
+        # A class with its own iteration must be iterated its own way.
+        if type(loader).__iter__ is not torch_data.DataLoader.__iter__:
+            return loader
+        copy = self._copies.get(loader)
+        if copy is None:
+            copy = self._copies[loader] = DataLoader.from_torch(loader)
+        return copy
+
+    def batches(
+        self, loader: Any, *, epoch: int, start: int, is_running: bool, reads_ahead: bool = False
+    ) -> Iterable[Any]:
+        """Return the batches of a pass, or the rest of one.
+
+        Args:
+            loader: What `own` returned.
+            epoch: The number of the pass.
+            start: The batches to leave out.
+            is_running: Whether the pass was started before: by this reader, or by the one whose state was restored.
+            reads_ahead: Whether the caller reads one batch more than it has used, to know which one is the last.
+        """
+        state, self._restored = self._restored, None
+        if state is not None and state.get("is_running", is_running) != is_running:
+            # The counters were reset since: this is a new run, or the pass of a trial.
+            state = None
+        if is_running and state is None:
+            state = self.state_dict(loader, is_running=True) if loader is self._loader else self._start
+        self._loader, self._before_ahead = loader, None
+        batches = self._batches(loader, epoch, start, is_running, state)
+        return self._remembered(batches) if reads_ahead else batches
+
+    def _batches(
+        self, loader: Any, epoch: int, start: int, is_running: bool, state: dict[str, Any] | None
+    ) -> Iterable[Any]:
+        """Return the batches of a new pass, or the rest of the one that `state` belongs to."""
+        _set_epoch(loader, epoch)
+        if state is None:
+            self._start = self._sources(loader) if self._resumable else None
+            return self._stateful_batches(loader, None, None) if keeps_place(loader) else cast(Iterable[Any], loader)
+        now = rng_state()
+        if is_running and state["rng"] is not None:
+            set_rng_state(state["rng"])
+        _set_sources(loader, state)
+        if isinstance(loader, DataLoader):
+            _load(loader, state)
+            # The position that counts is the trainer's: of several processes each has its own.
+            _set_epoch(loader, epoch)
+        self._start = state if is_running else self._sources(loader)
+        if keeps_place(loader):
+            batches = self._stateful_batches(loader, state, now)
+        else:
+            batches = cast(Iterable[Any], iterate_from(loader, start) if is_running else loader)
+        if state.get("private_now"):
+            set_generator_states(_private_sources(loader), state["private_now"])
+        if is_running:
+            if state.get("ahead") is not None:
+                # One batch was read ahead, before the last step drew its random numbers.
+                set_rng_state(state["ahead"])
+                batches = _taken_first(batches)
+            set_rng_state(now)
+        return batches
+
+    def state_dict(self, loader: Any, *, is_running: bool) -> dict[str, Any]:
+        """Return what the rest of the running pass, or the whole next one, is read from.
+
+        Args:
+            loader: What `own` returned, for a reader that has read nothing yet; None if there is none.
+            is_running: Whether a pass is running.
+        """
+        if self._restored is not None:
+            # Nothing was read since the state was restored: the loader, if there is one yet, is not at that place.
+            return self._restored
+        if is_running and self._before_ahead is not None:
+            return self._before_ahead
+        loader = self._loader if self._loader is not None else loader
+        state = {
+            **((self._start if is_running else None) or self._sources(loader)),
+            "is_running": is_running,
+            "loader": None,
+            "ahead": None,
+        }
+        if is_running and _reads_by_index(loader):
+            state["private_now"] = generator_states(_private_sources(loader))
+        if isinstance(loader, DataLoader):
+            state["reader"] = loader.state_dict()
+            state["share"] = [loader.num_replicas, loader.rank]
+        elif keeps_place(loader):
+            now = rng_state()
+            # Some loaders start their iteration to answer this.
+            state["loader"] = loader.state_dict()
+            set_rng_state(now)
+            state["workers"] = list(self._workers.states) if is_running and self._workers is not None else None
+        return state
+
+    def has_state(self, loader: Any) -> bool:
+        """Whether passes over `loader` depend on anything but the loader's own seed."""
+        if self._restored is not None:
+            return True
+        return loader is not None and not (
+            isinstance(loader, DataLoader) and loader.is_seeded and not loader.num_workers
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue, with the next pass, where `state_dict` was called.
+
+        Raises:
+            KeyError, TypeError, ValueError: The state is not one that `state_dict` returned. Most of it is used only
+                when the next pass starts, so its form is checked now.
+        """
+        _check_form(state)
+        self._start = self._restored = dict(state)
+
+    def reset(self) -> None:
+        """Forget the running pass and what was restored; the copies of loaders stay."""
+        self._loader = self._start = self._restored = self._workers = self._before_ahead = None
+
+    def inexact(self, loader: Any) -> str | None:
+        """Return why a run over `loader` may not continue exactly; None if it does, or if it was asked before."""
+        if self._checked is not None and self._checked() is loader:
+            return None
+        if isinstance(loader, torch_data.DataLoader):
+            self._checked = weakref.ref(loader)
+            return _inexact(loader)
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of loaders have worker processes, and weak references cannot be pickled.
+        return {"_resumable": self._resumable, "_start": self._start, "_restored": self._restored}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
+
+    def _sources(self, loader: Any) -> dict[str, Any]:
+        """Return the state of everything that a pass depends on when it starts, except this library's loader."""
+        if isinstance(loader, DataLoader) and loader.is_seeded:
+            # Tensors in memory draw nothing.
+            is_plain = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+            private = {} if is_plain else generator_states(_private_sources(loader))
+            return {"rng": None, "generator": None, "sampler": None, "private": private}
+        generator, sampler = getattr(loader, "generator", None), getattr(loader, "sampler", None)
+        return {
+            "rng": rng_state() if self._resumable else None,
+            "generator": None if generator is None else generator.get_state(),
+            "sampler": sampler.state_dict() if isinstance(sampler, Stateful) else None,
+            "private": generator_states(_private_sources(loader, with_order=True)),
+        }
+
+    def _remembered(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, and keep the state from before the last one: a caller that reads ahead has not used it."""
+        iterator = iter(batches)
+        while True:
+            self._before_ahead = None
+            self._before_ahead = {**self.state_dict(self._loader, is_running=True), "ahead": rng_state()}
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
+
+    def _stateful_batches(
+        self, loader: Any, state: Mapping[str, Any] | None, now: Mapping[str, Any] | None
+    ) -> Iterable[Any]:
+        """Return the batches of a loader that keeps its own place, from where `state` stands.
+
+        Args:
+            loader: The loader.
+            state: What `state_dict` returned; None for a new pass.
+            now: The state of the global generators that the pass is continued with.
+        """
+        self._workers = None
+        if not isinstance(loader, torch_data.DataLoader) or not loader.num_workers or loader.persistent_workers:
+            _place(loader, state, now)
+            return cast(Iterable[Any], loader)
+        self._workers = WorkerStates(loader.num_workers)
+        saved = None if state is None else state.get("workers")
+        # A stream without a state is read again from its start, by workers that draw the same numbers again.
+        reads_again = isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, Stateful)
+        if saved is not None and len(saved) == loader.num_workers and not reads_again:
+            self._workers.start(saved, 0)
+        with self._workers.installed(loader):
+            _place(loader, state, now)
+            return self._workers.unstamped(iter(loader))
+
+
+def _taken_first(batches: Iterable[Any]) -> Iterator[Any]:
+    """Return the same batches, with the first one read already."""
+    iterator = iter(batches)
+    return chain(list(islice(iterator, 1)), iterator)
+
+
+def keeps_place(loader: Any) -> bool:
+    """Whether a loader of the user has its own `state_dict`."""
+    return not isinstance(loader, DataLoader) and isinstance(loader, Stateful)
+
+
+def _place(loader: Any, state: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+    """Bring a loader to its place in a state; what it draws for that does not count."""
+    if state is None or now is None or state["loader"] is None:
+        return
+    loader.load_state_dict(state["loader"])
+    # torchdata's loader starts its iteration here. Otherwise it would do so when the pass starts, and draw again.
+    loader.state_dict()
+    set_rng_state(now)
+
+
+def _reads_by_index(loader: Any) -> bool:
+    """Whether samples are read in this process, and those that are left out are not."""
+    is_torch = isinstance(loader, torch_data.DataLoader)
+    return is_torch and not loader.num_workers and not isinstance(loader.dataset, IterableDataset)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    if isinstance(loader, DataLoader):
+        loader.set_epoch(epoch)
+    elif is_shared_already(loader):
+        # Otherwise every epoch would have the same order.
+        loader.sampler.set_epoch(epoch)
+
+
+def _set_sources(loader: Any, state: Mapping[str, Any]) -> None:
+    if state["generator"] is not None and getattr(loader, "generator", None) is not None:
+        loader.generator.set_state(state["generator"])
+    if state["sampler"] is not None and isinstance(getattr(loader, "sampler", None), Stateful):
+        loader.sampler.load_state_dict(state["sampler"])
+    if state.get("private"):
+        lost = set_generator_states(_private_sources(loader, with_order=True), state["private"])
+        if lost:
+            warnings.warn(
+                f"the checkpoint holds the random state of {', '.join(lost)}, which the data does not have: the rest "
+                "of the epoch may differ from the uninterrupted run",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _private_sources(loader: Any, *, with_order: bool = False) -> dict[str, Any]:
+    """Return the generators that the user's objects hold: dataset and collation, and `with_order` the samplers too."""
+    if isinstance(loader, (list, tuple)):
+        # Batches that are ready draw nothing.
+        return {}
+    if not isinstance(loader, torch_data.DataLoader):
+        return find_generators(loader=loader)
+    roots: dict[str, Any] = {}
+    if not isinstance(loader, DataLoader) or rows_in_memory(loader) is None:
+        roots = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    if with_order:
+        roots |= {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
+    return find_generators(**roots)
+
+
+def _load(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Restore the state of this library's loader, if it was one of the same share of the batches."""
+    if state.get("reader") is None or list(state["share"]) != [loader.num_replicas, loader.rank]:
+        return
+    try:
+        loader.load_state_dict(state["reader"])
+    except DataError as error:
+        warnings.warn(
+            f"the training data is not read as in the checkpoint ({error}): the rest of the epoch differs from the "
+            "uninterrupted run",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _check_form(state: Mapping[str, Any]) -> None:
+    """Raise an error if a state has a form that `Reader.state_dict` never returned, in this or an earlier version."""
+    now = rng_state()
+    for randomness in (state["rng"], state.get("ahead")):
+        if randomness is not None:
+            set_rng_state(randomness)
+    set_rng_state(now)
+    if missing := {"generator", "sampler", "loader"} - state.keys():
+        raise KeyError(min(missing))
+    _expect(_BYTES, "generator", state["generator"])
+    for name in ("private", "private_now"):
+        _expect(Mapping, name, state.get(name))
+    _expect(list, "workers", state.get("workers"))
+    reader = state.get("reader")
+    if reader is None:
+        return
+    _expect(Mapping, "reader", reader)
+    for name, kind in (("epoch", int), ("position", int), ("generators", list), ("workers", Mapping)):
+        _expect(kind, f"reader.{name}", reader[name])
+    if reader["position"] < 0:
+        raise ValueError(f"reader.position: expected a number of batches, got {reader['position']}")
+    for generator in reader["generators"]:
+        _expect(_BYTES, "reader.generators", generator)
+    for name in ("start", "now", "pending"):
+        _expect(list, f"reader.workers.{name}", reader["workers"][name])
+    for worker in (*reader["workers"]["start"], *reader["workers"]["now"], *(state.get("workers") or ())):
+        _expect(Mapping, "workers", worker)
+    _expect(int, "reader.workers.next", reader["workers"]["next"])
+    if len(state["share"]) != 2:
+        raise ValueError(f"share: expected two numbers, got {state['share']!r}")
+
+
+_BYTES = torch.Tensor
+
+
+def _expect(kind: Any, name: str, value: Any) -> None:
+    """Raise an error unless `value` is None or of a kind."""
+    is_right = isinstance(value, kind) and (kind is not _BYTES or value.dtype == torch.uint8)
+    if value is not None and not is_right:
+        wanted = "tensor of bytes" if kind is _BYTES else kind.__name__
+        raise TypeError(f"{name}: expected a {wanted}, got {type(value).__name__}")
+
+
+def _inexact(loader: torch_data.DataLoader[Any]) -> str | None:
+    if not loader.num_workers or (isinstance(loader, DataLoader) and rows_in_memory(loader) is not None):
+        return None
+    name = type(loader).__name__
+    if not loader.in_order:
+        return f"{name}(in_order=False) hands out batches as its workers finish them"
+    if isinstance(loader, DataLoader):
+        if loader.num_replicas > 1 and find_generators(dataset=loader.dataset, collate_fn=loader.collate_fn):
+            return (
+                "the dataset holds a random generator, whose states in the data workers of several processes are lost"
+            )
+        return None
+    if loader.persistent_workers:
+        return f"the random state of persistent workers of a {name} is not known; give persistent_workers=False"
+    if getattr(loader, "snapshot_every_n_steps", 1) != 1:
+        return f"{name}(snapshot_every_n_steps=1) is needed if samples draw random numbers in workers"
+    return None
