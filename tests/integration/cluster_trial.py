@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from dovetail.checkpoint.stored_files import digest_of, make_stored_manifest
 from dovetail.info import get_cluster_info
 
 STEPS = 6
@@ -24,15 +24,9 @@ def save(folder: Path, done: int, x: float) -> None:
     """Write what `core.checkpoint` writes, which needs torch."""
     unfinished = folder / f".tmp-{done}.00000000"
     (unfinished / "files").mkdir(parents=True, exist_ok=True)
-    content = json.dumps({"done": done, "x": x}).encode()
-    (unfinished / "files" / "state.json").write_bytes(content)
-    manifest = {
-        "format": "dovetail-files",
-        "created": f"{done:09}",
-        "metadata": {"steps_completed": done},
-        "files": {"state.json": {"size": len(content), "sha256": sha256(content).hexdigest()}},
-    }
-    (unfinished / "manifest.json").write_text(json.dumps(manifest))
+    (unfinished / "files" / "state.json").write_text(json.dumps({"done": done, "x": x}))
+    files = {"state.json": digest_of(unfinished / "files" / "state.json")}
+    (unfinished / "manifest.json").write_bytes(make_stored_manifest({"steps_completed": done}, files))
     if not (folder / f"after-{done}").exists():
         unfinished.rename(folder / f"after-{done}")
 

@@ -21,7 +21,7 @@ from dovetail import Batches, Epochs
 from dovetail.callbacks import Callback
 from dovetail.distributed import PeerError
 from dovetail.errors import ConfigError
-from dovetail.trainers import AMPTrainer, DDPTrainer, SingleProcessAMP, Trainer
+from dovetail.trainers import AMPTrainer, DDPTrainer, SingleProcessAMP, Trainer, WholePass
 
 CASES: dict[str, Callable[..., Any]] = {}
 GLOBAL_BATCH = 12
@@ -90,7 +90,8 @@ def one_hot_share(outputs: Tensor, targets: Tensor) -> Tensor:
 def evaluation(folder: Path) -> Any:
     from torchmetrics.classification import MulticlassF1Score
 
-    metrics = {"f1": MulticlassF1Score(2), "share": one_hot_share}
+    whole = WholePass(lambda outputs, targets: (outputs[:, 0] * targets).square().mean().sqrt())
+    metrics = {"f1": MulticlassF1Score(2), "share": one_hot_share, "whole": whole}
     trainer = layer(Trainer(model(), "cpu", metrics=metrics, val_batch_size=2, verbose=False))
     import warnings
 

@@ -21,7 +21,15 @@ from dovetail.data import DataLoader
 from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.strategies import AdamOptimizerStrategy, MixedPrecisionStepStrategy
+from dovetail.trainers.schedules import DecayWhenAcc, TriangularMtm
+from dovetail.trainers.strategies import (
+    AdamOptimizerStrategy,
+    DynamicBatchSizeDataLoaderStrategy,
+    ExponentialLRSchedulerStrategy,
+    GradientAccumulationStepStrategy,
+    MixedPrecisionStepStrategy,
+    MultipleForwardPassStepStrategy,
+)
 
 
 def quiet(model: Any, **options: Any) -> Trainer:
@@ -161,6 +169,101 @@ def test_what_one_run_was_told_is_not_meant_for_the_next(problem: Problem) -> No
     assert trainer.batch_size == 64
 
 
+# ---------------------------------------------------------------------- options that would have no effect
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cpu", "device_id": 3}, "device_id: device='cpu' names another device; give one or the other"),
+        (
+            {"optimizer": partial(torch.optim.SGD, lr=0.3), "learning_rate": 0.5},
+            "learning_rate: the optimizer has its own, 0.3, so 0.5 would have no effect",
+        ),
+        (
+            {"optimizer_strategy": AdamOptimizerStrategy(lr=0.3), "learning_rate": 0.5},
+            "learning_rate: the optimizer has its own, 0.3, so 0.5 would have no effect",
+        ),
+        (
+            {"optimizer": partial(torch.optim.SGD, lr=0.3, weight_decay=0.1), "weight_decay": 0.5},
+            "weight_decay: the optimizer has its own, 0.1, so 0.5 would have no effect",
+        ),
+        ({"lr_scheduler": DecayWhenAcc()}, "DecayWhenAcc.* follows 'valid_accuracy', which this run does not measure"),
+        ({"save_best": True, "checkpoint_dir": "x"}, "save_best: this run validates nothing"),
+        ({"keep_best": 2, "checkpoint_dir": "x"}, "keep_best: this run validates nothing"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_an_error(
+    problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            quiet(problem.model(), **options).fit(problem.batches, max_length=Epochs(1))
+
+
+@pytest.mark.parametrize("option", [{"save_in_background": True}, {"on_save_error": "warn"}])
+def test_how_to_write_checkpoints_means_nothing_in_a_run_without(problem: Problem, option: dict[str, Any]) -> None:
+    trainer = quiet(problem.model(), **option)
+    with pytest.warns(UserWarning, match=f"{next(iter(option))} has no effect: this run writes no checkpoints"):
+        trainer.fit(problem.batches, problem.batches, max_length=Epochs(1))
+
+
+def test_a_schedule_by_accuracy_needs_an_accuracy_in_every_validation(problem: Problem) -> None:
+    trainer = quiet(problem.model(), lr_scheduler=DecayWhenAcc(), metrics={})
+    with pytest.raises(ConfigError, match="follows 'valid_accuracy'"):
+        trainer.fit(problem.batches, problem.batches, max_length=Epochs(1))
+    every_second = quiet(problem.model(), lr_scheduler=DecayWhenAcc())
+    every_second.fit(problem.batches, problem.batches, max_length=Epochs(3), validation_period=Epochs(2))
+
+
+def test_a_rate_of_the_optimizer_may_be_given_twice_if_it_is_the_same(problem: Problem) -> None:
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    trainer = quiet(model, optimizer=optimizer, learning_rate=0.5, lr_scheduler=scheduler)
+    for _ in range(2):
+        trainer.train_model({"epochs": 1}, problem.batches)
+    assert trainer.learning_rate == 0.125
+
+
+def test_the_rate_of_a_runs_configuration_is_used(problem: Problem) -> None:
+    trainer = quiet(problem.model(), optim_function="SGD")
+    trainer.train_model({"epochs": 1, "lr": 0.25}, problem.batches)
+    assert trainer.learning_rate == 0.25
+    trainer.train_model({"epochs": 1}, problem.batches)
+    assert trainer.learning_rate == 1e-4
+
+
+def test_a_sampler_needs_samples_to_choose_from(problem: Problem) -> None:
+    trainer = quiet(problem.model(), train_dataset=(problem.x, problem.y))
+    with pytest.raises(ConfigError, match=r"call train\(trainset, sampler\)"):
+        trainer.train(sampler=[0, 1])
+    with pytest.raises(DataError, match="sampler: a list holds batches already; give the dataset instead"):
+        trainer.train_model({"epochs": 1}, problem.batches, sampler=[0, 1])
+
+
+def test_a_loader_strategy_needs_samples_to_form_batches_of(problem: Problem) -> None:
+    trainer = quiet(problem.model(), data_loader_strategy=DynamicBatchSizeDataLoaderStrategy())
+    with pytest.raises(DataError, match="forms batches of samples, but a list holds batches already"):
+        trainer.fit(problem.batches)
+
+
+def test_a_step_of_a_subclass_and_a_step_strategy_are_refused(problem: Problem) -> None:
+    class Own(Trainer):
+        def train_step(self, batch: Any) -> dict[str, Tensor]:
+            return {"loss": self.criterion(self.model(batch[0]), batch[1])}
+
+    class PassesOn(Trainer):
+        def train_step(self, batch: Any) -> Any:
+            return super().train_step(batch)
+
+    with pytest.raises(ConfigError, match=r"train_step: MultipleForwardPassStepStrategy\(.* decides this"):
+        Own(problem.model(), training_step_strategy=MultipleForwardPassStepStrategy(2))
+    Own(problem.model(), training_step_strategy=GradientAccumulationStepStrategy(2))
+    PassesOn(problem.model(), training_step_strategy=MultipleForwardPassStepStrategy(2))
+
+
 # ---------------------------------------------------------------------- pieces
 
 
@@ -191,6 +294,58 @@ def test_an_optimizer_may_be_given_in_many_ways(problem: Problem, optimizer: Any
     trainer = quiet(problem.model(), optimizer=optimizer, learning_rate=0.1, weight_decay=0.0)
     assert isinstance(trainer.optimizer, torch.optim.SGD)
     assert trainer.learning_rate == 0.1
+
+
+class _ScheduledSubclass(Trainer):
+    def get_lr_scheduler(self, config: Any, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Trainer, {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}),
+        (Trainer, {"scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)}),
+        (Trainer, {"lr_scheduler_strategy": ExponentialLRSchedulerStrategy(gamma=0.5)}),
+        (_ScheduledSubclass, {}),
+    ],
+)
+def test_a_scheduler_moves_every_optimizer(problem: Problem, kind: Any, options: dict[str, Any]) -> None:
+    model = problem.model()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=1.0), torch.optim.SGD(model[3].parameters(), lr=4.0)]
+    trainer = kind(model, optimizer=optimizers, verbose=False, **options)
+    trainer.fit(problem.batches, max_length=Epochs(2))
+    assert [it.param_groups[0]["lr"] for it in optimizers] == [0.25, 1.0]
+    assert [bound.optimizer for bound in trainer.context.schedulers] == optimizers
+
+
+def test_a_momentum_schedule_moves_every_optimizer(problem: Problem) -> None:
+    model = problem.model()
+    optimizers = [torch.optim.SGD(model[part].parameters(), lr=0.1, momentum=0.9) for part in (0, 3)]
+    schedule = TriangularMtm(mtm_min=0.5, mtm_max=0.8, stepsize=6)
+    Trainer(model, optimizer=optimizers, mtm_scheduler=schedule, verbose=False).fit(
+        problem.batches, max_length=Batches(3)
+    )
+    first, second = (it.param_groups[0]["momentum"] for it in optimizers)
+    assert first == second != 0.9
+
+
+def test_a_scheduler_object_moves_its_own_optimizer_alone(problem: Problem) -> None:
+    model = problem.model()
+    optimizers = [torch.optim.SGD(model[part].parameters(), lr=1.0) for part in (0, 3)]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.5)
+    trainer = quiet(model, optimizer=optimizers, scheduler=scheduler)
+    trainer.fit(problem.batches, max_length=Epochs(2))
+    assert [it.param_groups[0]["lr"] for it in optimizers] == [1.0, 0.25]
+    assert len(trainer.context.schedulers) == 1
+
+
+def test_a_scheduler_of_an_unknown_optimizer_is_an_error_in_every_run(problem: Problem) -> None:
+    other = torch.optim.SGD(problem.model().parameters(), lr=1.0)
+    trainer = quiet(problem.model(), scheduler=torch.optim.lr_scheduler.ExponentialLR(other, 0.5))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="ExponentialLR schedules an optimizer that this trainer does not have"):
+            trainer.fit(problem.batches, max_length=Epochs(1))
 
 
 @pytest.mark.parametrize("criterion", ["MSELoss", nn.MSELoss, nn.MSELoss(), nn.functional.mse_loss])
@@ -428,13 +583,19 @@ def test_weights_of_another_model_are_refused_by_their_first_difference(problem:
         quiet(nn.Bilinear(2, 2, 3)).load_model(tmp_path / "weights.safetensors", strict=False)
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.ckpt"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.ckpt", "weights.bin", "weights"])
 def test_weights_alone_survive_a_file(problem: Problem, tmp_path: Path, name: str) -> None:
     trainer, other = quiet(problem.model()), quiet(problem.model(seed=8))
     trainer.save_model(tmp_path / name)
     before = weights(trainer.model)
     other.load_model(tmp_path / name)
     assert all(torch.equal(value, before[key]) for key, value in other.model.state_dict().items())
+
+
+def test_weights_are_not_written_under_the_suffix_of_another_format(problem: Problem, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match=r"call torch\.onnx\.export"):
+        quiet(problem.model()).save_model(tmp_path / "weights.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reset_trainer_starts_anew(problem: Problem) -> None:

@@ -349,3 +349,10 @@ def test_a_dry_run_of_layers_puts_everything_back(problem: Problem) -> None:
 def test_a_sharded_trainer_has_no_buckets_to_size(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="bucket_size: torch sends the gradients of a sharded model block by block"):
         FSDPTrainer(Trainer(problem.model(), "cpu"), bucket_size=1)
+
+
+def test_arguments_of_layers_that_would_have_no_effect_are_refused(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="init_scale: only float16 is scaled, got precision='bf16'"):
+        AMPTrainer(make_trainer(problem), precision="bf16", init_scale=4.0)
+    with pytest.raises(ConfigError, match="max_restarts: only processes that the trainer starts are restarted"):
+        DDPTrainer(make_trainer(problem), max_restarts=1)

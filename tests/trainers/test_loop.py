@@ -469,6 +469,31 @@ def test_validation_changes_nothing_about_training(problem: Problem) -> None:
     assert_same_weights(results[0][0], results[1][0])
 
 
+class Remembering(nn.Module):
+    """Adds the hidden state of the previous call to the next one, as a language model does between batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(6, 10), nn.Linear(10, 3)
+        self.state = torch.zeros(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.tanh(self.hidden(x) + self.state)
+        self.state = state.detach()
+        return self.head(state)
+
+
+def test_training_goes_on_with_tensors_that_validation_kept(problem: Problem) -> None:
+    model = Remembering()
+    trainer = quiet(model)
+    trainer.fit(problem.batches, problem.batches, max_length=Epochs(2), validation_period=Batches(5))
+    trainer.evaluate(problem.batches)
+    trainer.predict(problem.batches)
+    assert not model.state.is_inference()
+    trainer.fit(max_length=Epochs(3))
+    assert trainer.history.rows[-1]["loss"] < trainer.history.rows[0]["loss"]
+
+
 def test_evaluate_and_predict_leave_counters_modes_logs_and_randomness(problem: Problem) -> None:
     trainer = quiet(problem.model(dropout=0.5))
     trainer.fit(problem.batches, max_length=Epochs(1))
@@ -617,6 +642,66 @@ def test_empty_validation_gives_nan_and_one_warning(problem: Problem) -> None:
     assert len(caught) == 1
     assert set(metrics) == {"loss", "accuracy"}
     assert all(math.isnan(value) for value in metrics.values())
+
+
+def one_by_one(batches: list[Any]) -> Iterator[Any]:
+    yield from batches
+
+
+class Once:
+    """An object that is its own iterator, and never starts again."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._rest = iter(batches)
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._rest)
+
+
+@pytest.mark.parametrize("make", [one_by_one, iter, lambda batches: iter(torch_data.DataLoader(batches))])
+def test_data_that_can_be_read_once_is_refused_for_several_epochs(problem: Problem, make: Any) -> None:
+    trainer = quiet(problem.model())
+    with pytest.raises(DataError, match=r"the train data is a \w+, which can be read only once, .* Epochs\(2\)"):
+        trainer.fit(make(problem.batches), max_length=Epochs(2))
+    with pytest.raises(DataError, match=r"the valid data is a \w+, which can be read only once"):
+        trainer.fit(problem.batches, make(problem.batches), max_length=Epochs(2))
+    assert trainer.context.progress.batches == 0
+
+
+def test_data_that_can_be_read_once_serves_one_epoch_at_a_time(problem: Problem) -> None:
+    streamed, listed = problem.model(), problem.model()
+    trainer = quiet(streamed)
+    for epoch in (1, 2):
+        trainer.fit(one_by_one(problem.batches), one_by_one(problem.batches), max_length=Epochs(epoch))
+    quiet(listed).fit(problem.batches, max_length=Epochs(2))
+    assert_same_weights(streamed, listed)
+
+
+@pytest.mark.parametrize("length", [Epochs(2), Batches(20)])
+def test_an_epoch_without_batches_after_one_with_batches_is_an_error(problem: Problem, length: Any) -> None:
+    trainer = quiet(problem.model())
+    with pytest.raises(DataError, match="has no batches in epoch 2, though it had some before"):
+        trainer.fit(Once(problem.batches), max_length=length)
+    assert trainer.context.progress.batches == 12
+
+
+def test_a_second_validation_without_batches_is_an_error(problem: Problem) -> None:
+    with pytest.raises(DataError, match="the valid data is a Once without batches: it can be read only once"):
+        quiet(problem.model()).fit(problem.batches, Once(problem.batches), max_length=Epochs(2))
+
+
+@pytest.mark.filterwarnings("ignore:the training data is empty")
+def test_a_length_that_is_never_reached_is_an_error(problem: Problem) -> None:
+    class OwnEpochs(Trainer):
+        def train_epoch(self) -> None:
+            """Count nothing."""
+
+    for trainer, data in ((quiet(problem.model()), []), (OwnEpochs(problem.model(), verbose=False), problem.batches)):
+        with pytest.raises(DataError, match=r"Batches\(3\) is never reached, because an epoch counted no batch"):
+            trainer.fit(data, max_length=Batches(3))
 
 
 def test_one_batch_is_enough(problem: Problem) -> None:

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problem import Problem
-from torch import Tensor
+from torch import Tensor, nn
 
 from dovetail import Epochs, Trainer
+from dovetail import checkpoint as store
 from dovetail.errors import ConfigError
-from dovetail.trainers.metrics import Meter, accuracy, as_metrics
+from dovetail.trainers.decorators import SingleProcessAMP
+from dovetail.trainers.metrics import MeanOf, Meter, WholePass, accuracy, as_metrics
 
 
 def test_means_are_weighted_by_samples() -> None:
@@ -87,6 +92,91 @@ def test_a_collection_is_flattened_by_name(problem: Problem) -> None:
     assert {"micro", "f1"} <= set(Trainer(problem.model(), metrics=collection, verbose=False).evaluate(problem.batches))
 
 
+def f1_scores() -> Any:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    return torchmetrics.MetricCollection({"f1": torchmetrics.classification.MulticlassF1Score(3)})
+
+
+def test_a_collection_that_is_given_by_name_keeps_this_name(problem: Problem) -> None:
+    trainer = Trainer(problem.model(), metrics={"a": f1_scores(), "b": f1_scores()}, verbose=False)
+    assert trainer.evaluate(problem.batches).keys() == {"loss", "a_f1", "b_f1"}
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: [accuracy, accuracy], "accuracy"),
+        (lambda: {"MetricCollection": f1_scores(), "f1": lambda outputs, targets: 0.0}, "f1"),
+        (lambda: {"MetricCollection": f1_scores(), "f1": f1_scores()["f1"]}, "f1"),
+        (lambda: {"loss": accuracy}, "loss"),
+        (lambda: {"loss": f1_scores()["f1"]}, "loss"),
+    ],
+)
+def test_two_metrics_of_one_name_are_an_error(problem: Problem, make: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"metrics: two numbers are called '{name}'"):
+        Trainer(problem.model(), metrics=make(), verbose=False).evaluate(problem.batches)
+
+
+def root_of_mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs[:, 0].square().mean().sqrt()
+
+
+def test_a_function_that_is_no_mean_over_samples_is_an_error(problem: Problem) -> None:
+    trainer = Trainer(problem.model(), "cpu", metrics=[root_of_mean_square], verbose=False)
+    with pytest.raises(ConfigError, match=r"root_of_mean_square is no mean over samples.*WholePass\(function\)"):
+        trainer.evaluate(problem.batches)
+
+
+def test_a_function_is_computed_over_the_whole_pass_or_averaged_on_demand(problem: Problem) -> None:
+    model = problem.model()
+    metrics = {"whole": WholePass(root_of_mean_square), "mean": MeanOf(root_of_mean_square)}
+    found = Trainer(model, "cpu", metrics=metrics, verbose=False).evaluate(problem.batches)
+    with torch.no_grad():
+        outputs = model(problem.x)
+    assert found["whole"] == pytest.approx(root_of_mean_square(outputs, problem.y).item())
+    each = [root_of_mean_square(rows, problem.y).item() for rows in outputs.split(8)]
+    assert found["mean"] == pytest.approx(sum(each) / len(each))
+
+
+def test_scores_of_scikit_learn_are_computed_over_the_whole_pass(problem: Problem) -> None:
+    scores = pytest.importorskip("sklearn.metrics")
+
+    def f1(outputs: Tensor, targets: Tensor) -> float:
+        return float(scores.f1_score(targets, outputs.argmax(dim=1), average="macro"))
+
+    model = problem.model()
+    with pytest.raises(ConfigError, match="f1 is no mean over samples"):
+        Trainer(model, "cpu", metrics=[f1], verbose=False).evaluate(problem.batches)
+    for direct in (scores.f1_score, partial(scores.roc_auc_score, multi_class="ovr")):
+        with pytest.raises(ConfigError, match=r"of scikit-learn is no mean over samples; give WholePass"):
+            Trainer(model, metrics={"score": direct}, verbose=False)
+    found = Trainer(model, "cpu", metrics=[WholePass(f1)], verbose=False).evaluate(problem.batches)
+    with torch.no_grad():
+        assert found["f1"] == pytest.approx(f1(model(problem.x), problem.y))
+
+
+def test_a_whole_pass_forgets_the_pass_before(problem: Problem) -> None:
+    count = WholePass(lambda outputs, targets: len(outputs))
+    trainer = Trainer(problem.model(), "cpu", metrics={"count": count}, verbose=False)
+    history = trainer.fit(problem.batches, problem.batches, max_length=Epochs(2))
+    assert history.get_metric_values("valid_count") == [96.0, 96.0]
+
+
+def test_a_mean_in_low_precision_is_a_mean(problem: Problem) -> None:
+    metrics = {"mean": lambda outputs, targets: outputs.mean()}
+    SingleProcessAMP(problem.model(), "cpu", precision="bf16", metrics=metrics, verbose=False).evaluate(problem.batches)
+
+
+def test_numbers_of_numpy_are_numbers(problem: Problem) -> None:
+    def test_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        outputs = trainer.model(batch[0])
+        return {"loss": outputs.mean(), "own": np.float32(0.5), "output": outputs, "target": batch[1]}
+
+    metrics = {"count": lambda outputs, targets: np.float32(2.0)}
+    found = Trainer(problem.model(), test_step=test_step, metrics=metrics, verbose=False).evaluate(problem.batches)
+    assert (found["own"], found["count"]) == (0.5, 2.0)
+
+
 def test_metrics_need_outputs_and_targets(problem: Problem) -> None:
     def test_step(trainer: Any, batch: Any) -> dict[str, Tensor]:
         return {"loss": torch.zeros(())}
@@ -137,3 +227,76 @@ def test_an_empty_meter_has_no_means() -> None:
 def test_metrics_have_names() -> None:
     assert list(as_metrics(accuracy)) == ["accuracy"]
     assert as_metrics(None) == {}
+
+
+# ---------------------------------------------------------------------- the default metric
+
+
+def regression(**options: Any) -> tuple[Trainer, tuple[Tensor, Tensor]]:
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    y = x.sum(dim=1, keepdim=True) + 2.0
+
+    def step(trainer: Any, batch: Any) -> dict[str, Tensor]:
+        outputs = trainer.model(batch[0])
+        return {"loss": nn.functional.mse_loss(outputs, batch[1]), "output": outputs, "target": batch[1]}
+
+    steps = {"train_step": step, "test_step": step, **options}
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return Trainer(nn.Linear(3, 1), optimizer=optimizer, verbose=False, seed=0, **steps), (x, y)
+
+
+def test_a_regression_by_steps_has_no_accuracy_and_a_best_by_its_loss(tmp_path: Path) -> None:
+    trainer, data = regression(checkpoint_dir=tmp_path)
+    history = trainer.fit(data, data, max_length=Epochs(4))
+    assert history.get_metric_names() == {"train_loss", "train_lr", "valid_loss"}
+    assert trainer.evaluate(data).keys() == {"loss"}
+    assert store.inspect(tmp_path / "best_ck").summary["epoch"] == 4
+
+
+def test_steps_of_a_classifier_have_an_accuracy(problem: Problem) -> None:
+    def test_step(trainer: Any, batch: Any) -> dict[str, Tensor]:
+        outputs = trainer.model(batch[0])
+        return {"loss": nn.functional.cross_entropy(outputs, batch[1]), "output": outputs, "target": batch[1]}
+
+    model = problem.model()
+    own = Trainer(model, test_step=test_step, verbose=False).evaluate(problem.batches)
+    assert own == Trainer(model, verbose=False).evaluate(problem.batches)
+
+
+def test_whole_numbers_beyond_the_outputs_are_no_classes() -> None:
+    def test_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        mean, spread = trainer.model(batch[0]).unbind(dim=1)
+        loss = nn.functional.gaussian_nll_loss(mean, batch[1].float(), spread.exp())
+        return {"loss": loss, "output": torch.stack([mean, spread], dim=1), "target": batch[1]}
+
+    trainer = Trainer(nn.Linear(3, 2), test_step=test_step, verbose=False)
+    assert trainer.evaluate((torch.randn(8, 3), torch.arange(8))).keys() == {"loss"}
+
+
+def test_an_accuracy_that_test_step_returns_is_kept(problem: Problem) -> None:
+    def test_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        outputs = trainer.model(batch[0])
+        return {"loss": outputs.mean(), "accuracy": 0.25, "output": outputs, "target": batch[1]}
+
+    assert Trainer(problem.model(), test_step=test_step, verbose=False).evaluate(problem.batches)["accuracy"] == 0.25
+
+
+@pytest.mark.parametrize("layered", [Trainer, SingleProcessAMP])
+def test_a_default_loss_that_does_not_fit_validation_is_an_error(layered: Any) -> None:
+    def train_step(trainer: Any, batch: Any) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(trainer.model(batch[0]).float(), batch[1])}
+
+    x = torch.randn(16, 3)
+    for outputs, message in ((1, r"learns nothing from one output .* shape \(16, 1\)"), (2, "that add up to 1")):
+        trainer = layered(nn.Linear(3, outputs), "cpu", train_step=train_step, verbose=False)
+        with pytest.raises(ConfigError, match=message):
+            trainer.fit((x, x[:, :outputs]), (x, x[:, :outputs]), max_length=Epochs(1))
+
+
+@pytest.mark.parametrize("layered", [Trainer, SingleProcessAMP])
+@pytest.mark.parametrize("targets", [torch.ones(16, 2), torch.tensor([[2.0, -1.0]] * 16)])
+def test_a_default_loss_that_does_not_fit_training_is_an_error(layered: Any, targets: Tensor) -> None:
+    trainer = layered(nn.Linear(3, 2), "cpu", verbose=False)
+    with pytest.raises(ConfigError, match="needs class numbers or probabilities that add up to 1"):
+        trainer.fit((torch.randn(16, 3), targets), max_length=Epochs(1))
+    assert "accuracy" in trainer.evaluate((torch.randn(16, 3), torch.tensor([[0.3, 0.7]] * 16)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
+import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch import nn
 from dovetail import Batches, Epochs, Trainer
 from dovetail import checkpoint as store
 from dovetail.callbacks import EMA, Callback
+from dovetail.checkpoint.strict_json import seal
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.interruption import Interrupted
@@ -265,6 +268,68 @@ def test_a_new_run_in_an_old_folder_is_the_newest(problem: Problem, tmp_path: Pa
     resumed = trainer()
     resumed.fit(problem.batches, max_length=Epochs(3), resume="auto")
     assert resumed.context.progress.batches == 36
+
+
+def test_a_new_run_is_the_newest_although_the_clock_was_set_back(problem: Problem, tmp_path: Path) -> None:
+    quiet(problem.model(), checkpoint_dir=tmp_path).fit(problem.batches, max_length=Epochs(3))
+    for path in tmp_path.glob("*ck*/manifest.json"):
+        document = json.loads(path.read_text())
+        del document["sha256"]
+        path.write_bytes(seal({**document, "created": "2099-01-01T00:00:00+00:00"}))
+    new = quiet(problem.model(seed=8), checkpoint_dir=tmp_path)
+    new.fit(problem.batches, max_length=Epochs(1))
+    resumed = quiet(problem.model(), checkpoint_dir=tmp_path)
+    resumed.fit(problem.batches, max_length=Epochs(1), resume="auto")
+    assert_same_weights(resumed.model, new.model)
+
+
+def _resumed_after(problem: Problem, folder: Path, damage: Callable[[Path], object], warning: str) -> Trainer:
+    """Train for two epochs, damage the folder, resume for three, and compare with a run without damage."""
+    whole = quiet(problem.model(), checkpoint_dir=folder / "whole")
+    whole.fit(problem.batches, max_length=Epochs(3))
+    runs = folder / "runs"
+    quiet(problem.model(), checkpoint_dir=runs).fit(problem.batches, max_length=Epochs(2))
+    damage(runs)
+    resumed = quiet(problem.model(), checkpoint_dir=runs)
+    with pytest.warns(store.CheckpointWarning) as caught:
+        resumed.fit(problem.batches, max_length=Epochs(3), resume="auto")
+    assert any(re.search(warning, str(each.message)) for each in caught)
+    assert_same_weights(resumed.model, whole.model)
+    assert (runs / "ck_history.jsonl").read_bytes() == (folder / "whole" / "ck_history.jsonl").read_bytes()
+    # Nothing warns a second time.
+    again = quiet(problem.model(), checkpoint_dir=runs)
+    again.fit(problem.batches, max_length=Epochs(3), resume="auto")
+    assert_same_weights(again.model, whole.model)
+    return resumed
+
+
+@pytest.mark.parametrize("line", [b"", b"\0" * 60, b"[" * 5000, b'{"dovetail_history": 2}', b"thesis", b"\xff"])
+def test_a_damaged_history_is_moved_aside_by_a_resumed_run(problem: Problem, tmp_path: Path, line: bytes) -> None:
+    def damage(runs: Path) -> None:
+        _, *rows = (runs / "ck_history.jsonl").read_bytes().split(b"\n")
+        (runs / "ck_history.jsonl").write_bytes(b"\n".join([line, *rows]))
+
+    _resumed_after(problem, tmp_path, damage, r"ck_history\.jsonl, line 1.*; it is kept as ck_history\.jsonl\.damaged-")
+    (aside,) = (tmp_path / "runs").glob("ck_history.jsonl.damaged-*")
+    assert aside.read_bytes().startswith(line + b"\n")
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_damaged_checkpoint_with_an_extra_file_is_moved_aside(
+    problem: Problem, tmp_path: Path, is_link: bool
+) -> None:
+    def damage(runs: Path) -> None:
+        newest = store.latest(runs)
+        assert newest is not None
+        if is_link:
+            (newest / "extra").symlink_to(tmp_path)
+        else:
+            (newest / "extra").write_text("precious")
+
+    _resumed_after(problem, tmp_path, damage, r"a damaged checkpoint had this name; it is kept as")
+    (aside,) = (tmp_path / "runs").glob("ck_epoch_2_*.damaged-*/extra")
+    assert aside.is_symlink() == is_link
+    assert len(list((tmp_path / "runs").glob("ck_epoch_*/extra"))) == 1
 
 
 def test_a_name_that_is_a_path_is_refused(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import torch
 from problem import Problem, assert_same_weights, weights
 from torch import nn
 
-from dovetail import Epochs, Trainer
+from dovetail import Batches, Epochs, Trainer
 from dovetail.callbacks import TrainerCallback
 from dovetail.errors import ConfigError
 from dovetail.trainers import AMPTrainer, ProgressChecker, SingleProcess, TrainingContext, basic
-from dovetail.trainers.strategies import TestingStrategy
+from dovetail.trainers.strategies import MultipleForwardPassStepStrategy, TestingStrategy
 
 
 def quiet(model: Any, **options: Any) -> Trainer:
@@ -424,6 +424,81 @@ def test_a_model_may_be_a_class_or_a_factory(problem: Problem) -> None:
     assert isinstance(quiet(lambda: nn.Linear(6, 3)).model, nn.Linear)
     with pytest.raises(ConfigError, match="class or function that makes one"):
         quiet("resnet")
+
+
+class WholeStep(Trainer):
+    def perform_forward_and_backward_passes(self, config: Any, examples: Any, labels: Any) -> Any:
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(examples), labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+class WholeStepByContext(Trainer):
+    def perform_forward_and_backward_passes(self, config: Any, examples: Any, labels: Any) -> Any:
+        loss = self.criterion(self.model(examples), labels)
+        self.context.backward(loss)
+        self.context.step()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"accumulation_steps": 4}, "accumulation_steps"),
+        ({"gradient_clip": 0.1}, "gradient_clip"),
+        ({"training_step_strategy": MultipleForwardPassStepStrategy(2)}, "training_step_strategy"),
+    ],
+)
+def test_a_whole_step_that_misses_an_option_is_an_error(problem: Problem, options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"makes its updates alone, so {name} would have no effect"):
+        WholeStep(problem.model(), "cpu", verbose=False, **options).fit(problem.batches, max_length=Epochs(1))
+
+
+def test_a_whole_step_through_the_context_has_every_option(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="so precision='fp16' would have no effect"):
+        AMPTrainer(WholeStep(problem.model(), "cpu", verbose=False), precision="fp16").fit(problem.batches)
+    options: dict[str, Any] = {"accumulation_steps": 4, "gradient_clip": 0.1, "verbose": False}
+    ours, plain = WholeStepByContext(problem.model(), "cpu", **options), Trainer(problem.model(), "cpu", **options)
+    for trainer in (ours, plain):
+        trainer.fit(problem.batches, max_length=Epochs(2))
+    assert ours.context.progress.updates == plain.context.progress.updates == 6
+    assert_same_weights(ours.model, plain.model)
+
+
+def test_the_current_epoch_is_the_running_or_the_last_one(problem: Problem) -> None:
+    class Looks(Trainer):
+        def train_epoch_start(self, config: Any) -> None:
+            seen.append(("start", self.current_epoch))
+
+        def train_step_start(self, config: Any, batch: Any = None) -> None:
+            if batch in (0, 11):
+                seen.append((batch, self.current_epoch))
+
+        def train_epoch_end(self, config: Any) -> None:
+            seen.append(("end", self.current_epoch))
+
+    seen: list[Any] = []
+    trainer = Looks(problem.model(), batch_size=8, verbose=False)
+    trainer.train_model({"epochs": 3}, (problem.x, problem.y))
+    assert seen == [(moment, epoch) for epoch in (1, 2, 3) for moment in ("start", 0, 11, "end")]
+    assert trainer.current_epoch == 3
+    trainer.fit(max_length=Batches(36 + 5))
+    assert trainer.current_epoch == 4
+    trainer.reset()
+    assert trainer.current_epoch == 1
+
+
+def test_the_current_epoch_survives_an_error(problem: Problem) -> None:
+    def fail(trainer: Any, batch: Any) -> Any:
+        raise ZeroDivisionError
+
+    trainer = quiet(problem.model(), train_step=fail)
+    trainer.context.progress.epoch = 2
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(problem.batches, max_length=Epochs(3))
+    assert trainer.current_epoch == 2
 
 
 def test_ids_and_aliases(problem: Problem) -> None:

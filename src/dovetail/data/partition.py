@@ -545,7 +545,7 @@ def make_partition(name: str, labels: Labels | int, num_clients: int, **options:
     known = _options(function)
     given: dict[str, Any] = {}
     for spelled, value in options.items():
-        option = _SPELLINGS.get(spelled, spelled)
+        option = option_of(spelled)
         if option not in known:
             raise UnknownNameError(f"option of the partition {name!r}", spelled, known)
         if option in given:
@@ -555,6 +555,16 @@ def make_partition(name: str, labels: Labels | int, num_clients: int, **options:
     if missing:
         raise ConfigError(f"partition {name!r}: needs the option {missing[0]}")
     return function(labels, num_clients, **given)
+
+
+def option_of(spelling: str) -> str:
+    """Return our name of a partition's option that plato may spell otherwise.
+
+    Example:
+        >>> option_of("concentration"), option_of("min_samples")
+        ('alpha', 'min_samples')
+    """
+    return _SPELLINGS.get(spelling, spelling)
 
 
 def option_names(name: str) -> list[str]:

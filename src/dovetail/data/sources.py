@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, Subset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dovetail.data.loader import DataLoader
 from dovetail.errors import DataError
 
-__all__ = ["SamplerSource", "as_loader", "holds_samples", "num_batches"]
+__all__ = ["SamplerSource", "as_loader", "holds_samples", "is_one_shot", "num_batches"]
 
 
 @runtime_checkable
@@ -136,6 +137,20 @@ def holds_samples(data: Any) -> bool:
     if isinstance(data, (Dataset, tuple, Tensor, np.ndarray)):
         return True
     return isinstance(data, _Indexed) and not isinstance(data, (Sequence, Mapping))
+
+
+def is_one_shot(data: Any) -> bool:
+    """Return whether `data` is known to give its batches only once, as generators and iterators of Python do.
+
+    An object of another class whose `__iter__` returns the object itself may start again, so it is not one of them.
+
+    Example:
+        >>> is_one_shot(iter([1, 2])), is_one_shot([1, 2])
+        (True, False)
+    """
+    if isinstance(data, _BaseDataLoaderIter):
+        return True
+    return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
 
 
 def num_batches(loader: Iterable[Any]) -> int | None:

@@ -18,7 +18,7 @@ from dovetail.trainers.decorators import (
     build_trainer,
 )
 from dovetail.trainers.lr_finder import LRFinder
-from dovetail.trainers.metrics import accuracy
+from dovetail.trainers.metrics import MeanOf, WholePass, accuracy
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.spellings import ProgressChecker
@@ -31,6 +31,7 @@ __all__ = [
     "DDPTrainer",
     "FSDPTrainer",
     "LRFinder",
+    "MeanOf",
     "PrivateTrainer",
     "ProgressChecker",
     "SingleProcess",
@@ -41,6 +42,7 @@ __all__ = [
     "TrainerDecorator",
     "TrainerOptions",
     "TrainingContext",
+    "WholePass",
     "accuracy",
     "build_trainer",
     "find_batch_size",

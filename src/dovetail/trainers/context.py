@@ -232,15 +232,19 @@ class Plan:
 
 @dataclass
 class _Notes:
-    """What the loop notes about the running batch."""
+    """What the loop notes about the running batch and epoch."""
 
     batch: int = 0
+    # False between epochs, when `progress.epoch` already counts the epoch that has just ended.
+    is_in_epoch: bool = False
     # Samples of this process's batch, and of all processes' batches.
     num_samples: int = 0
     num_records: int = 0
     # Items of all processes in the running update, where several average their gradients.
     num_averaged: float = 0.0
     optimized: bool = False
+    # Whether the loss of the batch is the trainer's criterion; False for a step that computes its own loss.
+    uses_criterion: bool = False
     # Whether weights or data are ahead of the batch: one call makes the updates of some batches that follow, too.
     is_ahead: bool = False
     # Whether the batch counts for nothing: this process has none left, and computes to keep step with the others.
@@ -273,8 +277,9 @@ class TrainingContext:
         optimizers: In the order in which the loop steps them.
         schedulers: With their intervals.
         metrics: Metrics over whole passes, by name.
-        loss_is_default: Whether nobody asked for the loss: what it makes of a model that it does not suit is told.
-        metrics_are_default: Whether nobody asked for them, so that a `test_step` need not serve them.
+        loss_is_default: True if the user did not choose a loss. The loop then checks that cross entropy fits the data.
+        metrics_are_default: True if the user did not choose metrics. Those that do not fit the outputs and targets are
+            left out.
         validation: The metrics of the last validation, by their full names.
         window: The accumulation window.
         num_items: Items that the running batch's loss is a mean of: its samples, unless `train_step` says otherwise.
@@ -410,8 +415,9 @@ class TrainingContext:
 
     @property
     def current_epoch(self) -> int:
-        """The running epoch, counted from 1 (plato's count)."""
-        return self.progress.epoch + 1
+        """The epoch that runs, else the last one that ran, counted from 1 (plato's count); 1 before the first."""
+        is_inside = self.notes.is_in_epoch or self.progress.batch > 0
+        return max(self.progress.epoch + is_inside, 1)
 
     @property
     def phase(self) -> Phase:

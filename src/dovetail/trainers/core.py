@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 import warnings
 import weakref
@@ -13,7 +14,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,17 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail import checkpoint as store
-from dovetail.callbacks import Callback, ImprovementWindow, NonFiniteLoss, ProgressDisplay, StopWhen
+from dovetail.callbacks import Callback
+from dovetail.checkpoint.model_file import model_format
 from dovetail.data import (
-    DataLoader,
     Share,
     as_loader,
     is_shared_already,
-    iterate_from,
     num_batches,
     shared,
     split_batch,
-    to_device,
 )
 from dovetail.data.batches import map_tensors
 from dovetail.data.sources import holds_samples
@@ -39,8 +38,24 @@ from dovetail.distributed import part_of, whole
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.history import History
 from dovetail.trainers import base, loop
+from dovetail.trainers.attributes import (
+    CALLBACK_OPTIONS,
+    OptionAttributes,
+    batch_mover,
+    channels_last,
+    warn_of_near_names,
+)
 from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
-from dovetail.trainers.fitting import check_fits, kinds_of, weights_difference
+from dovetail.trainers.fitting import (
+    check_fits,
+    check_kind,
+    is_library_code,
+    kinds_of,
+    restore,
+    restore_optimizer,
+    restoring,
+    weights_difference,
+)
 from dovetail.trainers.metrics import Meter, accuracy, as_metrics
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.pieces import (
@@ -58,6 +73,7 @@ from dovetail.trainers.pieces import (
     requires_closure,
 )
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
+from dovetail.trainers.reading import Reader, keeps_place
 from dovetail.trainers.saving import RETENTION, Saver
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.stepping import make_update
@@ -72,6 +88,7 @@ from dovetail.trainers.strategies.coerce import (
     as_testing_strategy,
     as_update_strategy,
 )
+from dovetail.trainers.strategies.data_loader import DefaultDataLoaderStrategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
 from dovetail.units import Batches, Epochs, Progress, TrainUnit, parse_unit
@@ -84,7 +101,7 @@ _T = TypeVar("_T", bound="CoreTrainer")
 StepFunction = Callable[[Any, Any], Mapping[str, Any]]
 
 
-class CoreTrainer(base.Trainer):
+class CoreTrainer(base.Trainer, OptionAttributes):
     """One model, one process: every verb of the loop, and the seams that a subclass may override.
 
     The arguments are those of `basic.Trainer`.
@@ -118,14 +135,18 @@ class CoreTrainer(base.Trainer):
         self.saves_by_default = False
         self.options = TrainerOptions.from_keywords(options, _CONSTRUCTOR_NAMES)
         self.given = frozenset(options)
-        if self.options.max_concurrency is not None and not self.trains_in_processes:
-            raise ConfigError("max_concurrency: only a ComposableTrainer trains in a process of its own")
+        self._assigned = set()
+        self._has_schedulers = True
+        # A client's runs are many and short: only new attributes are worth a look at their names.
+        self._num_attributes = 0
+        self._check_concurrency(self.options)
         if self.options.seed is not None and not isinstance(model, nn.Module):
             # A model that is made here is made reproducibly.
             seed_everything(self.options.seed)
-        self.context = context = TrainingContext(
-            as_module(model), as_device(device, self.options.device_id if "device_id" in options else None)
-        )
+        own_device = as_device(device, self.options.device_id if "device_id" in options else None)
+        if device is not None and "device_id" in options and as_device(None, self.options.device_id) != own_device:
+            raise ConfigError(f"device_id: device={device!r} names another device; give one or the other")
+        self.context = context = TrainingContext(as_module(model), own_device)
         context.window = Window(self.options.accumulation_steps)
         context.data = {
             "train": self.options.train_dataset,
@@ -146,13 +167,14 @@ class CoreTrainer(base.Trainer):
         context.metrics_are_default = metrics is None
         self._train_step = train_step
         self._test_step = test_step
-        self._move = to_device if self.options.memory_format is None else _to_device_channels_last
+        self._move = batch_mover(self.options.memory_format)
         self._loaders: dict[str, tuple[Any, Any]] = {}
         self._parts: dict[int, tuple[Any, Any, int]] = {}
         self._placed: weakref.ref[nn.Module] | None = None
-        self._epoch_start: dict[str, Any] | None = None
-        self._restored_order: dict[str, Any] | None = None
+        # A checkpoint holds the states of the first two.
+        self._readers = {stage: Reader(resumable=stage == "train") for stage in ("train", "valid", "test", "predict")}
         self._step_strategy: TrainingStepStrategy | None = None
+        self._step_is_plain = True
         self.strategies = Strategies(
             loss=_if_given(as_loss_strategy, loss_strategy),
             optimizer=_if_given(as_optimizer_strategy, optimizer_strategy),
@@ -165,14 +187,12 @@ class CoreTrainer(base.Trainer):
         pieces = {"criterion": criterion, "optimizer": optimizer, "scheduler": scheduler}
         refuse_both(self.strategies, {*options, *(name for name, piece in pieces.items() if piece is not None)})
         self._refuse_two_steps(self.strategies.training_step)
-        if self._steps_by_default and type(self).get_loss_criterion is CoreTrainer.get_loss_criterion:
-            loss, step = self.strategies.loss, self.strategies.training_step
-            if loss is None:
+        if type(self).get_loss_criterion is CoreTrainer.get_loss_criterion:
+            loss = self.strategies.loss
+            if loss is None and self._steps_by_default:
                 check_owned(self._wanted_optimizer, context.model, self._wanted_criterion)
-            context.loss_is_default = (
-                (criterion is None and "loss_function" not in options)
-                and (loss is None or (type(loss) is DefaultLossCriterionStrategy and loss.loss_fn is None))
-                and (step is None or is_plain(step))
+            context.loss_is_default = (criterion is None and "loss_function" not in options) and (
+                loss is None or (type(loss) is DefaultLossCriterionStrategy and loss.loss_fn is None)
             )
         if isinstance(callbacks, str) or not isinstance(callbacks, Iterable | None):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
@@ -182,7 +202,9 @@ class CoreTrainer(base.Trainer):
         self._follow_strategies()
         hooks = self._strategy_hooks
         # Strategies change what is computed, so they come before those who watch.
-        context.callbacks.add(*([] if hooks is None else [hooks]), *(callbacks or ()), *self._default_callbacks())
+        context.callbacks.add(*([] if hooks is None else [hooks]), *(callbacks or ()))
+        self._own_callbacks = {}
+        self._renew_callbacks(*CALLBACK_OPTIONS)
 
     # ------------------------------------------------------------------ seams
 
@@ -201,14 +223,17 @@ class CoreTrainer(base.Trainer):
             self._wanted_optimizer,
             model,
             {
-                "lr": self.options.learning_rate,
+                "lr": self.context.config.get("lr", self.options.learning_rate),
                 "weight_decay": self.options.weight_decay,
                 "momentum": self.options.momentum,
             },
         )
 
     def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> Any:
-        """Return the scheduler of the first optimizer, a list of `BoundScheduler` for any of them, or None."""
+        """Return the scheduler of an optimizer, or None; called once for each optimizer.
+
+        A list of `BoundScheduler` is for all of them: the trainer then does not call this for the others.
+        """
         if self.strategies.lr_scheduler is not None:
             return self.strategies.lr_scheduler.create_scheduler(optimizer, self.context)
         return as_scheduler(self._wanted_scheduler, optimizer)
@@ -262,6 +287,7 @@ class CoreTrainer(base.Trainer):
             context.saver = None
         elif context.saver is None and (save is not None or options.save_best):
             context.saver = Saver.from_options(options)
+        self._check_saving(validates=validates, saves=context.saver is not None)
         planned = Epochs(self.num_epochs) if length is None else _length(length)
         return Plan(
             max_length=self._in_phases(planned),
@@ -296,6 +322,13 @@ class CoreTrainer(base.Trainer):
         self._step_strategy = self.strategies.training_step
         if context.stage == "train":
             self._build_optimizers()
+            if context.needs_closure and context.window.size > 1:
+                raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
+            if context.needs_closure and context.precision is not None:
+                raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs full precision")
+            if len(vars(self)) != self._num_attributes:
+                self._num_attributes = len(vars(self))
+                warn_of_near_names([name for name in vars(self) if name[0] != "_" and not hasattr(type(self), name)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken; a state of another model or optimizer is refused as a whole."""
@@ -305,22 +338,27 @@ class CoreTrainer(base.Trainer):
         self._place_model(model)
         self._build_optimizers()
         check_fits(context, state)
-        model.load_state_dict(state["model"])
-        for optimizer, optimizer_state in zip(context.optimizers, state["optimizers"], strict=True):
+        restore(state, "model", model.load_state_dict)
+        for number, optimizer in enumerate(context.optimizers):
+            optimizer_state = state["optimizers"][number]
             if self.options.memory_format is not None:
-                optimizer_state = map_tensors(_channels_last, optimizer_state)
-            optimizer.load_state_dict(optimizer_state)
-        for scheduler, scheduler_state in zip(context.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(scheduler_state)
-        context.progress.load_state_dict(state["progress"])
-        context.history.load_state_dict(state["history"])
-        context.meter.load_state_dict(state["meter"])
-        self.strategies.load_state_dict(state["strategies"])
-        unclaimed = context.callbacks.load_state_dict(state["callbacks"])
+                optimizer_state = map_tensors(channels_last, optimizer_state)
+            restore_optimizer(optimizer, optimizer_state, f"optimizers.{number}")
+        schedulers = [scheduler.state_dict() for scheduler in context.schedulers]
+        restore(state, "schedulers", self._restore_schedulers, tuple(schedulers))
+        restore(state, "progress", context.progress.load_state_dict, context.progress.state_dict())
+        restore(state, "history", context.history.load_state_dict, {})
+        restore(state, "meter", _check_meter, {})
+        restore(state, "meter", context.meter.load_state_dict)
+        restore(state, "strategies", self.strategies.load_state_dict, {})
+        restore_callbacks = partial(context.callbacks.load_state_dict, load=_restore_callback)
+        unclaimed = restore(state, "callbacks", restore_callbacks, [])
+        participants = restore(state, "participants", dict, {})
         for name, participant in context.participants.items():
-            if name in state["participants"]:
-                participant.load_state_dict(state["participants"][name])
-        unclaimed += sorted(set(state["participants"]) - set(context.participants))
+            if name in participants:
+                with restoring(f"participants.{name}"):
+                    participant.load_state_dict(participants[name])
+        unclaimed += sorted(map(str, set(participants) - set(context.participants)))
         if unclaimed:
             warnings.warn(
                 f"the checkpoint holds the state of {', '.join(unclaimed)}, which this trainer does not have",
@@ -328,16 +366,24 @@ class CoreTrainer(base.Trainer):
                 stacklevel=2,
             )
         if context.saver is not None:
-            context.saver.load_state_dict(state["saver"])
-        context.validated_at, context.validation = state["validated_at"], dict(state["validation"])
+            restore(state, "saver", context.saver.load_state_dict, context.saver.state_dict())
+        context.validated_at = restore(state, "validated_at", int, 0)
+        context.validation = restore(state, "validation", _metrics_by_name)
         context.checked = context.progress.copy()
-        context.run_id = state["run_id"]
-        context.client_state = dict(state.get("client_state", {}))
-        context.state["order_seed"] = state["order_seed"]
-        self._epoch_start = self._restored_order = state["epoch_start"]
+        context.run_id = restore(state, "run_id", str, "")
+        context.client_state = restore({"client_state": {}, **state}, "client_state", dict, {})
+        context.state["order_seed"] = restore(state, "order_seed", int, 0)
+        restore(state, "epoch_start", self._readers["train"].load_state_dict, {})
+        if state.get("valid_data") is not None:
+            restore(state, "valid_data", self._readers["valid"].load_state_dict, {})
         begun = context.progress.batch
-        context.share = replace(context.share, begun=begun, used=state.get("used", begun))
-        set_rng_state(state["rng"])
+        used = restore({"used": begun, **state}, "used", operator.index, 0)
+        context.share = replace(context.share, begun=begun, used=used)
+        restore(state, "rng", set_rng_state, {})
+
+    def _restore_schedulers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for scheduler, state in zip(self.context.schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizers, schedulers, counters, history, callbacks, randomness and the place in the data."""
@@ -362,6 +408,7 @@ class CoreTrainer(base.Trainer):
             "run_id": context.run_id,
             "order_seed": self.context.state["order_seed"],
             "epoch_start": self._place_in_data(),
+            "valid_data": self._validation_data(),
             # Batches of the running epoch that are used: with several processes, more than one a step.
             "used": context.share.position(context.progress.batch),
             "rng": rng_state(),
@@ -384,35 +431,24 @@ class CoreTrainer(base.Trainer):
         """Return the batches of a stage; for training, from the running batch of the running epoch on."""
         context, progress = self.context, self.context.progress
         loader: Any = self.loader(stage)
+        reader = self._readers[stage]
         if stage != "train":
-            return cast(Iterable[Any], self._shared(loader, context.share.rank))
+            loader = reader.own(self._shared(loader, context.share.rank))
+            return reader.batches(loader, epoch=progress.epoch, start=0, is_running=False)
         if progress.batch == 0:
             context.share = replace(context.share, begun=0, used=0)
         rank, start = context.share.turn(progress.batch)
-        loader = self._shared(loader, rank)
-        if isinstance(loader, DataLoader):
-            loader.set_epoch(progress.epoch)
-        elif is_shared_already(loader):
-            # Else every epoch would have the same order.
-            loader.sampler.set_epoch(progress.epoch)
-        restored, self._restored_order = self._restored_order, None
-        if _keeps_place(loader) and (progress.batch or restored is not None):
-            loader.load_state_dict(loader.state_dict() if restored is None else restored["loader"])
-            return cast(Iterable[Any], loader)
-        if progress.batch == 0:
-            if restored is not None:
-                _set_sources(loader, restored)
-            self._epoch_start = _order_state(loader)
-            return cast(Iterable[Any], loader)
-        # The order of a loader that draws from a generator is what it drew at the start of the epoch.
-        now = rng_state()
-        if self._epoch_start is not None:
-            if self._epoch_start["rng"] is not None:
-                set_rng_state(self._epoch_start["rng"])
-            _set_sources(loader, self._epoch_start)
-        rest = iterate_from(loader, start)
-        set_rng_state(now)
-        return rest
+        loader = reader.own(self._shared(loader, rank))
+        reason = None if context.saver is None else reader.inexact(loader)
+        if reason is not None:
+            warnings.warn(f"if this run is resumed, it may differ from an uninterrupted one: {reason}", stacklevel=2)
+        return reader.batches(
+            loader,
+            epoch=progress.epoch,
+            start=start,
+            is_running=progress.batch > 0,
+            reads_ahead=context.window.size > 1 and self.num_batches(stage) is None,
+        )
 
     def num_batches(self, stage: Stage) -> int | None:
         """Return the steps that all the processes of a run make in a pass, or None where the data has no length."""
@@ -449,6 +485,7 @@ class CoreTrainer(base.Trainer):
             state, optimizer, model = context.state, context.optimizers[0], context.model
             assert model is not None
             state["current_batch"] = context.progress.batch
+            context.notes.uses_criterion = self._step_is_plain
             try:
                 loss = strategy.training_step(model, optimizer, inputs, targets, self.criterion, context)
             except TypeError as error:
@@ -459,6 +496,7 @@ class CoreTrainer(base.Trainer):
             return {"loss": loss}
         if targets is None:
             raise DataError(self._no_targets(_NEED_TARGETS))
+        context.notes.uses_criterion = True
         return {"loss": self.criterion(forward(self.context.model, inputs), targets)}
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
@@ -468,6 +506,7 @@ class CoreTrainer(base.Trainer):
         inputs, targets = split_batch(batch)
         if targets is None:
             raise DataError(f"the batch has no targets: {_NEED_TARGETS}")
+        self.context.notes.uses_criterion = True
         with self._autocast():
             outputs = self.process_outputs(forward(self.context.model, inputs))
             return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
@@ -514,6 +553,15 @@ class CoreTrainer(base.Trainer):
                 continue
             if interval == "epoch" and isinstance(bound.scheduler, ScheduleLR) and bound.scheduler.needs_accuracy:
                 observed = (metrics or {}).get("valid_accuracy")
+                if observed is None and (
+                    context.plan is None
+                    or context.plan.validate is None
+                    or context.validated_at == context.progress.batches
+                ):
+                    raise ConfigError(
+                        f"lr_scheduler: {bound.scheduler.schedule!r} follows 'valid_accuracy', which this run does not "
+                        "measure; give validation data and metrics={'accuracy': …}, or another schedule"
+                    )
                 if observed is not None and not bound.takes_metric:
                     bound.scheduler.observe(observed)
             if bound.interval == interval and (interval == "epoch" or bound.optimizer in context.notes.stepped):
@@ -564,43 +612,15 @@ class CoreTrainer(base.Trainer):
         """The callbacks, in the order in which they are called."""
         return self.context.callbacks
 
-    @property
-    def num_epochs(self) -> int:
-        """Where a `fit` without `max_length` ends."""
-        return int(self.context.config["epochs"])
-
-    @num_epochs.setter
-    def num_epochs(self, number: int) -> None:
-        self.context.config["epochs"] = self._own_config["epochs"] = number
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a training batch; a new value takes effect with the next epoch."""
-        return int(self.context.config["batch_size"])
-
-    @batch_size.setter
-    def batch_size(self, number: int) -> None:
-        self.context.config["batch_size"] = self._own_config["batch_size"] = number
-        self.forget_loaders()
-
-    @property
-    def val_batch_size(self) -> int:
-        """Samples in a validation batch."""
-        return self.options.val_batch_size or self.batch_size
-
-    @property
-    def test_batch_size(self) -> int:
-        """Samples in a test batch."""
-        return self.options.test_batch_size or self.val_batch_size
-
     def save_model(self, path: str | Path) -> Path:
-        """Write the weights alone, as safetensors unless the name ends in `.ckpt`, `.pt` or `.pth`.
+        """Write the weights alone: as safetensors, or by `torch.save` for `.ckpt`, `.pt`, `.pth` and `.bin`.
 
         Of several processes all call this, and the first one writes.
+
+        Raises:
+            UnknownNameError: The name ends in another suffix, such as `.onnx`.
         """
-        format: Literal["safetensors", "ckpt"] = (
-            "ckpt" if Path(path).suffix in (".ckpt", ".pt", ".pth") else "safetensors"
-        )
+        format = model_format(path)
         # Of a model that several processes hold in parts, all of them ask for the whole.
         state = {name: whole(value) for name, value in self._given_model().state_dict().items()}
         if not self.context.is_main:
@@ -635,7 +655,11 @@ class CoreTrainer(base.Trainer):
                     self._steps_by_default if stage == "train" else self._tests_by_default
                 ):
                     _refuse_samples(source)
-                loader = as_loader(source, batch_size=self.batch_size)
+                if stage == "train":
+                    self._check_batches(source)
+                loader = as_loader(
+                    source, batch_size=self.batch_size, sampler=self.sampler if stage == "train" else None
+                )
             elif stage == "train":
                 loader = self.get_train_loader(self.batch_size, source, self.sampler)
             else:
@@ -715,7 +739,9 @@ class CoreTrainer(base.Trainer):
         context.optimizers.clear()
         context.schedulers.clear()
         context.validated_at, context.validation, context.saver = -1, {}, None
-        self._epoch_start, self._restored_order = None, None
+        # Those of other stages have nothing to continue.
+        self._readers["train"].reset()
+        self._readers["valid"].reset()
 
     def close(self) -> None:
         """Tear the strategies down, now and only now; the trainer trains no more."""
@@ -758,7 +784,12 @@ class CoreTrainer(base.Trainer):
 
     def _refuse_two_steps(self, strategy: TrainingStepStrategy | None) -> None:
         """Refuse a strategy whose step would never be used; one that accumulates or clips goes with any step."""
-        if self._train_step is not None and strategy is not None and not is_plain(strategy):
+        if strategy is None or is_plain(strategy):
+            return
+        own = next(vars(kind)["train_step"] for kind in type(self).__mro__ if "train_step" in vars(kind))
+        # A method that passes the call on, as a capability does, ends at the strategy.
+        ignores = own is not CoreTrainer.train_step and "super" not in own.__code__.co_names
+        if self._train_step is not None or ignores:
             raise ConfigError(
                 f"train_step: {strategy!r} decides this; give one or the other, or a layer such as AMPTrainer"
             )
@@ -805,32 +836,61 @@ class CoreTrainer(base.Trainer):
     def _follow_strategies(self) -> None:
         self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
+        step = self.strategies.training_step
+        self._step_is_plain = step is None or is_plain(step)
 
     def _build_optimizers(self) -> None:
         context = self.context
-        if context.optimizers:
+        if context.optimizers and self._has_schedulers:
             return
         assert context.model is not None
-        made = self.get_optimizer(context.model)
-        context.optimizers.extend([made] if isinstance(made, Optimizer) else made)
-        context.needs_closure = any(requires_closure(optimizer) for optimizer in context.optimizers)
-        if context.needs_closure and context.window.size > 1:
-            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
-        if context.needs_closure and context.precision is not None:
-            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs full precision")
-        first = context.optimizers[0]
-        scheduler, strategy = self.get_lr_scheduler(context.config, first), self.strategies.lr_scheduler
-        if isinstance(scheduler, list):
-            context.schedulers.extend(scheduler)
-        elif scheduler is not None:
-            bound = bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
-            if strategy is not None and type(self).get_lr_scheduler is CoreTrainer.get_lr_scheduler:
-                bound.interval, bound.frequency = strategy.interval, strategy.frequency
-                bound.stepper = partial(strategy.step, scheduler, context)
-            context.schedulers.append(bound)
-        momentum = as_scheduler(self.options.mtm_scheduler, first)
-        if momentum is not None:
-            context.schedulers.append(bind_scheduler(momentum))
+        try:
+            if not context.optimizers:
+                optimizers = self.get_optimizer(context.model)
+                context.optimizers.extend([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+                context.needs_closure = any(requires_closure(optimizer) for optimizer in context.optimizers)
+                self._check_rates()
+                self._apply_rates()
+            self._build_schedulers()
+            self._has_schedulers = True
+        except BaseException:
+            # Otherwise the next run would find optimizers, build no schedulers, and train at a constant rate.
+            context.optimizers.clear()
+            context.schedulers.clear()
+            raise
+
+    def _build_schedulers(self) -> None:
+        context = self.context
+        for optimizer in context.optimizers:
+            made = self.get_lr_scheduler(context.config, optimizer)
+            if isinstance(made, list):
+                # A list is complete: it names the optimizers itself.
+                context.schedulers.extend(made)
+                break
+            self._bind_scheduler(made)
+        for optimizer in context.optimizers:
+            momentum = as_scheduler(self.options.mtm_scheduler, optimizer)
+            if momentum is not None and not self._is_bound(momentum):
+                context.schedulers.append(bind_scheduler(momentum))
+
+    def _bind_scheduler(self, scheduler: Any) -> None:
+        """Add a scheduler with its interval; one scheduler object for several optimizers is added once."""
+        context, strategy = self.context, self.strategies.lr_scheduler
+        if scheduler is None or self._is_bound(scheduler):
+            return
+        bound = bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
+        if strategy is not None and type(self).get_lr_scheduler is CoreTrainer.get_lr_scheduler:
+            bound.interval, bound.frequency = strategy.interval, strategy.frequency
+            bound.stepper = partial(strategy.step, scheduler, context)
+        if bound.optimizer not in context.optimizers:
+            raise ConfigError(
+                f"scheduler: {type(scheduler).__name__} schedules an optimizer that this trainer does not have; make "
+                "it of the trainer's optimizer, or give a callable such as partial(StepLR, step_size=3)"
+            )
+        context.schedulers.append(bound)
+
+    def _is_bound(self, scheduler: Any) -> bool:
+        return any(bound.scheduler is scheduler for bound in self.context.schedulers)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.context.precision is None else self.context.precision.autocast()
@@ -839,12 +899,21 @@ class CoreTrainer(base.Trainer):
         strategy = self.strategies.loss
         return classifies(self.criterion) if strategy is None else strategy.classifies(self.context)
 
+    def _check_batches(self, source: Any) -> None:
+        """Raise if a strategy that forms batches meets data that holds batches already."""
+        strategy = self.strategies.data_loader
+        if strategy is not None and type(strategy) is not DefaultDataLoaderStrategy:
+            raise DataError(
+                f"data_loader_strategy: {strategy!r} forms batches of samples, but a {type(source).__name__} holds "
+                "batches already; give the dataset, or leave out the strategy"
+            )
+
     def _shared(self, loader: Any, rank: int) -> Any:
         """This process's part of a loader."""
         share = self.context.share
         if share.num_replicas == 1 or is_shared_already(loader):
             return loader
-        if _keeps_place(loader):
+        if keeps_place(loader):
             raise DataError(
                 "a loader that keeps its own place cannot be shared by several processes: give the dataset, or a "
                 "loader whose sampler is a DistributedSampler"
@@ -856,45 +925,35 @@ class CoreTrainer(base.Trainer):
         return part
 
     def _place_in_data(self) -> dict[str, Any]:
-        """What the rest of the running epoch, or the whole next one, is read from."""
-        if self._restored_order is not None:
-            # Nothing was read since the state was restored: the loader, if there is one yet, knows nothing of it.
-            return self._restored_order
-        loader = self._loaders.get("train", (None, None))[1]
-        at_start = self._epoch_start if self.context.progress.batch else None
-        return {
-            **(at_start or _order_state(loader)),
-            "loader": loader.state_dict() if _keeps_place(loader) else None,
-        }
+        """Return what the rest of the running epoch, or the whole next one, is read from."""
+        reader, loader = self._readers["train"], self._loaders.get("train", (None, None))[1]
+        return reader.state_dict(reader.own(loader), is_running=self.context.progress.batch > 0)
+
+    def _validation_data(self) -> dict[str, Any] | None:
+        """Return what the next validation is read from; None if that follows from the order's seed."""
+        reader = self._readers["valid"]
+        loader = reader.own(self._loaders.get("valid", (None, None))[1])
+        return reader.state_dict(loader, is_running=False) if reader.has_state(loader) else None
+
+    def _check_saving(self, *, validates: bool, saves: bool) -> None:
+        """Report options that were given and cannot have an effect in this run."""
+        options = self.options
+        wants_best = (options.save_best and "save_best" in self.given) or options.keep_best is not None
+        if saves and wants_best and not validates:
+            name = "save_best" if options.save_best else "keep_best"
+            raise ConfigError(f"{name}: this run validates nothing, so no checkpoint is the best; give validation data")
+        if not saves and (unused := sorted(self.given & _SAVING_DETAILS)):
+            warnings.warn(
+                f"{unused[0]} has no effect: this run writes no checkpoints; give checkpoint_dir",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _saves_by_options(self) -> bool:
         """Whether the options that were given ask for checkpoints: their defaults alone do not, except in `train()`."""
         return self.saves_by_default or bool(
             self.given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", *RETENTION}
         )
-
-    def _default_callbacks(self) -> list[Callback]:
-        options = self.options
-        made: list[Callback] = []
-        if options.save_in_background:
-            made.append(_BackgroundErrors())
-        if options.nonfinite != "ignore":
-            made.append(NonFiniteLoss(options.nonfinite))
-        if options.stop_when_acc > 0:
-            made.append(StopWhen("valid_accuracy", options.stop_when_acc, mode="max"))
-        if options.early_stop is not None:
-            made.append(ImprovementWindow(int(options.early_stop["num_epochs"]), float(options.early_stop["improv"])))
-        if options.verbose and options.log_bar:
-            made.append(ProgressDisplay())
-        return made
-
-
-class _BackgroundErrors(Callback):
-    """Raises the error of a checkpoint that could not be written, at the next step."""
-
-    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        if context.saver is not None and context.saver.writer is not None:
-            context.saver.writer.check()
 
 
 _CONSTRUCTOR_NAMES = tuple(inspect.signature(CoreTrainer.__init__).parameters)[1:-1]
@@ -906,18 +965,13 @@ _DATASET_OPTION = {
     "predict": "test_dataset",
 }
 
+# Options that say how checkpoints are written, but not that they are written.
+_SAVING_DETAILS = {"save_in_background", "on_save_error"}
+
 _NEED_TARGETS = "give pairs (inputs, targets), or a train_step and test_step that need none"
 
 
 _WISHES = ("max_length", "validation_period", "checkpoint_period")
-
-
-def _to_device_channels_last(batch: Any, device: torch.device) -> Any:
-    return map_tensors(_channels_last, to_device(batch, device))
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def _refuse_samples(batches: list[Any]) -> None:
@@ -949,25 +1003,21 @@ def _period(value: TrainUnit | Mapping[str, int] | None, name: str) -> TrainUnit
     return None if unit is None or unit.value == 0 else unit
 
 
-def _order_state(loader: Any) -> dict[str, Any]:
-    """What the order of an epoch depends on when it is drawn: the generators, the loader's own, and its sampler."""
-    if isinstance(loader, DataLoader) and loader.is_seeded:
-        return {"rng": None, "generator": None, "sampler": None}
-    generator, sampler = getattr(loader, "generator", None), getattr(loader, "sampler", None)
-    return {
-        "rng": rng_state(),
-        "generator": None if generator is None else generator.get_state(),
-        "sampler": sampler.state_dict() if isinstance(sampler, Stateful) else None,
-    }
+def _restore_callback(name: str, callback: Callback, state: Any) -> None:
+    key = f"callbacks.{name}"
+    with restoring(key):
+        # The state of a user's callback has any form, and asking for it now could fail.
+        if is_library_code(type(callback).load_state_dict):
+            check_kind(callback.state_dict(), state, key)
+        callback.load_state_dict(state)
 
 
-def _set_sources(loader: Any, state: Mapping[str, Any]) -> None:
-    if state["generator"] is not None and getattr(loader, "generator", None) is not None:
-        loader.generator.set_state(state["generator"])
-    if state["sampler"] is not None and isinstance(getattr(loader, "sampler", None), Stateful):
-        loader.sampler.load_state_dict(state["sampler"])
+def _check_meter(state: Mapping[str, Any]) -> None:
+    for name in ("sums", "counts"):
+        numbers = state.get(name, {})
+        check_kind(dict.fromkeys(numbers, 0.0), numbers, f"meter.{name}")
 
 
-def _keeps_place(loader: Any) -> bool:
-    """Whether a loader of the user's knows itself where it is."""
-    return not isinstance(loader, DataLoader) and isinstance(loader, Stateful)
+def _metrics_by_name(state: Mapping[str, Any]) -> dict[str, float]:
+    check_kind(dict.fromkeys(state, 0.0), state, "validation")
+    return {str(name): float(value) for name, value in state.items()}

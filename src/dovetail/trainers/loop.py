@@ -16,13 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.callbacks.base import Report
-from dovetail.data import concat
+from dovetail.data import concat, split_batch
+from dovetail.data.sources import is_one_shot
 from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.history import History
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.interruption import heeding_signals, leave_if_signalled
-from dovetail.trainers.metrics import MeanOf, Meter, compute_metrics, warn_of_no_data
+from dovetail.trainers.metrics import (
+    Meter,
+    Metric,
+    WholePass,
+    are_classes,
+    compute_metrics,
+    include_means,
+    warn_of_no_data,
+)
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.units import Batches, Epochs, Progress, TrainUnit, counted
 
@@ -97,6 +106,7 @@ def fit(
                 UserWarning,
                 stacklevel=3,
             )
+        _check_repeatable(context, plan)
         if progress.batches == 0 or not context.run_id:
             context.run_id = uuid4().hex
         if context.saver is not None and context.is_main:
@@ -121,10 +131,24 @@ def fit(
     return context.history
 
 
+def _check_repeatable(context: TrainingContext, plan: Plan) -> None:
+    """Raise if a run of several epochs would read data twice that can be read only once."""
+    if not isinstance(plan.max_length, Epochs) or plan.max_length.length - context.progress.epoch <= 1:
+        return
+    for stage in ("train", "valid"):
+        source = context.data.get(stage)
+        if is_one_shot(source) and (stage == "train" or plan.validate is not None):
+            raise DataError(
+                f"the {stage} data is a {type(source).__name__}, which can be read only once, but training runs to "
+                f"{plan.max_length}; give a list, a loader or a dataset, or train one epoch"
+            )
+
+
 def _epoch(trainer: Trainer, plan: Plan) -> None:
     """Run one epoch, or what is left of it, and what follows its end."""
     context = trainer.context
     progress, callbacks = context.progress, context.callbacks
+    context.notes.is_in_epoch = True
     if progress.batch == 0:
         context.meter.reset()
         context.validated_at = -1
@@ -132,12 +156,20 @@ def _epoch(trainer: Trainer, plan: Plan) -> None:
             on_epoch_start(context)
     _train_mode(context.model)
     context.interrupted = False
+    before = progress.batches - progress.batch
     means = trainer.train_epoch() or {}
     if context.interrupted:
         return
+    if progress.batches == before and not isinstance(plan.max_length, Epochs):
+        # Otherwise the run would never end.
+        raise DataError(
+            f"max_length: {plan.max_length} is never reached, because an epoch counted no batch; check the training "
+            "data, and that an own train_epoch counts its batches, or give a number of epochs"
+        )
     rates = {"lr": context.optimizers[0].param_groups[0]["lr"]} if context.optimizers else {}
     progress.epoch += 1
     progress.batch = 0
+    context.notes.is_in_epoch = False
     metrics = {f"train_{name}": value for name, value in means.items()}
     context.history.record("train", {**means, **rates}, **_position(progress))
     validates, saves = _due(context)
@@ -198,7 +230,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         if window.opens:
             for optimizer in optimizers:
                 clear_gradients(optimizer)
-        notes.optimized = False
+        notes.optimized = notes.uses_criterion = False
 
         output = train_step(batch)
         if is_first:
@@ -245,8 +277,11 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         if window.closes and not notes.is_ahead:
             if acts_inside and progress.batch != total:
                 _act(trainer)
-            if context.stop_reason is not None or (acts_inside and plan.max_length.reached(progress)):
-                context.interrupted = progress.batch != total
+            # After the last batch the loader is read to its end, where its generator may draw once more.
+            if progress.batch != total and (
+                context.stop_reason is not None or (acts_inside and plan.max_length.reached(progress))
+            ):
+                context.interrupted = True
                 break
 
     _report(context)
@@ -256,6 +291,11 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             f"{total}: the last updates would miss batches; give the loader its true length, or none"
         )
     if progress.batch == 0:
+        if progress.batches:
+            raise DataError(
+                f"the training data has no batches in epoch {progress.epoch + 1}, though it had some before: data such "
+                "as an iterator can be read only once; give a list, a loader or a dataset"
+            )
         warn_of_no_data("training")
         return {"loss": math.nan}
     return {} if context.interrupted else trainer.reduce(meter).compute()
@@ -360,10 +400,11 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
             metric.reset()
         for batch in trainer.batches(stage):
             batch = to_device(batch)
+            context.notes.uses_criterion = False
             output = test_step(batch)
             meter.add(output, batch_length(batch))
-            if num_batches == 0 and context.metrics_are_default and not output.keys() >= _OUTPUTS:
-                metrics.clear()
+            if num_batches == 0:
+                _check_metrics(context, metrics, output)
             for metric in metrics.values():
                 _update_metric(metric, output)
             for on_test_step_end in context.callbacks.on_test_step_end:
@@ -371,15 +412,37 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
             num_batches += 1
             if num_batches % 256 == 0:
                 meter.flush()
-        # The means that functions of outputs and targets have, too, are sums that add up over processes.
-        for name, metric in metrics.items():
-            if isinstance(metric, MeanOf):
-                meter.include(name, metric.meter)
+        include_means(metrics, meter)
         means = trainer.reduce(meter).compute()
+        for metric in metrics.values():
+            if isinstance(metric, WholePass):
+                metric.gather(trainer.gather)
         if not means:
+            source = context.data.get(stage)
+            if isinstance(source, Iterator):
+                raise DataError(
+                    f"the {stage} data is a {type(source).__name__} without batches: it can be read only once; give a "
+                    "list, a loader or a dataset"
+                )
             warn_of_no_data(stage)
             return {"loss": math.nan, **dict.fromkeys(metrics, math.nan)}
-        return {**means, **compute_metrics(metrics)}
+        return compute_metrics(metrics, means)
+
+
+def _check_metrics(context: TrainingContext, metrics: dict[str, Metric], output: Mapping[str, Any]) -> None:
+    """Check the metrics against the first output of a pass, and leave out default metrics that do not fit."""
+    outputs, targets = output.get("output"), output.get("target")
+    uses_criterion = context.notes.uses_criterion
+    if uses_criterion and context.loss_is_default and not context.config.get(_LOSS_KEY):
+        _check_fits_cross_entropy(outputs, targets)
+    if not context.metrics_are_default:
+        return
+    # The loss of a `test_step` that the user wrote is unknown: only outputs and targets show what it measures.
+    fits = output.keys() >= _OUTPUTS and (uses_criterion or are_classes(outputs, targets))
+    for name in list(metrics):
+        # A number that `test_step` returns under the same name is the user's choice.
+        if not fits or name in output:
+            del metrics[name]
 
 
 _OUTPUTS = {"output", "target"}
@@ -424,6 +487,7 @@ def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
         finally:
             context.trainer, context.closure = None, None
             context.notes.stepped.clear()
+            context.notes.is_in_epoch = False
 
 
 _LIGHTNING = (
@@ -444,7 +508,8 @@ def _evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
     if model is not None:
         model.eval()
     try:
-        with torch.inference_mode():
+        # Not inference_mode: a model or a metric may keep a tensor of this pass and train with it or change it later.
+        with torch.no_grad():
             yield
     finally:
         context.stage = stage_before
@@ -507,17 +572,33 @@ def _check_output(output: Any, *, optimized: bool) -> None:
 
 
 def _check_default_loss(trainer: Trainer, batch: Any, loss: Tensor) -> None:
-    """Look at the outputs whose loss is exactly 0, since that of one class, whatever it is, always is."""
-    if loss.item() != 0:
-        return
+    """Raise if cross entropy, which the user did not choose, does not fit the first batch of a run."""
     context = trainer.context
-    with _evaluating(context, "train"):
-        outputs = trainer.predict_step(batch)
-    if isinstance(outputs, Tensor) and outputs.ndim > 1 and outputs.shape[1] == 1 and not context.config.get(_LOSS_KEY):
+    if not context.notes.uses_criterion or context.config.get(_LOSS_KEY):
+        return
+    targets = split_batch(batch)[1]
+    outputs = None
+    # The loss of a single class is always 0: only then are the outputs worth a second forward pass.
+    if loss.item() == 0:
+        with _evaluating(context, "train"):
+            outputs = trainer.predict_step(batch)
+    _check_fits_cross_entropy(outputs, targets)
+
+
+def _check_fits_cross_entropy(outputs: Any, targets: Any) -> None:
+    if isinstance(outputs, Tensor) and outputs.ndim > 1 and outputs.shape[1] == 1:
         raise ConfigError(
             f"criterion: the default, cross entropy, learns nothing from one output per sample, got outputs of shape "
             f"{tuple(outputs.shape)}; give criterion='MSELoss', 'BCEWithLogitsLoss', …"
         )
+    if isinstance(targets, Tensor) and targets.is_floating_point() and targets.ndim > 1 and targets.numel():
+        sums = targets.sum(dim=1)
+        if bool((targets < 0).any()) or not torch.allclose(sums, torch.ones_like(sums), atol=0.01):
+            raise ConfigError(
+                "criterion: the default, cross entropy, needs class numbers or probabilities that add up to 1 as "
+                f"targets, got other numbers of shape {tuple(targets.shape)}; give criterion='MSELoss', "
+                "'BCEWithLogitsLoss', …"
+            )
 
 
 # The loss that a configuration names, for a strategy that has none of its own.

@@ -6,15 +6,32 @@ import math
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.data import batch_length
-from dovetail.errors import ConfigError
+from dovetail.data import batch_length, concat
+from dovetail.data.batches import map_tensors, slice_batch
+from dovetail.errors import ConfigError, DataError
 
-__all__ = ["MeanOf", "Meter", "Metric", "accuracy", "as_metrics", "compute_metrics", "warn_of_no_data"]
+__all__ = [
+    "MeanOf",
+    "Meter",
+    "Metric",
+    "WholePass",
+    "accuracy",
+    "are_classes",
+    "as_metrics",
+    "compute_metrics",
+    "include_means",
+    "warn_of_no_data",
+]
+
+
+_NUMBERS = (int, float, np.number, np.bool_)
 
 
 @runtime_checkable
@@ -43,6 +60,24 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     right = outputs.argmax(dim=1) == targets
     # In double precision, so that it does not matter how samples are batched; one kind of device has none.
     return right.to(torch.float32 if right.device.type == "mps" else torch.float64).mean()
+
+
+def are_classes(outputs: Any, targets: Any) -> bool:
+    """Return whether outputs are scores of exclusive classes and targets are the numbers of classes.
+
+    Example:
+        >>> are_classes(torch.randn(4, 3), torch.tensor([0, 2, 1, 0]))
+        True
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.ndim < 2 or outputs.shape[1] < 2:
+        return False
+    if targets.dtype == torch.bool or targets.is_floating_point() or targets.is_complex():
+        return False
+    if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
+        return False
+    # Cross entropy ignores targets of -100 by default.
+    known = (targets == -100) | ((targets >= 0) & (targets < outputs.shape[1]))
+    return bool(known.all())
 
 
 class Meter:
@@ -79,8 +114,8 @@ class Meter:
             if isinstance(value, Tensor):
                 if value.ndim == 0:
                     self._pending.append((name, value.detach(), num_samples))
-            elif isinstance(value, (int, float)):
-                self._pending.append((name, value, num_samples))
+            elif isinstance(value, _NUMBERS):
+                self._pending.append((name, float(value), num_samples))
 
     def flush(self) -> dict[str, list[float]]:
         """Bring the waiting values to the host and return them by name."""
@@ -132,7 +167,11 @@ class Meter:
 def as_metrics(metrics: Any) -> dict[str, Metric]:
     """Return metrics by name from a mapping, a list, or one object or callable.
 
-    A callable `fn(outputs, targets) -> scalar` becomes the sample-weighted mean of its values.
+    A callable `fn(outputs, targets) -> scalar` becomes the sample-weighted mean of its values; `WholePass(fn)` is
+    computed once, from the outputs and targets of all batches.
+
+    Raises:
+        ConfigError: Something is no metric, two metrics have one name, or a function is known to be no mean of samples.
 
     Example:
         >>> list(as_metrics([accuracy]))
@@ -145,23 +184,49 @@ def as_metrics(metrics: Any) -> dict[str, Metric]:
     else:
         several = metrics if isinstance(metrics, (list, tuple)) else [metrics]
         named = [(_name(metric), metric) for metric in several]
-    return {name: _as_metric(metric) for name, metric in named}
+    made: dict[str, Metric] = {}
+    for name, metric in named:
+        if name in made:
+            raise _twice(name)
+        made[name] = _as_metric(metric)
+    return made
 
 
 class MeanOf:
-    """The sample-weighted mean of a function of outputs and targets."""
+    """The sample-weighted mean of a function of outputs and targets.
 
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+    A function that is given as a metric is averaged like this after a check that it is a mean over samples: its value
+    on a batch is compared with its values on the two halves of the batch. `MeanOf(function)`, given by the user, skips
+    the check.
+
+    Args:
+        function: Returns one number for a batch.
+        check: Whether to raise a `ConfigError` if the function is no mean over samples.
+
+    Example:
+        >>> largest = MeanOf(lambda outputs, targets: outputs.max())
+        >>> largest.update(torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
+        >>> largest.update(torch.tensor([7.0]), torch.zeros(1))
+        >>> largest.compute()
+        4.0
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], *, check: bool = False) -> None:
         self.function = function
         self._meter = Meter()
+        self._checks = check
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Take in one batch."""
         value = self.function(outputs, targets)
-        if not isinstance(value, (int, float)) and (not isinstance(value, Tensor) or value.ndim):
+        if not isinstance(value, _NUMBERS) and (not isinstance(value, Tensor) or value.ndim):
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ConfigError(f"metrics: {_name(self.function)} must return one number for a batch, got {found}")
-        self._meter.add({"value": value}, batch_length(targets))
+        num_samples = batch_length(targets)
+        # Once in a pass, until the halves of a batch had different values: equal ones prove nothing.
+        if self._checks and num_samples > 1 and not len(self._meter) and not self._meter.counts:
+            self._checks = not _is_mean_of_halves(self.function, outputs, targets, value, num_samples)
+        self._meter.add({"value": value}, num_samples)
         if len(self._meter) >= 256:
             self._meter.flush()
 
@@ -179,31 +244,176 @@ class MeanOf:
         return self._meter
 
 
+class WholePass:
+    """A function of all outputs and targets of a pass, for metrics that are no mean over samples.
+
+    The outputs and targets of every batch are kept in host memory until the pass has ended. Several processes gather
+    them in the order of the batches.
+
+    Args:
+        function: Called once, with the joined outputs and the joined targets; returns a number, or numbers by name.
+
+    Example:
+        >>> spread = WholePass(lambda outputs, targets: (outputs - targets).std())
+        >>> spread.update(torch.tensor([1.0, 2.0]), torch.zeros(2))
+        >>> spread.update(torch.tensor([3.0]), torch.zeros(1))
+        >>> spread.compute()
+        tensor(1.)
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        if not callable(function):
+            raise ConfigError(f"WholePass: expected a function of outputs and targets, got {function!r}")
+        self.function = function
+        self._parts: list[Any] = []
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Keep one batch."""
+        self._parts.append(map_tensors(_on_host, (outputs, targets)))
+
+    def gather(self, gather: Callable[[list[Any]], list[Any]]) -> None:
+        """Take in the batches of the other processes, by the trainer's verb."""
+        self._parts = gather(self._parts)
+
+    def compute(self) -> Any:
+        """Return the function of all that was kept; NaN without data."""
+        if not self._parts:
+            return math.nan
+        outputs, targets = (concat(column) for column in zip(*self._parts, strict=True))
+        return self.function(outputs, targets)
+
+    def reset(self) -> None:
+        """Forget every batch."""
+        self._parts = []
+
+
 def _as_metric(metric: Any) -> Metric:
     if isinstance(metric, Metric):
         return metric
     if callable(metric):
-        return MeanOf(metric)
+        function = metric.func if isinstance(metric, partial) else metric
+        module, name = str(getattr(function, "__module__", None)), _name(function)
+        if module.startswith("sklearn.metrics") and name not in _SKLEARN_MEANS:
+            raise ConfigError(f"metrics: {name} of scikit-learn is no mean over samples; {_NO_MEAN}")
+        return MeanOf(metric, check=metric is not accuracy)
     raise ConfigError(f"metrics: expected functions of outputs and targets, or torchmetrics objects, got {metric!r}")
 
 
+_NO_MEAN = "give WholePass(function) to compute it over the whole pass, or MeanOf(function) to average it over batches"
+
+# Functions of scikit-learn whose sample-weighted mean over batches is their value for all samples.
+_SKLEARN_MEANS = {
+    "accuracy_score",
+    "brier_score_loss",
+    "hamming_loss",
+    "log_loss",
+    "mean_absolute_error",
+    "mean_absolute_percentage_error",
+    "mean_pinball_loss",
+    "mean_squared_error",
+    "mean_squared_log_error",
+    "zero_one_loss",
+}
+
+
+def _is_mean_of_halves(
+    function: Callable[[Any, Any], Any], outputs: Any, targets: Any, value: Any, length: int
+) -> bool:
+    """Return whether a batch proves that a function is a mean over samples; False if the batch proves nothing.
+
+    Raises:
+        ConfigError: The function is no mean over samples.
+    """
+    middle = length // 2
+    try:
+        halves = [
+            (slice_batch(outputs, start, stop, length), slice_batch(targets, start, stop, length))
+            for start, stop in ((0, middle), (middle, length))
+        ]
+    except DataError:
+        # Outputs without one row per sample cannot be cut.
+        return False
+    failure: Exception | None = None
+    try:
+        with warnings.catch_warnings():
+            # A warning about a half of a batch would puzzle: the user never formed it.
+            warnings.simplefilter("ignore")
+            first, second = (float(function(*half)) for half in halves)
+    except Exception as error:
+        failure, first, second = error, math.nan, math.nan
+    whole, mean = float(value), (first * middle + second * (length - middle)) / length
+    if not math.isfinite(whole):
+        return False
+    largest = max(abs(whole), abs(first), abs(second))
+    if not abs(whole - mean) <= _tolerance(outputs, value) * largest + 1e-6:
+        raise ConfigError(
+            f"metrics: {_name(function)} is no mean over samples: it is {whole:.6g} for a batch, and {first:.6g} and "
+            f"{second:.6g} for its halves; {_NO_MEAN}"
+        ) from failure
+    return first != second
+
+
+def _tolerance(*values: Any) -> float:
+    is_coarse = any(isinstance(it, Tensor) and it.dtype in (torch.float16, torch.bfloat16) for it in values)
+    return 0.02 if is_coarse else 1e-4
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
+
+
 def _name(metric: Any) -> str:
+    if isinstance(metric, (MeanOf, WholePass)):
+        return _name(metric.function)
+    if isinstance(metric, partial):
+        return _name(metric.func)
     return getattr(metric, "__name__", None) or type(metric).__name__
 
 
-def compute_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the value of every metric that is not a mean, which a meter has; nested results are flattened by name."""
-    values: dict[str, float] = {}
+def _twice(name: str) -> ConfigError:
+    return ConfigError(f"metrics: two numbers are called {name!r}; give metrics by name, {{'one': …, 'other': …}}")
+
+
+def include_means(metrics: Mapping[str, Metric], meter: Meter) -> None:
+    """Add the metrics that are means of functions to a meter, whose sums add up over processes."""
+    meter.flush()
+    for name, metric in metrics.items():
+        if isinstance(metric, MeanOf):
+            if name in meter.sums:
+                raise _twice(name)
+            meter.include(name, metric.meter)
+
+
+def compute_metrics(metrics: Mapping[str, Metric], means: Mapping[str, float]) -> dict[str, float]:
+    """Return means and the value of every metric that is not a mean.
+
+    The numbers of a collection are named `<name>_<part>` if the collection was given by name, else `<part>`; the
+    numbers of a tensor are named `<name>_0`, `<name>_1` and so on.
+
+    Raises:
+        ConfigError: Two numbers have one name.
+    """
+    values = dict(means)
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            for index, item in enumerate(value.flatten().tolist()):
+                add(f"{name}_{index}", item)
+            return
+        if name in values:
+            raise _twice(name)
+        values[name] = float(value)
+
     for name, metric in metrics.items():
         if isinstance(metric, MeanOf):
             continue
         result = metric.compute()
-        parts = result.items() if isinstance(result, Mapping) else [(name, result)]
-        for part, value in parts:
-            if isinstance(value, Tensor) and value.numel() != 1:
-                values.update({f"{part}_{index}": float(item) for index, item in enumerate(value.flatten())})
-            else:
-                values[part] = float(value)
+        if not isinstance(result, Mapping):
+            add(name, result)
+            continue
+        prefix = "" if name == _name(metric) else f"{name}_"
+        for part, value in result.items():
+            add(f"{prefix}{part}", value)
     return values
 
 

@@ -26,6 +26,7 @@ class TrainerOptions:
         optim_function: A name in `torch.optim`, an optimizer class, or a callable of the parameters.
         lr_scheduler: A schedule of `dovetail.trainers.schedules`, a callable of the optimizer such as
             `partial(StepLR, step_size=3)`, a name in `torch.optim.lr_scheduler` that needs no argument, or a scheduler.
+            All but the last make one scheduler for each optimizer.
         mtm_scheduler: The same for momentum (`momentum` or `betas[0]`).
         scheduler_step_on_batch: Step a plain torch scheduler by batches instead of epochs: at every update, once for
             each batch since the last.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail import checkpoint as store
 from dovetail.callbacks import mode_of
-from dovetail.checkpoint.files import DISK, sweep
-from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
+from dovetail.checkpoint.files import DISK, damaged_name, sweep
+from dovetail.checkpoint.manifest import STATE
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError, add_note
 from dovetail.history import History
 from dovetail.trainers import foreign
+from dovetail.trainers.fitting import restoring
 from dovetail.trainers.options import TrainerOptions
 from dovetail.units import Progress
 
@@ -43,6 +47,7 @@ class Saver:
         in_background: Whether checkpoints are written beside training, in a thread.
         saved_at: The epoch and batch of the newest checkpoint.
         best: The best value so far.
+        best_of: The direction and metric of this value, such as `min valid_loss`; None if they are not known.
         improved: Whether the last validation set it and is not written yet.
         validated: Whether there was a validation since the last checkpoint.
         owes: Whether a periodic checkpoint is due that is not written yet.
@@ -60,6 +65,7 @@ class Saver:
     in_background: bool = False
     saved_at: tuple[int, int] | None = None
     best: float | None = None
+    best_of: str | None = None
     improved: bool = False
     owes: bool = False
     validated: bool = False
@@ -88,6 +94,14 @@ class Saver:
             in_background=options.save_in_background,
         )
 
+    def renewed(self, options: TrainerOptions) -> Saver:
+        """Return a saver by other options, which knows of this one's checkpoints if they have the same names."""
+        other = Saver.from_options(options)
+        if (other.directory, other.name) == (self.directory, self.name):
+            other.saved_at, other.owes = self.saved_at, self.owes
+            other.best, other.best_of = self.best, self.best_of
+        return other
+
     def path(self, progress: Progress) -> Path:
         """Return where the periodic checkpoint of a moment lies."""
         return self.directory / f"{self.name}_epoch_{progress.epoch}_iter_{progress.batches}"
@@ -104,13 +118,30 @@ class Saver:
         if value is None or value != value:
             return
         mode = self.mode or mode_of(monitor)
+        best_of = f"{mode} {monitor}"
+        if self.best_of not in (None, best_of):
+            # Values of two metrics cannot be compared.
+            self.best = None
         if self.best is None or (value < self.best if mode == "min" else value > self.best):
             self.best, self.improved = value, True
+        self.best_of = best_of
 
     def attach(self, history: History) -> None:
-        """Write the history, now and row by row from now on, if that is wanted."""
-        if self.keep_history:
-            history.attach(self.directory / f"{self.name}_history.jsonl")
+        """Write the history, now and row by row from now on, if that is wanted.
+
+        A file of that name that is not a history is kept under another name, with a warning: the trainer has the
+        whole history in memory, so a damaged file must not end a run that is resumed.
+        """
+        if not self.keep_history:
+            return
+        path = self.directory / f"{self.name}_history.jsonl"
+        try:
+            history.attach(path)
+        except ConfigError as error:
+            damaged = damaged_name(path)
+            path.rename(damaged)
+            history.attach(path)
+            warnings.warn(store.CheckpointWarning(f"{error}; it is kept as {damaged.name}"), stacklevel=2)
 
     def prune(self, metrics: Mapping[str, float]) -> None:
         """Remove the periodic checkpoints that no rule keeps."""
@@ -119,15 +150,20 @@ class Saver:
             if "best" in rules:
                 monitor = self._monitor(metrics)
                 rules |= {"metric": monitor, "mode": self.mode or mode_of(monitor)}
-            store.prune(self.directory, pattern=f"{self.name}_epoch_*", **rules)
+            # Before the first validation no checkpoint has the metric, and all of them stay.
+            with contextlib.suppress(UnknownNameError):
+                store.prune(self.directory, pattern=f"{self.name}_epoch_*", **rules)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, and whether a periodic checkpoint is owed."""
-        return {"best": self.best, "owes": self.owes}
+        return {"best": self.best, "best_of": self.best_of, "owes": self.owes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self.best, self.owes = state["best"], state["owes"]
+        best = state["best"]
+        self.best, self.owes = None if best is None else float(best), bool(state["owes"])
+        # Checkpoints of earlier versions do not have it.
+        self.best_of = state.get("best_of")
 
     def _monitor(self, metrics: Mapping[str, float]) -> str:
         return self.monitor or ("valid_accuracy" if "valid_accuracy" in metrics else "valid_loss")
@@ -223,8 +259,24 @@ def _tell(trainer: Trainer, path: Path) -> None:
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Give a trainer the whole state of a checkpoint."""
-    trainer.load_state_dict(store.load(path, peers=trainer.context.peers))
+    """Give a trainer the whole state of a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or its state does not fit the trainer; the sentence names the file
+            and the key.
+    """
+    _restore(trainer, path, store.load(path, peers=trainer.context.peers))
+
+
+def _restore(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
+    try:
+        with restoring("the state"):
+            trainer.load_state_dict(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / STATE}: {error}") from error
+    except Exception as error:
+        add_note(error, f"the checkpoint is {path}")
+        raise
 
 
 def resume(trainer: Trainer, source: str | Path) -> None:
@@ -243,7 +295,7 @@ def resume(trainer: Trainer, source: str | Path) -> None:
     if newest is None:
         return
     path, state = newest
-    trainer.load_state_dict(state)
+    _restore(trainer, path, state)
     # The best one is no substitute: where training ends, the checkpoint of that moment is written beside it.
     if path == saver.path(context.progress):
         saver.saved_at = _place(context.progress)

@@ -23,11 +23,13 @@ from dovetail.callbacks import Callback
 from dovetail.data import split_batch
 from dovetail.errors import ConfigError, DataError
 from dovetail.history import History
+from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.trainers import loop
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
+from dovetail.trainers.fitting import restoring
 from dovetail.trainers.pieces import as_mode
-from dovetail.trainers.schedules.applied import set_lr, set_momentum
+from dovetail.trainers.schedules.applied import set_lr
 from dovetail.units import Epochs
 
 __all__ = ["ClassicSpelling", "PlatoSpelling", "ProgressChecker", "RunSpelling", "own_hooks"]
@@ -46,8 +48,14 @@ class ClassicSpelling(CoreTrainer):
             trainset: Training data, or None for `train_dataset`.
             sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
         """
+        if trainset is None and sampler is not None:
+            raise ConfigError("sampler: it chooses samples of a trainset; call train(trainset, sampler)")
         started = time.perf_counter()
-        if trainset is not None:
+        if trainset is not None and defines(self, "train_model"):
+            # A subclass that was written for plato trains there.
+            own: Any = self
+            own.train_model(dict(self.context.config), trainset, sampler)
+        elif trainset is not None:
             self.reset()
             self.sampler = sampler
             self.forget_loaders()
@@ -107,26 +115,6 @@ class ClassicSpelling(CoreTrainer):
         """The test batches."""
         return self.loader("test")
 
-    @property
-    def learning_rate(self) -> float:
-        """The rate of the first parameter group; setting it sets every group."""
-        return float(_groups(self.optimizer)[0]["lr"])
-
-    @learning_rate.setter
-    def learning_rate(self, rate: float) -> None:
-        self.set_learning_rate(rate, param_zero=False)
-
-    @property
-    def momentum(self) -> float:
-        """The momentum of the optimizer: `momentum`, or `betas[0]` of Adam and its kin."""
-        group = _groups(self.optimizer)[0]
-        return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
-
-    @momentum.setter
-    def momentum(self, value: float) -> None:
-        for group in _groups(self.optimizer):
-            set_momentum(group, value)
-
     def set_learning_rate(self, rate: float, param_zero: bool = True) -> None:
         """Set the rate of the first parameter group, or of all."""
         groups = _groups(self.optimizer)
@@ -178,8 +166,9 @@ class ClassicSpelling(CoreTrainer):
         return self.learning_rate
 
     def get_momentum(self) -> float:
-        """Return `momentum`."""
-        return self.momentum
+        """Return the momentum of the optimizer: `momentum`, or `betas[0]` of Adam and its kin."""
+        group = _groups(self.optimizer)[0]
+        return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
     def set_momentum(self, value: float) -> None:
         """Set `momentum`."""
@@ -310,7 +299,9 @@ class RunSpelling(CoreTrainer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken, with the best weights so far if they were followed."""
-        if any(entry["name"] == _BestWeights.__name__ for entry in state["callbacks"]):
+        with restoring("callbacks"):
+            has_best = any(entry["name"] == _BestWeights.__name__ for entry in state["callbacks"])
+        if has_best:
             self._follow_best()
         super().load_state_dict(state)
 
@@ -354,6 +345,10 @@ class ProgressChecker:
 
 class PlatoSpelling(CoreTrainer):
     """plato's names: hooks as methods, `train_model`, `test_model`, `test`, client ids."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        reject_lost_overrides(cls, _INSTEAD)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -429,8 +424,18 @@ class PlatoSpelling(CoreTrainer):
 
     @property
     def current_epoch(self) -> int:
-        """The running epoch, counted from 1."""
+        """The epoch that runs, else the last one that ran, counted from 1; 1 before the first."""
         return self.context.current_epoch
+
+
+# What plato's trainers define and nothing here calls.
+_INSTEAD = {
+    "train_process": "override fit, or use the hooks train_run_start and train_run_end",
+    "test_process": "override test_model, or give a testing_strategy",
+    "lr_scheduler_step": "give an lr_scheduler_strategy with step(scheduler, context)",
+    "_adjust_lr": "global_lr_scheduler in the settings continues the schedule from round to round",
+    "simulate_sleep_time": "speed_simulation in the settings of clients simulates slow clients",
+}
 
 
 def own_hooks(trainer: PlatoSpelling) -> Callback | None:
@@ -478,9 +483,25 @@ def _whole_step(trainer: Any, batch: Any) -> dict[str, Any]:
     """Run a step that a subclass owns through `perform_forward_and_backward_passes`."""
     examples, labels = split_batch(batch)
     context = trainer.context
+    notes = context.notes
     loss = trainer.perform_forward_and_backward_passes(context.config, examples, labels)
-    context.notes.optimized = True
-    context.notes.stepped.extend(context.optimizers[:1])
+    if notes.optimized:
+        # It went through the context, which counts and clips.
+        return {"loss": loss}
+    unused = {
+        "accumulation_steps": context.window.size > 1,
+        "gradient_clip": bool(trainer.options.gradient_clip),
+        "precision='fp16'": context.precision is not None and context.precision.dtype is torch.float16,
+        "several processes": context.has_peers,
+        "training_step_strategy": trainer.strategies.training_step is not None,
+    }
+    for name in (name for name, is_wanted in unused.items() if is_wanted):
+        raise ConfigError(
+            f"perform_forward_and_backward_passes makes its updates alone, so {name} would have no effect: call "
+            "self.context.backward(loss) and self.context.step() in it, or override train_step"
+        )
+    notes.optimized = True
+    notes.stepped.extend(context.optimizers[:1])
     return {"loss": loss}
 
 

@@ -18,6 +18,7 @@ from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import TrainingContext, clear_gradients
+from dovetail.trainers.fitting import restoring
 from dovetail.trainers.untouched import layers, own_callbacks, untouched
 from dovetail.units import Batches, Progress
 
@@ -115,7 +116,8 @@ class AutoBatch(Capability):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the sizes back."""
         super().load_state_dict(state)
-        self._sizes = dict(state.get("auto_batch", {}))
+        with restoring("auto_batch"):
+            self._sizes = {name: int(size) for name, size in state.get("auto_batch", {}).items()}
 
     # ------------------------------------------------------------------ private
 
@@ -448,9 +450,9 @@ def _trying(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
         for layer in layers(trainer):
             if isinstance(layer, AutoBatch):
                 layer._is_active = False
+        context.progress = Progress()
         core.batch_size = size  # type: ignore[attr-defined]  # every trainer of ours has it, an abstract one does not
         context.callbacks = Callbacks([_BatchesOf(size), *own_callbacks(context)])
-        context.progress = Progress()
         yield
 
 

@@ -16,6 +16,7 @@ from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
+from dovetail.trainers.fitting import check_kind
 from dovetail.trainers.strategies.loss import (
     BCEWithLogitsLossStrategy,
     CrossEntropyLossStrategy,
@@ -188,6 +189,7 @@ class Compiled(Capability):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compile from here on what the run would have compiled; one that was eager so far decides anew."""
         super().load_state_dict(state)
+        check_kind({"seen": {}, "compiled": []}, state.get("compiled") or {}, "compiled")
         self._restored, self._step, self._epoch = state.get("compiled"), None, None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,7 +210,8 @@ class Compiled(Capability):
         trainer, (optimizer,) = cast(Any, self), context.optimizers
         self._shares = trainer.strategies.training_step is not None
         modules = [context.model, *([trainer.criterion] if isinstance(trainer.criterion, nn.Module) else [])]
-        if self._step is not None and self._step.adopt(modules, optimizer):
+        clips_alike = self._step is not None and self._step.max_norm == trainer.options.gradient_clip
+        if self._step is not None and clips_alike and self._step.adopt(modules, optimizer):
             if self._epoch is None and not self._step.find_again() and context.client_id:
                 # A graph for every client would take longer than it saves.
                 raise CannotCompileError("it uses a tensor that neither model, batch nor strategies hold in its form")

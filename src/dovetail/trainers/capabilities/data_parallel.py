@@ -21,6 +21,7 @@ from dovetail.errors import ConfigError
 from dovetail.trainers.base import Launcher
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
+from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 
@@ -65,6 +66,8 @@ class DataParallel(Capability):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigError(f"{name}: expected a whole number that is at least {least}, got {value!r}")
         self.num_processes = num_processes
+        if max_restarts and num_processes is None:
+            raise ConfigError("max_restarts: only processes that the trainer starts are restarted; give num_processes")
         self.max_restarts = max_restarts
         self._bucket_size = bucket_size
         self._devices: list[torch.device] = []
@@ -132,23 +135,34 @@ class DataParallel(Capability):
                 context.has_peers = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Add the randomness of every process."""
-        group, own = self._group, {"rng": rng_state()}
-        everyone = [own] if group is None else group.exchange(own)
+        """Add what differs between processes: randomness, the means of the running epoch, the place in the data."""
+        group = self._group
         if group is not None:
             self._copy_buffers(group)
-        return {**super().state_dict(), "data_parallel": {"rng": [each["rng"] for each in everyone]}}
+        state = super().state_dict()
+        own = {"rng": rng_state(), **{name: state[name] for name in _OWN_PARTS}}
+        everyone = [own] if group is None else group.exchange(own)
+        return {**state, "data_parallel": {name: [each[name] for each in everyone] for name in own}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back one's own randomness; another number of processes draws anew, and shares the rest of the epoch."""
-        super().load_state_dict(state)
-        group, kept = self._group, state.get("data_parallel", {}).get("rng", [])
+        """Restore this process's own parts; another number of processes draws anew and shares the rest of the epoch."""
+        group, kept = self._group, state.get("data_parallel", {})
+        check_kind({"rng": []}, {"rng": kept.get("rng", [])}, "data_parallel")
+        size, rank = (1, 0) if group is None else (group.size, group.rank)
+        own: dict[str, Any] = {}
+        if len(kept.get("rng", ())) == size:
+            own = {name: kept[name][rank] for name in _OWN_PARTS if name in kept}
+        elif "meter" in kept:
+            # The first process continues the sums of all, so that the mean of the epoch counts every sample once.
+            own = {"meter": _sum_of(kept["meter"]) if rank == 0 else Meter().state_dict()}
+        super().load_state_dict({**state, **own})
         if group is None:
             return
-        if len(kept) == group.size:
-            set_rng_state(kept[group.rank])
-        elif group.rank:
-            seed_everything(_seed_of(self.context.state["order_seed"], self.context.progress.batches, group.rank))
+        if len(kept.get("rng", ())) == size:
+            with restoring("data_parallel.rng"):
+                set_rng_state(kept["rng"][rank])
+        elif rank:
+            seed_everything(_seed_of(self.context.state["order_seed"], self.context.progress.batches, rank))
 
     def settle(self) -> None:
         """Let every process know whether any was asked to stop."""
@@ -178,10 +192,7 @@ class DataParallel(Capability):
             return meter
         meter.flush()
         total = Meter()
-        for each in self._group.exchange({"sums": meter.sums, "counts": meter.counts}):
-            for name, value in each["sums"].items():
-                total.sums[name] = total.sums.get(name, 0.0) + value
-                total.counts[name] = total.counts.get(name, 0) + each["counts"][name]
+        total.load_state_dict(_sum_of(self._group.exchange({"sums": meter.sums, "counts": meter.counts})))
         return total
 
     def gather(self, parts: list[Any]) -> list[Any]:
@@ -464,6 +475,20 @@ def _any(group: Group, holds: bool) -> bool:
 
 
 _END = object()
+
+# The parts of a trainer's state that each process of a group has for itself.
+_OWN_PARTS = ("meter", "epoch_start")
+
+
+def _sum_of(meters: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a meter with the sums and counts of several, and without their single values."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for each in meters:
+        for name, value in each["sums"].items():
+            sums[name] = sums.get(name, 0.0) + value
+            counts[name] = counts.get(name, 0) + each["counts"][name]
+    return {"sums": sums, "counts": counts, "values": {}}
 
 
 def _dense(gradient: Tensor | None, part: Tensor) -> Tensor:

@@ -9,9 +9,12 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.fitting import restore
 from dovetail.trainers.precision import Precision, PrecisionName
 
 __all__ = ["MixedPrecision"]
+
+_INIT_SCALE = 65536.0
 
 
 class MixedPrecision(Capability):
@@ -39,7 +42,7 @@ class MixedPrecision(Capability):
         self,
         *args: Any,
         precision: PrecisionName | Sequence[PrecisionName] = "auto",
-        init_scale: float = 65536.0,
+        init_scale: float = _INIT_SCALE,
         **kwargs: Any,
     ) -> None:
         names = [precision] if isinstance(precision, str) else list(precision)
@@ -47,6 +50,8 @@ class MixedPrecision(Capability):
             raise ConfigError("precision: expected at least one of 'auto', 'fp32', 'fp16' and 'bf16', got none")
         for name in names:
             Precision(name)
+        if init_scale != _INIT_SCALE and not {"auto", "fp16"} & set(names):
+            raise ConfigError(f"init_scale: only float16 is scaled, got precision={precision!r}")
         self._names: list[PrecisionName] = names
         self._init_scale = init_scale
         self._precision: Precision | None = None
@@ -88,7 +93,7 @@ class MixedPrecision(Capability):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the scaler's state back; a run that had none starts with a new scale."""
         super().load_state_dict(state)
-        self._made().load_state_dict(state.get("mixed_precision", {}))
+        restore({"mixed_precision": {}, **state}, "mixed_precision", self._made().load_state_dict, {})
 
     def _made(self) -> Precision:
         if self._precision is None:

@@ -27,6 +27,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
+from dovetail.trainers.fitting import restoring
 from dovetail.units import Batches, Epochs, TrainUnit, Updates
 
 if TYPE_CHECKING:
@@ -213,11 +214,12 @@ class DifferentialPrivacy(Capability):
                     stacklevel=2,
                 )
             return
-        self._accountant.history = [(float(noise), float(rate), int(steps)) for noise, rate, steps in own["spent"]]
-        if self.target_epsilon is not None:
-            self.noise_multiplier = own["noise_multiplier"]
-        self._delta = self.delta or own["delta"]
-        self._restore(own)
+        with restoring("differential_privacy"):
+            self._accountant.history = [(float(noise), float(rate), int(steps)) for noise, rate, steps in own["spent"]]
+            if self.target_epsilon is not None:
+                self.noise_multiplier = float(own["noise_multiplier"])
+            self._delta = self.delta or float(own["delta"])
+            self._restore(own)
 
     # ------------------------------------------------------------------ once per pass
 

@@ -15,6 +15,7 @@ from dovetail.distributed import Group, is_part, num_launched, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.context import Plan, Stage
+from dovetail.trainers.fitting import restoring
 from dovetail.units import TrainUnit
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class ShardedDataParallel(DataParallel):
         """Take one's part of a state, which may be whole or in parts."""
         model = self.context.model
         present = {} if model is None else model.state_dict()
-        parts = {name: part_of(value, present.get(name)) for name, value in state["model"].items()}
+        with restoring("model"):
+            parts = {name: part_of(value, present.get(name)) for name, value in state["model"].items()}
         super().load_state_dict({**state, "model": parts})
         for optimizer in self.context.optimizers:
             _divide_state(optimizer)

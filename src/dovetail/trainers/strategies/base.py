@@ -159,7 +159,7 @@ class LRSchedulerStrategy(Strategy, ABC):
 
     @abstractmethod
     def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> Any:
-        """Return a scheduler of torch, or None for a constant rate."""
+        """Return a scheduler of torch, or None for a constant rate; called once for each optimizer."""
 
     def step(self, scheduler: Any, context: TrainingContext) -> None:
         """Advance the scheduler; called when its interval has passed."""

@@ -97,7 +97,7 @@ class WholeStep:
     ) -> None:
         self.optimizer = optimizer
         self._compute = compute
-        self._max_norm = max_norm
+        self.max_norm = max_norm
         # One root for all modules, so that every tensor has one name.
         self._root = nn.ModuleList(modules)
         self._modules = list(self._root.modules())[1:]
@@ -475,8 +475,8 @@ class WholeStep:
             for name, buffer in buffers.items():
                 if swapped[name] is not buffer:
                     buffer.copy_(swapped[name])
-            if self._max_norm:
-                gradients = clipped(gradients, self._max_norm)
+            if self.max_norm:
+                gradients = clipped(gradients, self.max_norm)
             for group, term in zip(groups, self._terms, strict=True):
                 own = [next(coming) for _ in rule.numbers(group)]
                 for it in group["params"]:

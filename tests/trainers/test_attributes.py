@@ -1,0 +1,315 @@
+"""Options that are read and assigned as attributes of a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import needs_compiler
+from problem import Problem, assert_same_weights, weights
+from torch import nn
+
+from dovetail import Batches, Epochs, Trainer
+from dovetail import checkpoint as store
+from dovetail.callbacks import Callback, ProgressDisplay
+from dovetail.errors import ConfigError, NonFiniteLossError, UnknownNameError
+from dovetail.trainers import AMPTrainer, CompiledTrainer, TrainerOptions
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.schedules import TriangularMtm
+from dovetail.trainers.strategies import GradientAccumulationStepStrategy, SGDOptimizerStrategy
+
+# Another value than the default for each option whose effect on a run can be seen.
+OTHER: dict[str, Any] = {
+    "num_epochs": 1,
+    "learning_rate": 0.5,
+    "momentum": 0.1,
+    "weight_decay": 0.25,
+    "loss_function": nn.CrossEntropyLoss(label_smoothing=0.5),
+    "optim_function": "Adam",
+    "lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+    "mtm_scheduler": TriangularMtm(mtm_min=0.1, mtm_max=0.3, stepsize=6),
+    "gradient_clip": 0.01,
+    "accumulation_steps": 3,
+    "seed": 7,
+    "batch_size": 16,
+    "val_batch_size": 5,
+    "shuffle": False,
+    "drop_last": False,
+    "verbose": True,
+    "nonfinite": "ignore",
+    "stop_when_acc": 0.01,
+    "early_stop": {"num_epochs": 1, "improv": 1.0},
+    "checkpoint_dir": "other",
+    "checkpoint_name": "own",
+    "save_every": 5,
+    "save_best": True,
+    "save_hist": False,
+    "keep_last": 1,
+    "keep_best": 1,
+    "keep_every": 24,
+    "best_metric": "valid_loss",
+    "best_mode": "min",
+    "save_in_background": True,
+}
+
+
+def make(problem: Problem, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {"num_epochs": 3, "batch_size": 10, "learning_rate": 0.1, "seed": 0, "verbose": False}
+    data = {"train_dataset": (problem.x, problem.y), "val_dataset": (problem.x[:12], problem.y[:12])}
+    return Trainer(problem.model(), "cpu", **{**settings, "optim_function": "SGD", **data, **options})
+
+
+def evidence(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """All that a run leaves behind."""
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir() or "hist" in path.name}
+    best = next(iter(folder.rglob("best_*")), None)
+    return {
+        "weights": {name: value.tolist() for name, value in weights(trainer.model).items()},
+        "losses": trainer.history.losses.tolist(),
+        "sizes": [len(batch[0]) for batch in trainer.val_loader],
+        "files": files,
+        "best": None if best is None else store.inspect(best).summary["epoch"],
+        "callbacks": [type(it).__name__ for it in trainer.callbacks],
+    }
+
+
+def run(problem: Problem, folder: Path, given: dict[str, Any], assigned: dict[str, Any]) -> dict[str, Any]:
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        trainer = make(problem, **given)
+        for key, value in assigned.items():
+            setattr(trainer, key, value)
+            assert getattr(trainer, key) == value
+        trainer.train()
+        return evidence(trainer, folder)
+
+
+@pytest.fixture(scope="module")
+def usual(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(problem, tmp_path_factory.mktemp("usual") / "run", {}, {})
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_an_assigned_option_is_worth_one_that_was_given(
+    problem: Problem, tmp_path: Path, usual: dict[str, Any], name: str
+) -> None:
+    option = {name: OTHER[name]}
+    beside = {"best_mode": {"best_metric": "valid_accuracy"}, "save_best": {"save_every": 0}}.get(name, {})
+    found = run(problem, tmp_path / "assigned", beside, option)
+    assert found == run(problem, tmp_path / "given", {**beside, **option}, {})
+    assert found != (run(problem, tmp_path / "without", beside, {}) if beside else usual)
+
+
+def test_every_option_is_an_attribute(problem: Problem) -> None:
+    trainer = Trainer(problem.model(), "cpu", verbose=False)
+    effective = {"val_batch_size": 64, "test_batch_size": 64, "verbose": False}
+    for field in fields(TrainerOptions):
+        assert getattr(trainer, field.name) == effective.get(field.name, field.default), field.name
+        assert getattr(AMPTrainer(trainer), field.name) == getattr(trainer, field.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("save_every", -2, "save_every: expected a whole number that is at least -1, got -2"),
+        ("num_epochs", 1.5, "num_epochs: expected a whole number that is at least 0, got 1.5"),
+        ("nonfinite", "explode", "nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got 'explode'"),
+        ("learning_rate", "fast", "learning_rate: expected a number that is at least 0.0, got 'fast'"),
+        ("max_concurrency", 2, "max_concurrency: only a ComposableTrainer trains in a process of its own"),
+        ("device_id", 5, "device: 'cuda:5' is not available here"),
+    ],
+)
+def test_a_bad_value_is_refused_and_changes_nothing(problem: Problem, name: str, value: Any, message: str) -> None:
+    trainer = make(problem)
+    before = getattr(trainer, name)
+    with pytest.raises(ConfigError, match=message):
+        setattr(trainer, name, value)
+    assert getattr(trainer, name) == before
+    with pytest.raises(UnknownNameError, match="did you mean 'save_every'"):
+        trainer.set_option("save_evry", 1)
+
+
+def test_checkpoints_follow_assignments_between_runs(problem: Problem, tmp_path: Path) -> None:
+    def names() -> list[str]:
+        return sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*"))
+
+    trainer = make(problem, checkpoint_dir=tmp_path / "a")
+    trainer.fit(max_length=Epochs(1))
+    assert names() == ["a/best_ck", "a/ck_epoch_1_iter_9", "a/ck_history.jsonl"]
+    trainer.save_every = 0
+    trainer.fit(max_length=Epochs(2))
+    assert names() == ["a/best_ck", "a/ck_epoch_1_iter_9", "a/ck_history.jsonl"]
+    trainer.checkpoint_dir, trainer.save_every, trainer.save_hist = tmp_path / "b", -1, False
+    trainer.fit(max_length=Epochs(3))
+    assert names()[3:] == ["b/best_ck", "b/ck_epoch_3_iter_27"]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_values_of_two_metrics_are_not_compared_for_the_best(problem: Problem, tmp_path: Path, resumes: bool) -> None:
+    trainer = make(problem, checkpoint_dir=tmp_path, best_metric="valid_accuracy")
+    trainer.fit(max_length=Epochs(1))
+    assert trainer.context.saver.best == trainer.best_acc
+    if resumes:
+        trainer = make(problem, checkpoint_dir=tmp_path)
+    trainer.best_metric, trainer.best_mode = "valid_loss", "max"
+    trainer.fit(max_length=Epochs(3), resume="auto" if resumes else None)
+    assert trainer.context.saver.best == max(trainer.val_loss_history[1:])
+
+
+def test_the_best_so_far_is_kept_when_something_else_is_assigned(problem: Problem, tmp_path: Path) -> None:
+    trainer = make(problem, checkpoint_dir=tmp_path)
+    trainer.fit(max_length=Epochs(1))
+    best = trainer.context.saver.best
+    trainer.keep_last = 1
+    assert trainer.context.saver.best == best is not None
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_assignments_reach_the_trainer_through_decorators(problem: Problem, tmp_path: Path, wrapped: bool) -> None:
+    inner = make(problem)
+    trainer: Any = AMPTrainer(inner, precision="fp32") if wrapped else inner
+    trainer.checkpoint_dir, trainer.num_epochs = tmp_path, 1
+    trainer.fit()
+    assert (tmp_path / "best_ck").is_dir()
+    assert (inner.checkpoint_dir, inner.options.checkpoint_dir) == (tmp_path, tmp_path)
+
+
+def test_a_running_trainer_takes_only_what_can_take_effect(problem: Problem) -> None:
+    class Assigns(Callback):
+        def on_step_end(self, context: TrainingContext, output: Any) -> None:
+            trainer.learning_rate, trainer.gradient_clip, trainer.batch_size = 0.25, 1.0, 12
+            for name, value in (("checkpoint_dir", "x"), ("num_epochs", 9), ("shuffle", False), ("print_every", 1)):
+                with pytest.raises(ConfigError, match=f"{name}: the trainer is running; assign this option before or"):
+                    setattr(trainer, name, value)
+
+    trainer = make(problem, callbacks=[Assigns()])
+    trainer.fit(max_length=Batches(1))
+    assert (trainer.learning_rate, trainer.gradient_clip, trainer.num_epochs) == (0.25, 1.0, 3)
+
+
+def test_the_order_of_an_epoch_is_not_changed_in_its_middle(problem: Problem) -> None:
+    trainer = make(problem)
+    trainer.fit(max_length=Batches(2))
+    for name, value in (("seed", 5), ("shuffle", False), ("batch_size", 4), ("drop_last", False)):
+        with pytest.raises(ConfigError, match=f"{name}: the trainer has read 2 batches of an epoch"):
+            setattr(trainer, name, value)
+
+
+def test_assigned_rates_reach_optimizers_that_are_built_later(problem: Problem) -> None:
+    trainer = make(
+        problem, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), lr_scheduler=OTHER["lr_scheduler"]
+    )
+    trainer.learning_rate, trainer.momentum, trainer.weight_decay = 0.2, 0.5, 0.125
+    trainer.train_model({"epochs": 1}, (problem.x, problem.y))
+    (group,) = trainer.optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.5, 0.125)
+    trainer.train_model({"epochs": 1, "lr": 0.4}, (problem.x, problem.y))
+    assert trainer.learning_rate == 0.2
+
+
+def test_a_new_schedule_keeps_the_state_of_the_optimizer(problem: Problem) -> None:
+    trainer = make(problem, optim_function="Adam")
+    trainer.fit(max_length=Epochs(1))
+    optimizer = trainer.optimizer
+    trainer.lr_scheduler = OTHER["lr_scheduler"]
+    trainer.fit(max_length=Epochs(2))
+    assert trainer.optimizer is optimizer
+    assert trainer.learning_rate == 0.05
+    trainer.lr_scheduler = None
+    trainer.fit(max_length=Epochs(3))
+    assert trainer.learning_rate == 0.05
+
+
+def test_momentum_is_the_option_where_the_optimizer_has_none(problem: Problem) -> None:
+    trainer = Trainer(problem.model(), "cpu", verbose=False)
+    assert (trainer.momentum, trainer.get_momentum()) == (0.5, 0.9)
+    trainer.momentum = 0.7
+    assert (trainer.momentum, trainer.get_momentum()) == (0.7, 0.7)
+    assert Trainer(momentum=0.25).momentum == 0.25
+
+
+def test_what_a_strategy_decides_is_not_assigned(problem: Problem) -> None:
+    trainer = ComposableTrainer(
+        problem.model(),
+        optimizer_strategy=SGDOptimizerStrategy(lr=0.1),
+        training_step_strategy=GradientAccumulationStepStrategy(4),
+        verbose=False,
+    )
+    for name, value in (("optim_function", "Adam"), ("accumulation_steps", 2), ("shuffle", False)):
+        with pytest.raises(ConfigError, match=f"{name}: .* decides this; give one or the other"):
+            setattr(trainer, name, value)
+    assert trainer.optim_function is trainer.strategies.optimizer
+
+
+def test_a_display_is_shown_from_the_next_run_on(problem: Problem) -> None:
+    trainer = make(problem)
+    for verbose, log_bar in ((True, True), (True, False), (False, True), (True, True)):
+        trainer.verbose, trainer.log_bar = verbose, log_bar
+        shown = [it for it in trainer.callbacks if isinstance(it, ProgressDisplay)]
+        assert len(shown) == (verbose and log_bar)
+    trainer.callbacks.remove(*shown)
+    trainer.nonfinite = "warn"
+    assert not any(isinstance(it, ProgressDisplay) for it in trainer.callbacks)
+
+
+def test_a_loss_that_is_no_number_follows_the_assigned_option(problem: Problem) -> None:
+    def step(trainer: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": trainer.model(batch[0]).sum() * float("nan")}
+
+    trainer = make(problem, train_step=step, val_dataset=None, nonfinite="ignore")
+    trainer.fit(max_length=Epochs(1))
+    trainer.nonfinite = "raise"
+    with pytest.raises(NonFiniteLossError):
+        trainer.fit(max_length=Epochs(2))
+
+
+def test_a_subclass_may_not_assign_an_option_before_the_constructor(problem: Problem) -> None:
+    class Early(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.seed = 3
+            super().__init__(*args, **kwargs)
+
+    with pytest.raises(ConfigError, match=r"seed: this is an option; pass it as a keyword to super\(\).__init__\(\)"):
+        Early(problem.model())
+
+
+def test_an_attribute_one_letter_off_an_option_is_pointed_out(problem: Problem) -> None:
+    trainer: Any = make(problem)
+    trainer.checkpont_dir = "x"
+    trainer.mine = "y"
+    with pytest.warns(UserWarning, match="'checkpont_dir' is no option .* did you mean 'checkpoint_dir'") as caught:
+        trainer.fit(max_length=Epochs(1))
+    assert len(caught) == 1
+
+
+def test_an_lbfgs_that_accumulates_is_refused_in_every_run(problem: Problem) -> None:
+    trainer = make(problem, optimizer=partial(torch.optim.LBFGS, lr=0.1), accumulation_steps=2)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot accumulate gradients"):
+            trainer.fit(max_length=Epochs(1))
+    trainer.accumulation_steps = 1
+    trainer.fit(max_length=Epochs(1))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize(("name", "value"), [("gradient_clip", 0.01), ("weight_decay", 0.5), ("momentum", 0.9)])
+def test_a_compiled_step_follows_assignments(problem: Problem, name: str, value: Any) -> None:
+    compiled, eager = make(problem), make(problem)
+    for trainer in (CompiledTrainer(compiled), eager):
+        trainer.fit(max_length=Epochs(1))
+        setattr(trainer, name, value)
+        trainer.fit(max_length=Epochs(2))
+    for (key, ours), theirs in zip(compiled.model.state_dict().items(), eager.model.state_dict().values(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6), key
+    fresh = make(problem)
+    fresh.fit(max_length=Epochs(2))
+    with pytest.raises(AssertionError):
+        assert_same_weights(fresh.model, eager.model)
