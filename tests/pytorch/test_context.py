@@ -12,7 +12,7 @@ from trials import Classifier, make
 from dovetail import InvalidHP, pytorch
 from dovetail.core import DistributedContext, read_metrics
 from dovetail.errors import ConfigError
-from dovetail.info import VARIABLE, TrialInfo, write_info
+from dovetail.info import ATTEMPT, HPARAMS_READ, VARIABLE, TrialInfo, write_info
 from dovetail.pytorch import Batch, Epoch
 
 StepMode = pytorch.LRScheduler.StepMode
@@ -44,6 +44,38 @@ def test_the_launchers_hyperparameters_win_and_those_given_fill_in(
     context = pytorch.init(hparams=given)
     assert context.hparams == {"lr": 0.1, "net": {"width": 3, "depth": 2}, "opt": "sgd", "batch": 16}
     assert given["net"] == {"width": 8, "depth": 2}
+
+
+@pytest.mark.parametrize(
+    ("use", "reads"),
+    [
+        (lambda context: context.get_experiment_config(), False),
+        (lambda context: context.build_trial(Empty), False),
+        (lambda context: context.hparams, True),
+        (lambda context: context.training.hparams, True),
+        (lambda context: context.get_hparams(), True),
+        (lambda context: context.get_hparam("lr"), True),
+        (lambda context: context.get_global_batch_size(), True),
+        (lambda context: context.info.trial.hparams, True),
+    ],
+)
+def test_the_runner_can_see_whether_a_trial_has_read_its_hyperparameters(
+    use: Any, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(tmp_path, monkeypatch, hparams={"lr": 0.1, "global_batch_size": 8}, directory=str(tmp_path / "here"))
+    monkeypatch.setenv(ATTEMPT, str(tmp_path))
+    use(pytorch.init(verbose=False))
+    assert (tmp_path / HPARAMS_READ).exists() is reads
+
+
+class Empty(pytorch.PyTorchTrial):
+    """A trial that never uses its context."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        raise NotImplementedError
 
 
 def test_a_configuration_given_in_an_experiment_does_not_win_over_the_search(
@@ -312,6 +344,13 @@ def test_a_profile_is_written_on_request(tmp_path: Path) -> None:
     trial, context = make(tmp_path)
     context.fit(trial, max_length=Epoch(1), profiling_enabled=True)
     assert (tmp_path / "trial_0" / "profile" / "trace_1.json").exists()
+
+
+@pytest.mark.parametrize(("given", "profiles"), [(None, True), (False, False)])
+def test_the_configuration_may_ask_for_a_profile(tmp_path: Path, given: bool | None, profiles: bool) -> None:
+    trial, context = make(tmp_path, exp_conf={"profiling": {"enabled": True}})
+    context.fit(trial, max_length=Epoch(1), profiling_enabled=given)
+    assert (tmp_path / "trial_0" / "profile").exists() is profiles
 
 
 def test_a_profiler_of_the_trials_own_steps_with_every_batch(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problem import assert_same_weights
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from trials import NUM_TRAINED, Classifier, make, make_data
 
 from dovetail import Epochs, Records, checkpoint, pytorch
+from dovetail.core.train import read_metrics
 from dovetail.errors import CheckpointError, ConfigError, DataError
 from dovetail.pytorch import Batch, Epoch, PyTorchCallback, Trainer
 from dovetail.pytorch.context import MissingHyperparameterError
@@ -711,7 +713,7 @@ def test_evaluation_of_the_full_dataset() -> None:
 
         def evaluate_full_dataset(self, data_loader: Any) -> Any:
             assert not self.model.training
-            assert torch.is_inference_mode_enabled()
+            assert not torch.is_grad_enabled()
             return {"samples": sum(len(y) for _, y in data_loader)}
 
     trial, context = make(trial_class=Full, exp_conf={"searcher": {"metric": "samples"}})
@@ -744,6 +746,72 @@ def test_empty_validation_data_is_an_error() -> None:
         context.fit(trial, val_data=[], max_length=Batch(1))
 
 
+def test_a_method_that_is_never_called_is_named() -> None:
+    class Misspelled(Classifier):
+        build_validation_data_loader = pytorch.PyTorchTrial.build_validation_data_loader
+
+        def build_validation_dataloader(self) -> Any:
+            raise AssertionError("this is never called")
+
+        def evaluate_everything(self) -> None:
+            """A helper, whose name is like no other."""
+
+    trial, context = make(trial_class=Misspelled)
+    message = "Misspelled.build_validation_dataloader is never called: did you mean build_validation_data_loader"
+    with pytest.warns(UserWarning, match=message) as said:
+        context.fit(trial, max_length=Batch(1))
+    assert len(said) == 1
+
+
+def test_a_reducer_beside_the_evaluation_of_the_full_dataset_is_named() -> None:
+    class Full(Classifier):
+        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch
+
+        def evaluate_full_dataset(self, data_loader: Any) -> Any:
+            return {"loss": 1.0}
+
+        def evaluation_reducer(self) -> Any:
+            return pytorch.Reducer.SUM
+
+    trial, context = make(trial_class=Full)
+    with pytest.warns(UserWarning, match="Full.evaluation_reducer is never called"):
+        context.fit(trial, max_length=Batch(1))
+
+
+@pytest.mark.parametrize("options", [{"validation_period": Batch(1)}, {"step_zero_validation": True}])
+def test_an_option_of_a_validation_that_cannot_be_is_named(options: dict[str, Any]) -> None:
+    class Unvalidated(Classifier):
+        build_validation_data_loader = pytorch.PyTorchTrial.build_validation_data_loader
+
+    trial, context = make(trial_class=Unvalidated)
+    with pytest.warns(UserWarning, match=f"{next(iter(options))} has no effect: Unvalidated has no validation data"):
+        assert context.fit(trial, max_length=Batch(2), **options) == {}
+
+
+@pytest.mark.parametrize(
+    ("hook", "nearest"), [("on_checkpoint_end", "on_checkpoint_write_end"), ("on_validaton_end", "on_validation_end")]
+)
+def test_a_hook_that_nothing_calls_is_an_error(hook: str, nearest: str) -> None:
+    trial, context = make()
+    callback: Any = type("Mine", (PyTorchCallback,), {hook: lambda self, *given: None})()
+    trial.callbacks = {"mine": callback}
+    with pytest.raises(ConfigError, match=f"hook of Mine, a PyTorchCallback, '{hook}': did you mean '{nearest}'"):
+        context.fit(trial, max_length=Batch(1))
+
+
+def test_training_that_an_epochs_end_stops_is_reported(tmp_path: Path) -> None:
+    trial, context = make(tmp_path)
+
+    class Stopper(PyTorchCallback):
+        def on_training_epoch_end(self, epoch_idx: int) -> None:
+            trial.context.set_stop_requested(True)
+
+    counting = Counting()
+    trial.callbacks = {"stop": Stopper(), "count": counting}
+    context.fit(trial, max_length=Epoch(5))
+    assert [report["batches"] for report in counting.reports] == [6]
+
+
 def test_custom_reducers_of_training_and_validation() -> None:
     counting = Counting()
 
@@ -764,6 +832,155 @@ def test_custom_reducers_of_training_and_validation() -> None:
     trial, context = make(trial_class=Counted)
     assert context.fit(trial, max_length=Epoch(1), reporting_period=Batch(4))["samples"] == 21
     assert [report["samples"] for report in counting.reports] == [32, 12]
+
+
+class Staged(Classifier):
+    """Counts the batches of each stage with one reducer that has the default settings."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.count = context.wrap_reducer(_by_stage)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.count.update("train")
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+    def evaluate_batch(self, batch: Any) -> Any:
+        self.count.update("valid")
+        return super().evaluate_batch(batch)
+
+
+def _by_stage(values: list[str]) -> dict[str, int]:
+    return {"n_train": values.count("train"), "n_valid": values.count("valid")}
+
+
+def _counts(folder: Path, group: str) -> list[tuple[int, int, int]]:
+    rows = [row for row in read_metrics(folder / "trial_0" / "metrics.jsonl") if row.get("group") == group]
+    return [(row["steps_completed"], row["metrics"]["n_train"], row["metrics"]["n_valid"]) for row in rows]
+
+
+def test_a_reducer_counts_the_batches_of_one_stage_only(tmp_path: Path) -> None:
+    trial, context = make(tmp_path, trial_class=Staged)
+    settings = {"reporting_period": Batch(3), "validation_period": Batch(3), "step_zero_validation": True}
+    context.fit(trial, max_length=Batch(9), **settings)
+    assert _counts(tmp_path, "training") == [(3, 3, 0), (6, 3, 0), (9, 3, 0)]
+    assert _counts(tmp_path, "validation") == [(0, 0, 3), (3, 0, 3), (6, 0, 3), (9, 0, 3)]
+
+
+def test_a_validation_between_two_reports_takes_nothing_from_the_training_reducer(tmp_path: Path) -> None:
+    # Batches that share an update are validated after it: the report at batch 3 comes before the validation at 4.
+    trial, context = make(tmp_path, trial_class=Staged, aggregation_frequency=4)
+    context.fit(trial, max_length=Batch(6), reporting_period=Batch(3), validation_period=Batch(3))
+    assert _counts(tmp_path, "training") == [(3, 3, 0), (6, 3, 0)]
+    assert [counts[1:] for counts in _counts(tmp_path, "validation")] == [(0, 3), (0, 3)]
+
+
+def test_the_reducers_of_a_resumed_run_count_as_those_of_one_run(tmp_path: Path) -> None:
+    settings = {"reporting_period": Batch(4), "validation_period": Batch(4), "checkpoint_period": Batch(4)}
+    whole, context = make(tmp_path / "whole", trial_class=Staged)
+    context.fit(whole, max_length=Batch(8), **settings)
+    for length in (4, 8):
+        resumed, context = make(tmp_path / "resumed", trial_class=Staged)
+        context.fit(resumed, max_length=Batch(length), latest_checkpoint="auto", **settings)
+    for group in ("training", "validation"):
+        assert _counts(tmp_path / "resumed", group) == _counts(tmp_path / "whole", group)
+
+
+def test_a_reducer_may_add_in_place_to_a_tensor_of_the_validation() -> None:
+    class Confusion(pytorch.MetricReducer):
+        matrix: Any = None
+
+        def reset(self) -> None:
+            if self.matrix is not None:
+                self.matrix.zero_()
+
+        def update(self, counts: torch.Tensor) -> None:
+            if self.matrix is None:
+                self.matrix = counts
+            else:
+                self.matrix += counts
+
+        def per_slot_reduce(self) -> Any:
+            return self.matrix.sum().item()
+
+        def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
+            return sum(per_slot_metrics)
+
+    class Confused(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.confusion = context.wrap_reducer(Confusion(), name="counted", for_training=False)
+
+        def evaluate_batch(self, batch: Any) -> Any:
+            x, y = batch
+            hits = nn.functional.one_hot(self.model(x).argmax(dim=1), 3).T @ nn.functional.one_hot(y, 3)
+            self.confusion.update(hits)
+            return super().evaluate_batch(batch)
+
+    trial, context = make(trial_class=Confused)
+    assert context.fit(trial, max_length=Epoch(2), validation_period=Epoch(1))["counted"] == 21
+
+
+def test_a_trial_may_train_with_hidden_state_that_validation_kept() -> None:
+    class Remembering(Classifier):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.hidden = torch.zeros(1, 6, dtype=torch.float64)
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            # The gradient of the weights needs the hidden state, so autograd saves it.
+            return super().train_batch((batch[0] + self.hidden, batch[1]), epoch_idx, batch_idx)
+
+        def evaluate_batch(self, batch: Any) -> Any:
+            self.hidden = self.model(batch[0]).mean(dim=0, keepdim=True).repeat(1, 2)
+            return super().evaluate_batch(batch)
+
+    trial, context = make(trial_class=Remembering)
+    context.fit(trial, max_length=Batch(6), validation_period=Batch(3))
+    assert not trial.hidden.is_inference()
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(2), np.array(0.5), torch.tensor([0.5]), np.array([0.5])])
+def test_a_training_metric_may_be_any_kind_of_number(value: Any, tmp_path: Path) -> None:
+    counting = Counting()
+
+    class Measured(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return {**super().train_batch(batch, epoch_idx, batch_idx), "measured": value}
+
+        def evaluate_batch(self, batch: Any) -> Any:
+            return {**super().evaluate_batch(batch), "measured": value}
+
+    trial, context = make(tmp_path, trial_class=Measured)
+    trial.callbacks = {"count": counting}
+    metrics = context.fit(trial, max_length=Epoch(1), reporting_period=Batch(4))
+    assert [report["measured"] for report in counting.reports] == [value.item()] * 2
+    assert metrics["measured"] == value.item()
+
+
+def test_the_metrics_of_the_full_dataset_may_be_any_kind_of_number(tmp_path: Path) -> None:
+    class Full(Classifier):
+        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch
+
+        def evaluate_full_dataset(self, data_loader: Any) -> Any:
+            return {"share": np.float32(0.5), "samples": torch.tensor([21])}
+
+    trial, context = make(tmp_path, trial_class=Full, exp_conf={"searcher": {"metric": "share"}})
+    assert context.fit(trial, max_length=Batch(1)) == {"share": 0.5, "samples": 21}
+    rows = read_metrics(tmp_path / "trial_0" / "metrics.jsonl")
+    (reported,) = (row["metrics"] for row in rows if row.get("group") == "validation")
+    assert reported == {"share": 0.5, "samples": 21, "epochs": 0}
+
+
+def test_a_training_metric_that_is_no_number_is_named_once() -> None:
+    class Talkative(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return {**super().train_batch(batch, epoch_idx, batch_idx), "outputs": batch[0]}
+
+    trial, context = make(trial_class=Talkative)
+    with pytest.warns(UserWarning, match="'outputs' is not reported: expected a number, got a tensor of shape") as said:
+        context.fit(trial, max_length=Batch(3))
+    assert len(said) == 1
 
 
 # ------------------------------------------------------------------ prediction and loading

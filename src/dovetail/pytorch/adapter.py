@@ -22,12 +22,12 @@ from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, Profiler
 from dovetail.checkpoint.manifest import USER
 from dovetail.core import ExitedReason, TrainContext
-from dovetail.errors import CheckpointError, ConfigError
+from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.pytorch.callback import PyTorchCallback
 from dovetail.pytorch.context import PyTorchTrialContext, section
 from dovetail.pytorch.data import DataLoader
-from dovetail.pytorch.reducer import reduce_validation
-from dovetail.pytorch.trial import PyTorchTrial, check_evaluation, defines, takes_index
+from dovetail.pytorch.reducer import as_scalar, described, reduce_validation
+from dovetail.pytorch.trial import PyTorchTrial, check_evaluation, check_methods, defines, takes_index
 from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer as AnyTrainer
 from dovetail.trainers.context import BoundScheduler, Plan, Stage, TrainingContext
@@ -74,6 +74,7 @@ class TrialTrainer(CoreTrainer):
         if not context.models:
             raise ConfigError(f"{type(trial).__name__} has no model: its constructor has to call context.wrap_model")
         check_evaluation(trial)
+        check_methods(trial)
         self.trial = trial
         self.trial_context = context
         self.wishes = Wishes()
@@ -85,6 +86,7 @@ class TrialTrainer(CoreTrainer):
         self._metrics: dict[str, Any] = {}
         self._profilers: list[Callback] = []
         self._reports: TrainContext | None = None
+        self._warned_of: set[str] = set()
         super().__init__(
             context.models[0] if len(context.models) == 1 else nn.ModuleList(context.models),
             context.device,
@@ -152,6 +154,10 @@ class TrialTrainer(CoreTrainer):
             raise ConfigError(
                 f"{type(self.trial).__name__} has validation data but neither evaluate_batch nor evaluate_full_dataset"
             )
+        if not can_validate:
+            self._warn_of_no_validation(
+                {"validation_period": wishes.get("validation_period"), "step_zero_validation": ours.validates_first}
+            )
         return replace(plan, validate=plan.validate if can_validate else None, validates_first=ours.validates_first)
 
     def setup(self) -> None:
@@ -202,7 +208,7 @@ class TrialTrainer(CoreTrainer):
                 "trial_type": "PyTorchTrial",
                 "trial_id": context.get_trial_id(),
                 "trial_class": f"{type(self.trial).__module__}:{type(self.trial).__qualname__}",
-                "hparams": dict(context.hparams),
+                "hparams": dict(context.unnoticed_hparams),
                 "experiment_config": dict(context.get_experiment_config()),
                 "code": _source(type(self.trial)),
                 "num_models": len(context.models),
@@ -253,6 +259,18 @@ class TrialTrainer(CoreTrainer):
 
     def val_epoch(self) -> Mapping[str, float] | None:
         """Validate between the trial's hooks, and reduce as it says."""
+        reducers = self.trial_context.reducers
+        if self._workload.is_between_reports:
+            # Batches that the next training report counts come before and after this validation.
+            with reducers.set_aside():
+                return self._validated()
+        metrics = self._validated()
+        # Otherwise the next training report would count the updates of this validation.
+        reducers.reset("train")
+        return metrics
+
+    def _validated(self) -> Mapping[str, float]:
+        """Run a validation, report its metrics and return those that are numbers."""
         callbacks, reducers = self.trial_callbacks.values(), self.trial_context.reducers
         self._outputs, self._sizes = [], []
         reducers.reset("valid")
@@ -270,7 +288,7 @@ class TrialTrainer(CoreTrainer):
         reduced = reducers.reduce("valid", self._exchange)
         for name in metrics.keys() & reduced.keys():
             raise ConfigError(f"the metric {name!r} comes both from the evaluation and from a reducer: rename one")
-        self._metrics = metrics = {**metrics, **reduced}
+        self._metrics = metrics = {name: _on_host(value) for name, value in {**metrics, **reduced}.items()}
         self._check_searched(metrics)
         self._report("validation", metrics)
         for callback in callbacks:
@@ -293,7 +311,7 @@ class TrialTrainer(CoreTrainer):
                 output = self.trial.train_batch(batch, progress.epoch, progress.batches)
         else:
             output = self.trial.train_batch(batch, progress.epoch, progress.batches)
-        return {"loss": output} if isinstance(output, Tensor) else output
+        return cast("Mapping[str, Any]", self._scalars({"loss": output} if isinstance(output, Tensor) else output))
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
         """Let the trial evaluate a batch."""
@@ -327,6 +345,34 @@ class TrialTrainer(CoreTrainer):
             super().scheduler_step(interval, metrics)
 
     # ------------------------------------------------------------------ private
+
+    def _warn_of_no_validation(self, options: Mapping[str, Any]) -> None:
+        """Warn of options that need a validation, once for each."""
+        for name, value in options.items():
+            if value and name not in self._warned_of:
+                self._warned_of.add(name)
+                warnings.warn(
+                    f"{name} has no effect: {type(self.trial).__name__} has no validation data; give val_data, or "
+                    "define build_validation_data_loader",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+    def _scalars(self, output: Any) -> Any:
+        """Return what `train_batch` returned with every number in a form that a meter averages."""
+        if not isinstance(output, Mapping):
+            return output
+        numbers = {name: as_scalar(value) for name, value in output.items()}
+        for name, number in numbers.items():
+            if number is None and name not in self._warned_of:
+                self._warned_of.add(name)
+                warnings.warn(
+                    f"train_batch: the metric {name!r} is not reported: expected a number, got "
+                    f"{described(output[name])}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        return {name: output[name] if number is None else number for name, number in numbers.items()}
 
     def _evaluated(self, batch: Any) -> Any:
         evaluate: Any = self.trial.evaluate_batch
@@ -476,13 +522,20 @@ class _Workload(Callback):
         for callback in callbacks:
             callback.on_checkpoint_upload_end(path.name)
 
+    @property
+    def is_between_reports(self) -> bool:
+        """Whether batches were trained that no report has counted yet."""
+        context = self._trainer.context
+        return context.stage == "train" and context.progress.batches != self._before.batches
+
     def end_epoch(self, context: TrainingContext) -> None:
         """Report where a period ends with the epoch that is just over."""
         plan = context.plan
         assert plan is not None
         now = context.progress.copy()
         now.epoch += 1
-        if plan.max_length.reached(now) or any(unit.due(self._before, now) for unit in self._with_epoch):
+        is_over = context.stop_reason is not None or plan.max_length.reached(now)
+        if is_over or any(unit.due(self._before, now) for unit in self._with_epoch):
             self._end(context)
             self._before = now
 
@@ -572,7 +625,24 @@ def _searcher_metric(config: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(callbacks: Any) -> dict[str, PyTorchCallback]:
     if not isinstance(callbacks, Mapping) or not all(isinstance(it, PyTorchCallback) for it in callbacks.values()):
         raise ConfigError(f"build_callbacks: expected PyTorchCallback objects by name, got {callbacks!r}")
+    hooks = [name for name in vars(PyTorchCallback) if not name.startswith("_")]
+    for callback in callbacks.values():
+        kind = type(callback)
+        for name in dir(kind):
+            if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
+                raise UnknownNameError(f"hook of {kind.__name__}, a PyTorchCallback,", name, hooks, _HOOKS)
     return dict(callbacks)
+
+
+# What other versions of Determined and other libraries call them.
+_HOOKS = {
+    "on_checkpoint_end": "on_checkpoint_write_end",
+    "on_train_epoch_start": "on_training_epoch_start",
+    "on_train_epoch_end": "on_training_epoch_end",
+    "on_train_start": "on_training_start",
+    "on_train_end": "on_trial_shutdown",
+    "on_fit_end": "on_trial_shutdown",
+}
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -584,9 +654,15 @@ def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return as_scalar(value) is not None
+
+
+def _on_host(value: Any) -> Any:
+    """Return a metric as a plain number, if it is one, and otherwise unchanged."""
+    scalar = as_scalar(value)
+    number = scalar.item() if isinstance(scalar, Tensor) else scalar
+    # The reader of reports takes True for a word, not for the number 1.
+    return value if number is None else int(number) if isinstance(number, bool) else number
 
 
 def _detached(value: Any) -> Any:

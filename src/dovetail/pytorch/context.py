@@ -18,7 +18,7 @@ from dovetail.core import DistributedContext, storage_directory
 from dovetail.data import to_device
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
-from dovetail.info import TrialInfo, get_cluster_info
+from dovetail.info import TrialInfo, get_cluster_info, note_hparams_read, unnoticed_hparams
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.trainers.randomness import seed_everything
@@ -78,7 +78,7 @@ def init(
     if hparams is None:
         hparams = {} if info is not None and exp_conf is None else hyperparameters(config)
     if info is not None:
-        hparams = _filled(info.hparams, hparams)
+        hparams = _filled(unnoticed_hparams(info), hparams)
     if seed is None:
         seed = info.trial_seed if info is not None else None
     if seed is None:
@@ -122,6 +122,7 @@ class PyTorchTrialContext:
         distributed: The processes of the run.
         device: Where models and batches are.
         hparams: Hyperparameters by name; one that is missing is an error that says how to give it.
+        unnoticed_hparams: The same for the library's own use, which does not count as reading by the trial.
         models: What `wrap_model` was given, and so `optimizers` and `lr_schedulers`.
         experimental: `use_amp()` and other switches.
     """
@@ -142,7 +143,7 @@ class PyTorchTrialContext:
     ) -> None:
         self.distributed = distributed
         self.device = _device(distributed)
-        self.hparams = Hyperparameters(hparams)
+        self.unnoticed_hparams = Hyperparameters(hparams)
         self.info = info
         self.aggregation_frequency = aggregation_frequency
         self.averages_aggregated = averages_aggregated
@@ -409,6 +410,16 @@ class PyTorchTrialContext:
         return run.stop_reason is not None or run.wish is not None
 
     # ------------------------------------------------------------------ settings
+
+    @property
+    def hparams(self) -> Hyperparameters:
+        """Hyperparameters by name; one that is missing is an error that says how to give it."""
+        note_hparams_read()
+        return self.unnoticed_hparams
+
+    @hparams.setter
+    def hparams(self, hparams: Mapping[str, Any]) -> None:
+        self.unnoticed_hparams = Hyperparameters(hparams)
 
     def get_hparams(self) -> dict[str, Any]:
         """Return all hyperparameters."""

@@ -80,10 +80,10 @@ def checkpoint_of(root: Path | None, trial_id: int) -> Path:
 def load_into(context: PyTorchTrialContext, trial_class: type[_Trial], path: Path, kwargs: Mapping[str, Any]) -> _Trial:
     """Make a trial, with the hyperparameters of a checkpoint where the context has none, and give it the weights."""
     state = store.load(path)
-    if not context.hparams:
+    if not context.unnoticed_hparams:
         # A copy: the next checkpoint has hyperparameters of its own.
         context = copy.copy(context)
-        context.hparams = Hyperparameters(_own(state, path)["hparams"])
+        context.unnoticed_hparams = Hyperparameters(_own(state, path)["hparams"])
     return _made(context, trial_class, path, state, kwargs)
 
 

@@ -24,7 +24,16 @@ from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError, DataError, UnknownNameError, add_note
 from dovetail.trainers.context import Stage
 
-__all__ = ["Exchange", "FunctionReducer", "MetricReducer", "Reducer", "Reducers", "reduce_validation"]
+__all__ = [
+    "Exchange",
+    "FunctionReducer",
+    "MetricReducer",
+    "Reducer",
+    "Reducers",
+    "as_scalar",
+    "described",
+    "reduce_validation",
+]
 
 Exchange = Callable[[Any], list[Any]]
 
@@ -198,8 +207,11 @@ class Reducers:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Let a block update the reducers in vain: a batch that counts for nothing must not be counted by them."""
-        kept = [copy.deepcopy(vars(it.reducer)) for it in self._wrapped]
+        """Restore the values of all reducers after a block, whatever the block adds to them or resets."""
+        kept = [dict(vars(it.reducer)) for it in self._wrapped]
+        # The block works on the copies, so that what a reducer refers to is the same object again afterwards.
+        for it in self._wrapped:
+            vars(it.reducer).update(copy.deepcopy(vars(it.reducer)))
         try:
             yield
         finally:
@@ -303,7 +315,7 @@ def _columns(
     first = 0
     for number, (metrics, size) in enumerate(zip(batch_metrics, sizes, strict=True)):
         if not isinstance(metrics, Mapping):
-            raise DataError(f"evaluate_batch: batch {number}: expected a dict of metrics, got {_described(metrics)}")
+            raise DataError(f"evaluate_batch: batch {number}: expected a dict of metrics, got {described(metrics)}")
         if size == 0:
             continue
         if not weights:
@@ -313,11 +325,12 @@ def _columns(
             has, lacks = (number, first) if name in metrics else (first, number)
             raise DataError(f"evaluate_batch: batch {has} has the metric {name!r}, batch {lacks} has not")
         for name, value in metrics.items():
-            if not _is_scalar(value):
+            scalar = as_scalar(value)
+            if scalar is None:
                 raise DataError(
-                    f"evaluate_batch: the metric {name!r} of batch {number}: expected a number, got {_described(value)}"
+                    f"evaluate_batch: the metric {name!r} of batch {number}: expected a number, got {described(value)}"
                 )
-            columns[name].append(float(value if isinstance(value, (int, float)) else value.item()))
+            columns[name].append(float(scalar.item() if isinstance(scalar, Tensor) else scalar))
     return columns, weights
 
 
@@ -332,15 +345,25 @@ def _fold(rule: Reducer, column: Tensor) -> float:
     return float(folds.get(rule, torch.sum)(column))
 
 
-def _is_scalar(value: Any) -> bool:
+def as_scalar(value: Any) -> Tensor | float | None:
+    """Return the one number that a metric of a trial is; None means that it is none.
+
+    A tensor stays on its device, as a tensor without dimensions, so that the caller does not wait for the device.
+
+    Example:
+        >>> as_scalar(np.float32(0.5)), as_scalar(torch.tensor([3])), as_scalar(torch.ones(2)), as_scalar("text")
+        (0.5, tensor(3), None, None)
+    """
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
+        return value.reshape(()) if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, (np.ndarray, np.generic)):
-        return value.size == 1 and value.dtype.kind in "biuf"
-    return isinstance(value, (int, float))
+        number: float | None = value.item() if value.size == 1 and value.dtype.kind in "biuf" else None
+        return number
+    return value if isinstance(value, (int, float)) else None
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """Return what a value is, in a few words for an error message."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {reprlib.repr(value)}"

@@ -81,7 +81,7 @@ class Trainer:
         latest_checkpoint: str | Path | None = None,
         step_zero_validation: bool | None = None,
         test_mode: bool = False,
-        profiling_enabled: bool = False,
+        profiling_enabled: bool | None = None,
         *,
         min_checkpoint_period: Period = None,
         min_validation_period: Period = None,
@@ -104,7 +104,8 @@ class Trainer:
             step_zero_validation: Whether to validate before the first batch; not by default.
             test_mode: Only one batch of training, one of validation and one checkpoint; `experiment create --test` asks
                 for it, too.
-            profiling_enabled: Whether the first steps are profiled, into the trial's folder.
+            profiling_enabled: Whether the first steps are profiled, into the trial's folder; None for
+                `profiling.enabled` of the configuration, which is False by default.
             min_checkpoint_period: `checkpoint_period` by another name.
             min_validation_period: `validation_period` by another name.
             train_data: Training batches in place of those that the trial builds.
@@ -127,6 +128,8 @@ class Trainer:
             raise ConfigError(f"checkpoint_policy: expected 'best', 'all' or 'none', got {policy!r}")
         if step_zero_validation is None:
             step_zero_validation = bool(config.get("perform_initial_validation", False))
+        if profiling_enabled is None:
+            profiling_enabled = bool(section(config, "profiling").get("enabled", False))
         source = current_checkpoint(self.context, latest_checkpoint)
         self.adapter.wishes = Wishes(
             reporting=parse_unit(reporting_period or AT_THE_END, "reporting_period"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dovetail.data import batch_length
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, misspelled_methods
 from dovetail.pytorch.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -123,6 +124,19 @@ def check_evaluation(trial: PyTorchTrial) -> None:
     if defines(trial, "evaluate_batch") and defines(trial, "evaluate_full_dataset"):
         raise ConfigError(
             f"{type(trial).__name__} has both evaluate_batch and evaluate_full_dataset: expected one of them"
+        )
+
+
+def check_methods(trial: PyTorchTrial) -> None:
+    """Warn of methods that are never called."""
+    kind = type(trial)
+    for name, nearest in misspelled_methods(kind, PyTorchTrial):
+        warnings.warn(f"{kind.__name__}.{name} is never called: did you mean {nearest}?", UserWarning, stacklevel=2)
+    if defines(trial, "evaluate_full_dataset") and defines(trial, "evaluation_reducer"):
+        warnings.warn(
+            f"{kind.__name__}.evaluation_reducer is never called, because evaluate_full_dataset returns final metrics",
+            UserWarning,
+            stacklevel=2,
         )
 
 
