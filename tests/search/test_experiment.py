@@ -22,6 +22,12 @@ searcher: {name: grid, metric: loss}
 """
 
 
+SCRIPT = """
+grep -q '"lr"' "$DOVETAIL_TRIAL" && echo hello
+echo '{"group": "validation", "steps_completed": 1, "metrics": {"loss": 0.5}}' >"${DOVETAIL_TRIAL%/*}/metrics.jsonl"
+"""
+
+
 def _parabola(hparams: dict[str, Any], report: Report) -> float:
     return float((hparams["x"] - hparams["offset"]) ** 2)
 
@@ -29,7 +35,7 @@ def _parabola(hparams: dict[str, Any], report: Report) -> float:
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "trial.sh").write_text("echo hello")
+    (tmp_path / "code" / "trial.sh").write_text(SCRIPT)
     (tmp_path / "grid.yaml").write_text(FILE)
     return tmp_path / "code"
 
@@ -40,7 +46,7 @@ def test_a_file_is_run_to_its_end(code: Path, tmp_path: Path, capsys: pytest.Cap
     assert (done.name, done.state, len(done.trials)) == ("grid", "COMPLETED", 3)
     assert (done.directory / "config.yaml").read_text() == FILE
     assert (done.trials[0].directory / "log.txt").read_text() == "hello\n"
-    assert "trial 3 COMPLETED {'lr': 3}" in capsys.readouterr().out.splitlines()
+    assert "trial 3 COMPLETED {'lr': 3}, best loss 0.5 after 1" in capsys.readouterr().out.splitlines()
     assert store.experiment(done.id) == done
 
 

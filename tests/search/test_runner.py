@@ -65,18 +65,141 @@ def test_a_metric_that_is_not_a_number_is_kept_and_never_the_best(lab: Any) -> N
     assert done.trials[0].best == 3.0
 
 
-def test_a_trial_without_the_metric_completes_and_the_log_says_what_is_missing(lab: Any) -> None:
-    done = lab.run("write({'group': 'validation', 'steps_completed': 1, 'metrics': {'accuracy': 1}})")
-    assert (done.trials[0].state, done.trials[0].best) == ("COMPLETED", None)
-    assert "reports no number 'loss'" in (done.directory / "runner.log").read_text()
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("", "it reported no validation metrics"),
+        ("write({'group': 'validation', 'steps_completed': 1, 'metrics': {'accuracy': 1}})", "reported accuracy"),
+        ("write({'group': 'training', 'steps_completed': 1, 'metrics': {'loss': 1}})", "in the group 'training' only"),
+    ],
+)
+def test_a_trial_that_never_reports_the_metric_fails_and_says_how_to_report_it(
+    lab: Any, script: str, found: str
+) -> None:
+    done = lab.run(script)
+    (trial,) = done.trials
+    assert (done.state, trial.state, trial.restarts, _codes(done)) == ("ERROR", "ERROR", 0, [0])
+    assert trial.reason is not None
+    assert trial.reason.startswith("it never reported the searcher's metric 'loss' (")
+    assert found in trial.reason
+    assert "report_validation_metrics(batches, {'loss': value})" in trial.reason
 
 
-@pytest.mark.parametrize("epochs", ["NaN", "Infinity"])
-def test_a_time_that_is_not_finite_is_told_to_nobody(lab: Any, epochs: str) -> None:
-    searcher = {"name": "async_halving", "num_rungs": 1, "max_trials": 1, "max_time": 4, "time_metric": "epochs"}
-    done = lab.run(f"report(1, 0.5, epochs={epochs!r})", searcher)
-    assert (done.trials[0].state, done.trials[0].values) == ("COMPLETED", {})
-    assert "reports no number 'epochs'" in (done.directory / "runner.log").read_text()
+# Without the prelude, which reads the file of the trial.
+_REPORT = """
+import json, os, pathlib
+row = {"group": "validation", "steps_completed": 1, "metrics": {"loss": 1.0}}
+pathlib.Path(os.environ["DOVETAIL_ATTEMPT"], "../../metrics.jsonl").write_text(json.dumps(row) + "\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "state"),
+    [
+        ("", "ERROR"),
+        ("from dovetail.info import get_cluster_info; get_cluster_info().config", "ERROR"),
+        ("from dovetail.info import get_cluster_info; get_cluster_info().trial.hparams", "COMPLETED"),
+        ("json.load(open(os.environ['DOVETAIL_TRIAL']))", "COMPLETED"),
+    ],
+)
+def test_a_trial_that_never_reads_a_hyperparameter_fails_and_says_how_to_read_it(
+    lab: Any, script: str, state: str
+) -> None:
+    record = lab.create("", "grid", hyperparameters={"lr": {"type": "categorical", "vals": [0.1]}, "width": 8})
+    (record.directory / "code" / "trial.py").write_text(_REPORT + script)
+    (trial,) = Runner(lab.store, record.id).run().trials
+    assert trial.state == state, trial.reason
+    if state == "ERROR":
+        assert trial.reason is not None
+        assert trial.reason.startswith("it read no hyperparameter, so the searcher's choice of lr had no effect")
+        assert "get_cluster_info().hparams" in trial.reason
+
+
+def test_where_nothing_is_searched_no_hyperparameter_needs_to_be_read(lab: Any) -> None:
+    record = lab.create("", hyperparameters={"lr": 0.1})
+    (record.directory / "code" / "trial.py").write_text(_REPORT)
+    assert Runner(lab.store, record.id).run().trials[0].state == "COMPLETED"
+
+
+def test_a_paused_trial_that_has_not_reported_yet_has_not_failed(lab: Any, detached: Any, until: Until) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if attempt == 0:
+    wait()
+report(1, 0.5)
+"""
+    record = lab.create(script)
+    process = detached(record)
+    until(lambda: _is_waiting(lab.store, record))
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 0
+    assert lab.store.experiment(record.id).trials[0].state == "WAITING"
+    assert Runner(lab.store, record.id).run().trials[0].state == "COMPLETED"
+
+
+@pytest.mark.parametrize("epochs", ["'NaN'", "'Infinity'", "None", "-1", "1e300"])
+def test_a_metric_without_a_time_is_kept_and_the_experiment_warns(lab: Any, epochs: str) -> None:
+    searcher = {"name": "async_halving", "num_rungs": 1, "max_trials": 2, "max_length": {"epochs": 4}}
+    done = lab.run(f"report(1, 0.5, epochs={epochs})", searcher)
+    assert [(trial.state, trial.values) for trial in done.trials] == [("COMPLETED", {1: 0.5})] * 2
+    assert done.best_trial is not None
+    (warning,) = done.warnings
+    assert warning.startswith("trials report 'loss' without a number 'epochs', by which the searcher async_halving")
+    assert "{'loss': …, 'epochs': …}" in warning
+
+
+# ------------------------------------------------------------------ lines that are no reports
+
+_BAD_LINES = {
+    "nested more than 32 levels deep": b"[" * 100_000,
+    "nested more than 32 levels deep;": b'{"group": ' + b"[" * 40 + b"]" * 40 + b"}",
+    "a whole number of more than 64 bits": b'{"progress": 1' + b"0" * 30 + b"}",
+    "a whole number of more than 64 bits;": b'{"group": "g", "steps_completed": 1' + b"0" * 5000 + b', "metrics": {}}',
+    "steps_completed: expected a whole number": b'{"group": "g", "steps_completed": 4294967296, "metrics": {}}',
+    "text with half of a surrogate pair": b'{"status": "\\ud800"}',
+    "the constant NaN is not JSON": b'{"group": "validation", "steps_completed": 1, "metrics": {"loss": NaN}}',
+    "expected an object, got list": b"[1, 2]",
+    "not valid UTF-8": b"\xff\xfe",
+    "expected a report with one of group": b'{"loss": 1}',
+    "expected a name under 'group'": b'{"group": "validation", "steps_completed": 1, "metrics": [1]}',
+    "progress: expected a number from 0 to 1": b'{"progress": 7}',
+}
+
+
+def test_a_line_that_is_no_report_is_named_in_the_log_and_the_experiment_continues(lab: Any) -> None:
+    lines = b"\n".join(_BAD_LINES.values()) + b"\n"
+    record = lab.create("report(1, 0.5)\n(folder / 'metrics.jsonl').open('ab').write(Path('lines').read_bytes())")
+    (record.directory / "code" / "lines").write_bytes(lines)
+    (trial,) = Runner(lab.store, record.id).run().trials
+    assert (trial.state, trial.values) == ("COMPLETED", {1: 0.5})
+    log = (trial.directory / "log.txt").read_text().splitlines()
+    assert len(log) == len(_BAD_LINES)
+    for number, (reason, line) in enumerate(zip(_BAD_LINES, log, strict=True), 2):
+        assert line.startswith(f"dovetail: metrics.jsonl, line {number}: {reason.rstrip(';')}"), line
+
+
+def test_a_rejected_line_is_named_once_though_two_runners_read_it(lab: Any, detached: Any, until: Until) -> None:
+    script = "write([1])\nwait() if attempt == 0 else report(1, 0.5)"
+    record = lab.create(script)
+    process = detached(record)
+    until(lambda: "line 1" in _log_of(lab.store, record))
+    request(lab.store, record.id, "pause")
+    process.wait()
+    assert Runner(lab.store, record.id).run().trials[0].state == "COMPLETED"
+    assert _log_of(lab.store, record).count("metrics.jsonl, line 1:") == 1
+
+
+def _log_of(store: Store, record: ExperimentRecord) -> str:
+    paths = [trial.directory / "log.txt" for trial in store.experiment(record.id).trials]
+    return "".join(path.read_text() for path in paths if path.exists())
+
+
+@pytest.mark.parametrize("make", ["os.mkfifo(path)", "os.mkdir(path)", "os.symlink('/dev/zero', path)"])
+def test_a_trial_whose_reports_cannot_be_read_fails_alone(lab: Any, make: str) -> None:
+    script = f"path = folder / 'metrics.jsonl'\nif hparams['lr'] == 0.1: {make}\nelse: report(1, hparams['lr'])"
+    done = lab.run(script, "grid", hyperparameters=GRID)
+    assert [trial.state for trial in done.trials] == ["ERROR", "COMPLETED", "COMPLETED"]
+    assert "its reports cannot be read" in str(done.trials[0].reason)
 
 
 def test_a_trial_knows_who_it_is(lab: Any) -> None:
@@ -133,7 +256,8 @@ def test_an_observer_is_shown_the_experiment_while_it_runs_and_at_the_end(lab: A
     seen: list[ExperimentRecord] = []
     record = lab.create(
         "write({'group': 'training', 'steps_completed': 7, 'metrics': {}})\n"
-        "while not (folder / 'seen').exists(): time.sleep(0.01)"
+        "while not (folder / 'seen').exists(): time.sleep(0.01)\n"
+        "report(7, 0.5)"
     )
 
     def see(shown: ExperimentRecord) -> None:
@@ -321,14 +445,14 @@ def test_a_trial_that_fails_once_completes(lab: Any) -> None:
 
 
 def test_one_trial_that_fails_does_not_fail_the_experiment(lab: Any) -> None:
-    done = lab.run("sys.exit(hparams['lr'] == 0.1)", "grid", hyperparameters=GRID, max_restarts=0)
+    done = lab.run("report(1, 0.5); sys.exit(hparams['lr'] == 0.1)", "grid", hyperparameters=GRID, max_restarts=0)
     assert done.state == "COMPLETED"
     assert [trial.state for trial in done.trials] == ["ERROR", "COMPLETED", "COMPLETED"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_signal_that_nobody_here_has_sent_is_a_failure(lab: Any, number: int) -> None:
-    done = lab.run(f"if attempt == 0: os.kill(os.getpid(), {int(number)})")
+    done = lab.run(f"if attempt == 0: os.kill(os.getpid(), {int(number)})\nreport(1, 0.5)")
     assert (done.trials[0].state, done.trials[0].restarts, _codes(done)) == ("COMPLETED", 1, [128 + number, 0])
 
 
@@ -338,6 +462,7 @@ if attempt == 0:
     (folder / "child").write_text(str(os.getpid()))
     os.kill(os.getppid(), signal.SIGKILL)
     wait()
+report(1, 0.5)
 """
     done = lab.run(script)
     assert (done.trials[0].state, _codes(done)) == ("COMPLETED", [None, 0])
@@ -455,6 +580,14 @@ def test_all_trials_may_begin_with_a_checkpoint_of_an_earlier_experiment(lab: An
     first = lab.run(f"shutil.copytree({str(lab.folder / 'given')!r}, folder, dirs_exist_ok=True)").trials[0]
     second = lab.run("print(info['latest_checkpoint'])", {"name": "single", "source_trial_id": first.id}).trials[0]
     assert (second.directory / "log.txt").read_text().strip() == str(first.directory / "ck_4")
+
+
+def test_a_trial_without_a_checkpoint_to_begin_with_is_warned_about(lab: Any) -> None:
+    first = lab.run("report(1, 0.5)").trials[0]
+    done = lab.run("report(1, 0.5)", {"name": "single", "source_trial_id": first.id})
+    assert done.trials[0].state == "COMPLETED"
+    expected = "trial_1 has no intact checkpoint, so trials that should continue from it start from scratch"
+    assert done.warnings == (expected,)
 
 
 def test_checkpoints_that_no_rule_keeps_are_removed_when_a_trial_has_ended(lab: Any) -> None:
@@ -687,7 +820,8 @@ def test_an_experiment_has_one_runner(lab: Any, detached: Any, until: Until, mon
 
 
 def test_trials_of_a_killed_runner_are_taken_over(lab: Any, detached: Any, until: Until) -> None:
-    record = lab.create("(folder / 'is_waiting').touch()\nwhile not (folder / 'go').exists(): time.sleep(0.01)")
+    wait = "while not (folder / 'go').exists(): time.sleep(0.01)"
+    record = lab.create(f"(folder / 'is_waiting').touch()\n{wait}\nreport(1, 0.5)")
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
     process.kill()
@@ -756,7 +890,7 @@ def test_the_command_of_a_trial(entrypoint: list[str], slots: int, expected: lis
 
 @pytest.mark.slow
 def test_a_trial_with_two_slots_runs_in_two_processes(lab: Any) -> None:
-    script = "(folder / ('rank_' + os.environ['RANK'])).touch()"
+    script = "(folder / ('rank_' + os.environ['RANK'])).touch(); report(1, 0.5)"
     done = lab.run(script, resources={"slots_per_trial": 2})
     assert done.state == "COMPLETED", (done.trials[0].directory / "log.txt").read_text()
     assert sorted(path.name for path in done.trials[0].directory.glob("rank_*")) == ["rank_0", "rank_1"]

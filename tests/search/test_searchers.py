@@ -80,6 +80,25 @@ def run(searcher: Searcher, study: optuna.Study) -> list[Suggestion]:
     return found
 
 
+def test_a_method_of_a_searcher_that_is_never_called_is_named() -> None:
+    class Silent(Searcher):
+        def suggest(self, study: Any, number: int) -> None:
+            return None
+
+        def is_over(self) -> bool:
+            return True
+
+        def on_validations(self, number: int, time: int, value: float) -> bool:
+            return False
+
+    searchers.register("silent", SearcherKind(lambda config, space, seed: Silent()))
+    try:
+        with pytest.warns(UserWarning, match="Silent.on_validations is never called: did you mean on_validation"):
+            make_searcher(read_searcher({"name": "silent", "metric": "loss"}), Space({}), 0)
+    finally:
+        del searchers._own["silent"]
+
+
 def test_single_is_one_trial() -> None:
     assert len(run(make("single"), optuna.create_study())) == 1
 
@@ -156,6 +175,14 @@ def test_cmaes_works_on_one_number() -> None:
         suggestion = searcher.suggest(study, number)
         assert suggestion is not None
         finish(study, suggestion.params, suggestion.params["lr"], space)
+
+
+@pytest.mark.parametrize("name", ["cmaes", "pbt"])
+def test_a_population_too_large_to_draw_is_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigErrors, match=r"population_size: expected a whole number from \d to 10000, got 2147483648"
+    ):
+        make(name, population_size=2**31)
 
 
 def test_cmaes_without_a_number_is_refused() -> None:

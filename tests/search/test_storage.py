@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
 import pytest
 
+from dovetail.checkpoint.stored_files import digest_of, make_stored_manifest
 from dovetail.errors import MissingExtraError, UnknownNameError
 from dovetail.search.checkpoints import latest_checkpoint
 from dovetail.search.storage import pull, push
@@ -22,14 +21,8 @@ def write_checkpoint(trial: Path, name: str, steps: int, content: str) -> Path:
     checkpoint = trial / name
     (checkpoint / "files" / "inner").mkdir(parents=True)
     (checkpoint / "files" / "inner" / "weights.txt").write_text(content)
-    stored = {"size": len(content), "sha256": sha256(content.encode()).hexdigest()}
-    manifest = {
-        "format": "dovetail-files",
-        "created": f"{steps:06}",
-        "metadata": {"steps_completed": steps},
-        "files": {"inner/weights.txt": stored},
-    }
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    files = {"inner/weights.txt": digest_of(checkpoint / "files" / "inner" / "weights.txt")}
+    (checkpoint / "manifest.json").write_bytes(make_stored_manifest({"steps_completed": steps}, files))
     return checkpoint
 
 

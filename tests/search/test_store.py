@@ -145,6 +145,82 @@ def test_an_experiment_is_deleted_with_its_files_when_it_is_over(lab: Any) -> No
 # ------------------------------------------------------------------ trials
 
 
+def _tampered(lab: Any, **changes: str) -> Any:
+    """Return an experiment that is over, and whose row in the database another program has changed."""
+    record = lab.create("")
+    lab.store.set_state(record.id, "CANCELED")
+    row = lab.store.storage.get_study_user_attrs(record.id)["dovetail"]
+    lab.store.storage.set_study_user_attr(record.id, "dovetail", {**row, **changes})
+    return record
+
+
+@pytest.mark.parametrize("key", ["directory", "trials"])
+@pytest.mark.parametrize("place", ["victim", "home/experiments/1/../../../victim", "home", "link"])
+def test_a_folder_that_is_not_the_experiments_own_is_never_removed_or_written(lab: Any, key: str, place: str) -> None:
+    victim = lab.folder / "victim"
+    victim.mkdir()
+    (victim / "file").touch()
+    (lab.folder / "link").symlink_to(victim)
+    record = _tampered(lab, **{key: str(lab.folder / place)})
+    before = sorted(path for path in lab.folder.rglob("*"))
+    with pytest.raises(ExperimentError, match=r"experiment 1: the store names the folder .*nothing is written or rem"):
+        lab.store.delete(record.id)
+    if key == "directory":
+        for act in (
+            lambda: lab.store.wish(1, "pause"),
+            lambda: Runner(lab.store, 1),
+            lambda: start_detached(lab.store, 1),
+        ):
+            with pytest.raises(ExperimentError, match="the store names the folder"):
+                act()
+    assert sorted(path for path in lab.folder.rglob("*")) == before
+    # The row can still be listed.
+    assert [each.id for each in lab.store.experiments()] == [1]
+
+
+@pytest.mark.parametrize("inside", [".", "trials"])
+def test_a_link_in_place_of_the_experiments_folder_is_not_followed(lab: Any, inside: str) -> None:
+    record = _tampered(lab)
+    moved = lab.folder / "moved"
+    (record.directory / inside).rename(moved)
+    (record.directory / inside).symlink_to(moved)
+    (moved / "file").touch()
+    with pytest.raises(ExperimentError, match="the store names the folder"):
+        lab.store.delete(record.id)
+    assert (moved / "file").exists()
+
+
+@pytest.mark.parametrize("storage", ["absolute", "relative"])
+def test_trials_in_another_storage_are_deleted_with_their_experiment(
+    lab: Any, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(lab.folder)
+    (lab.folder / "other").mkdir()
+    place = lab.folder / "disk" if storage == "absolute" else Path("disk")
+    done = lab.run("report(1, 0.5)", checkpoint_storage=str(place))
+    assert done.trials[0].directory.is_relative_to(lab.folder / "disk")
+    (lab.folder / "disk" / "other").mkdir()
+    monkeypatch.chdir(lab.folder / "other")
+    lab.store.delete(done.id)
+    assert [path.name for path in (lab.folder / "disk").iterdir()] == ["other"]
+
+
+def test_a_trial_whose_folder_is_a_link_is_not_run(lab: Any) -> None:
+    (lab.folder / "victim").mkdir()
+    record = lab.create("report(1, 0.5)")
+    (record.directory / "trials" / "trial_1").symlink_to(lab.folder / "victim")
+    (trial,) = Runner(lab.store, record.id).run().trials
+    assert (trial.state, list((lab.folder / "victim").iterdir())) == ("ERROR", [])
+    assert "is a link" in str(trial.reason)
+
+
+@pytest.mark.parametrize("number", [-1, 2**31, 2**63, 10**20, 10**300])
+def test_a_number_beyond_those_of_a_database_is_one_sentence(lab: Any, number: int) -> None:
+    for find in (lab.store.experiment, lab.store.trial, lab.store.job):
+        with pytest.raises(ExperimentError, match=f"there is no [a-z]+ {number}: there is none"):
+            find(number)
+
+
 def test_a_trial_is_read_as_it_was_written(lab: Any) -> None:
     store, experiment = lab.store, lab.create("pass", "grid", hyperparameters=RANGES)
     distributions = {"lr": optuna.distributions.FloatDistribution(1e-3, 1e-1, log=True)}

@@ -10,8 +10,10 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Literal
+
+from dovetail.printing import page_text as escape
+from dovetail.printing import printable
 
 __all__ = ["BarChart", "Dimension", "Line", "LineChart", "ParallelChart", "Polyline", "Scale", "shown"]
 
@@ -339,7 +341,7 @@ def _cut(text: str, length: int) -> str:
 
 def _plain(text: str) -> str:
     """Return a text that matplotlib does not take for a formula."""
-    return text.replace("$", r"\$")
+    return printable(text).replace("$", r"\$")
 
 
 def _color(quality: float) -> Color:

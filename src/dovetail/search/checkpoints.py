@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.checkpoint import TrialCheckpoint, experiment_retention, verify
-from dovetail.checkpoint.files import CHUNK, DISK, Digest, discard, is_temporary
-from dovetail.checkpoint.manifest import MANIFEST
+from dovetail.checkpoint.files import DISK, discard, is_temporary
 from dovetail.checkpoint.store import remove, scan
+from dovetail.checkpoint.stored_files import is_stored_files, read_stored_files, verify_stored_files
 from dovetail.errors import CheckpointError
 
-__all__ = ["FILES_FORMAT", "StoredCheckpoint", "checkpoints_of", "latest_checkpoint", "remove_surplus"]
-
-FILES_FORMAT = "dovetail-files"
-"""What the manifest of a checkpoint says that a script has stored by `core.checkpoint`."""
-
-# What is raised by a file of that name which is damaged, or somebody else's: it may be any JSON, or none.
-_NO_MANIFEST = (ValueError, LookupError, TypeError, AttributeError)
+__all__ = ["StoredCheckpoint", "checkpoints_of", "latest_checkpoint", "remove_surplus"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,9 @@ def remove_surplus(
         trial_latest: Keep so many of the newest of every trial.
         smaller_is_better: The direction of the metric.
     """
-    found = {checkpoint.path: (trial, checkpoint) for trial in trials for checkpoint in checkpoints_of(trial)}
+    # A link in place of a trial's folder would lead out of the experiment.
+    own = [trial for trial in trials if not trial.is_symlink()]
+    found = {checkpoint.path: (trial, checkpoint) for trial in own for checkpoint in checkpoints_of(trial)}
     measured = [
         TrialCheckpoint(path, trial, trials[trial].get(-1 if checkpoint.steps is None else checkpoint.steps))
         for path, (trial, checkpoint) in found.items()
@@ -102,29 +98,25 @@ def remove_surplus(
 
 
 def _is_intact(checkpoint: StoredCheckpoint) -> bool:
-    with suppress(CheckpointError, OSError, *_NO_MANIFEST):
-        _verify_files(checkpoint.path) if checkpoint.is_files else verify(checkpoint.path)
+    with suppress(CheckpointError, OSError):
+        if checkpoint.is_files:
+            verify_stored_files(checkpoint.path)
+        else:
+            verify(checkpoint.path)
         return True
     return False
 
 
-def _stored_files(trial: Path) -> Iterator[StoredCheckpoint]:
-    # `core.checkpoint`, which writes them, needs torch; here nothing does.
+def _stored_files(trial: Path) -> list[StoredCheckpoint]:
+    """Return the checkpoints that a script has stored by `core.checkpoint`, oldest first."""
     found = []
-    for manifest in trial.glob(f"*/{MANIFEST}"):
-        with suppress(OSError, *_NO_MANIFEST):
-            document = json.loads(manifest.read_bytes())
-            if document["format"] == FILES_FORMAT and not is_temporary(manifest.parent.name):
-                steps = document["metadata"].get("steps_completed")
-                found.append((str(document["created"]), manifest.parent, steps if isinstance(steps, int) else None))
-    return (StoredCheckpoint(path, steps, is_files=True) for _, path, steps in sorted(found, key=lambda it: it[:2]))
-
-
-def _verify_files(checkpoint: Path) -> None:
-    for name, stored in json.loads((checkpoint / MANIFEST).read_bytes())["files"].items():
-        digest = Digest()
-        with open(checkpoint / "files" / name, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        if (digest.size, digest.sha256) != (stored["size"], stored["sha256"]):
-            raise CheckpointError(f"{checkpoint / 'files' / name}: the file is damaged")
+    for name in sorted(os.listdir(trial)) if trial.is_dir() else []:
+        place = trial / name
+        if is_temporary(name) or not is_stored_files(place):
+            continue
+        # Another kind of checkpoint, a damaged one, or a file of the same name of another program.
+        with suppress(CheckpointError, OSError):
+            content = read_stored_files(place)
+            steps = content.metadata.get("steps_completed")
+            found.append((content.created, place, steps if isinstance(steps, int) else None))
+    return [StoredCheckpoint(path, steps, is_files=True) for _, path, steps in sorted(found, key=lambda it: it[:2])]

@@ -45,8 +45,13 @@ class Experiment:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> (folder / "code").mkdir()
+        >>> _ = (folder / "code" / "train.sh").write_text('''
+        ... grep -q batch_size "$DOVETAIL_TRIAL"
+        ... row='{"group": "validation", "steps_completed": 1, "metrics": {"loss": 0.5}}'
+        ... echo "$row" >"${DOVETAIL_TRIAL%/*}/metrics.jsonl"
+        ... ''')
         >>> _ = (folder / "grid.yaml").write_text('''
-        ... entrypoint: echo hello
+        ... entrypoint: sh train.sh
         ... hyperparameters: {batch_size: {type: categorical, vals: [16, 32]}}
         ... searcher: {name: grid, metric: loss}
         ... ''')

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dovetail.search.checkpoints import checkpoints_of
 
-__all__ = ["last_words", "log_size", "newest_checkpoint"]
+__all__ = ["last_words", "log_size", "newest_checkpoint", "tell_log"]
 
 _LOG = "log.txt"
 # Lines that may follow the one that names an error.
@@ -21,6 +21,12 @@ def log_size(trial: Path) -> int:
     with suppress(FileNotFoundError):
         return (trial / _LOG).stat().st_size
     return 0
+
+
+def tell_log(trial: Path, sentence: str) -> None:
+    """Append a line to the log of a trial, which its processes append to as well."""
+    with suppress(OSError), open(trial / _LOG, "ab", buffering=0) as log:
+        log.write(f"{sentence}\n".encode("utf-8", errors="backslashreplace"))
 
 
 def last_words(trial: Path, begin: int) -> str:

@@ -43,9 +43,14 @@ def holding(path: Path, what: str) -> Iterator[None]:
 
 def is_taken(path: Path) -> bool:
     """Whether anybody holds a lock."""
-    with suppress(FileNotFoundError), open(path) as lock:
+    with suppress(FileNotFoundError), open(path, opener=_without_waiting) as lock:
         return not _locked(lock.fileno(), fcntl.LOCK_SH)
     return False
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    # Opening a FIFO of that name would block.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _locked(descriptor: int, kind: int) -> bool:

@@ -7,6 +7,7 @@ is known about it is in files there: whoever comes later, after a runner that wa
     pid       the id of the command
     asked     why it was asked to leave: pause, stop or cancel
     signalled that it has got SIGTERM for it
+    hparams_read  that the script has read its hyperparameters by this library
     preempted a script that leaves when it is asked to, with exit code 0, says so by this file
     exit      the exit code of the command
 
@@ -31,7 +32,7 @@ from typing import Literal, Protocol, cast
 
 import psutil
 
-from dovetail.info import ATTEMPT, PREEMPTED
+from dovetail.info import ATTEMPT, HPARAMS_READ, PREEMPTED
 
 __all__ = ["ATTEMPT", "Attempt", "Backend", "Ended", "LocalBackend", "Wish", "heard_signals", "is_at_work", "wrapped"]
 
@@ -138,6 +139,11 @@ class Attempt:
     def was_preempted(self) -> bool:
         """Whether the script has said that it leaves because it was asked to."""
         return (self.folder / PREEMPTED).exists()
+
+    @property
+    def has_read_hparams(self) -> bool:
+        """Whether the script has read its hyperparameters by this library."""
+        return (self.folder / HPARAMS_READ).exists()
 
     def ask(self, wish: Wish) -> None:
         """Write down why it is asked to leave. Of an attempt that has not begun, that prevents the beginning."""

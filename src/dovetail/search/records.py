@@ -80,6 +80,7 @@ class ExperimentRecord:
         reason: Why it ended as it did, for people.
         is_running: Whether a runner is at work on it now.
         trials: Its trials, by number.
+        warnings: Sentences about what makes the search less than it should be, for people.
     """
 
     id: int
@@ -92,6 +93,7 @@ class ExperimentRecord:
     reason: str | None = None
     is_running: bool = False
     trials: tuple[TrialRecord, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def metric(self) -> str:

@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from html import escape
 from importlib import metadata, resources
 from pathlib import Path
 from string import Template
@@ -24,6 +23,7 @@ import yaml
 from dovetail.config import parse_scalar
 from dovetail.errors import ConfigError
 from dovetail.extras import require
+from dovetail.printing import page_text as escape
 from dovetail.search.charts import (
     BarChart,
     Dimension,
@@ -345,10 +345,11 @@ def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str
         title=escape(f"{record.name} · experiment {record.id}"),
         name=escape(record.name),
         id=record.id,
-        state=record.state,
+        state=escape(record.state),
         reason=escape(f" ({record.reason})" if record.reason else ""),
+        warnings="".join(f'<p class="warning">Warning: {escape(sentence)}</p>' for sentence in record.warnings),
         searcher=escape(f"searcher {searcher.get('name', 'single')}, by {record.metric}: {goal} is better"),
-        description=f"<p>{escape(str(description))}</p>" if description else "",
+        description=f"<p>{escape(str(description), lines=True)}</p>" if description else "",
         facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(record).items()),
         charts="\n".join(sections.values()),
         table=_table(record),
@@ -432,5 +433,5 @@ def _best_section(record: ExperimentRecord) -> str:
     if best is None:
         return ""
     heading = f'<h2>Configuration of the best trial, {best.number}</h2><button id="copy">Copy</button>'
-    content = escape(to_yaml(best_config(record)))
+    content = escape(to_yaml(best_config(record)), lines=True)
     return f'<section id="config">\n<div class="row">{heading}</div>\n<pre id="yaml">{content}</pre>\n</section>'

@@ -16,7 +16,6 @@ So a runner that comes after one that was killed loads that value, does the thir
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import shutil
@@ -36,10 +35,16 @@ from dovetail.errors import DovetailError
 from dovetail.info import TrialInfo, write_info
 from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
 from dovetail.search.databases import file_url
-from dovetail.search.failures import last_words, log_size, newest_checkpoint
+from dovetail.search.evidence import (
+    has_read_hparams,
+    reset_access_time,
+    sentence_about_hparams,
+    sentence_about_metric,
+)
+from dovetail.search.failures import last_words, log_size, newest_checkpoint, tell_log
 from dovetail.search.processes import Attempt, Backend, Ended, Wish, heard_signals
 from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState
-from dovetail.search.reports import METRICS, Reports, number
+from dovetail.search.reports import LARGEST_STEP, METRICS, Reports, number
 from dovetail.search.schema import read_experiment
 from dovetail.search.searchers import Searcher, SearcherConfig, Suggestion, make_searcher
 from dovetail.search.secrets import masked
@@ -58,6 +63,8 @@ _GRACE = 30.0
 _SHORTEST, _LONGEST, _SHARE = 0.005, 0.25, 0.05
 _OBSERVED_EVERY = 0.25
 _SHOWN_EVERY = 5.0
+# Rejected lines of a trial that are named in its log; a broken script may write millions.
+_NAMED_LINES = 20
 _SAID = ("trials save and leave (again to kill them)", "trials are killed")
 
 
@@ -78,7 +85,10 @@ class Runner:
         >>> from dovetail.config import parse_config
         >>> folder = Path(tempfile.mkdtemp())
         >>> (folder / "code").mkdir()
-        >>> text = "entrypoint: echo hello\nsearcher: {name: single, metric: loss}\nhyperparameters: {lr: 0.1}\n"
+        >>> row = '{"group": "validation", "steps_completed": 1, "metrics": {"loss": 0.5}}'
+        >>> script = f"echo '{row}' >${{DOVETAIL_TRIAL%/*}}/metrics.jsonl"
+        >>> _ = (folder / "code" / "train.sh").write_text(script)
+        >>> text = "entrypoint: sh train.sh\nsearcher: {name: single, metric: loss}\nhyperparameters: {lr: 0.1}\n"
         >>> store = Store.open(folder / "home")
         >>> experiment = store.create_experiment(read_experiment(parse_config(text)), text, folder / "code")
         >>> done = Runner(store, experiment.id).run()
@@ -93,8 +103,7 @@ class Runner:
         self.experiment_id = experiment_id
         self._observer = observer
         self._backend = backend
-        record = store.experiment(experiment_id)
-        self._directory = record.directory
+        self._directory = store.folder(experiment_id)
         with warnings.catch_warnings():
             # Whoever has created it was told of the keys that are ignored.
             warnings.simplefilter("ignore", UserWarning)
@@ -153,6 +162,7 @@ class Runner:
         self._num_failed = sum(trial.state in ("ERROR", "INVALID_HP") for trial in record.trials)
         self._wish: Literal["pause", "cancel", "kill"] | None = None
         self._is_exhausted = False
+        self._warnings = list(record.warnings)
         memory = self.store.memory(self.experiment_id)
         if memory:
             self._searcher.load_state_dict(memory["searcher"])
@@ -171,6 +181,7 @@ class Runner:
         trial.told, trial.verdict = told.get("told", -1), told.get("verdict")
         trial.end, trial.reason = told.get("end"), told.get("reason")
         trial.failure, trial.log_at = told.get("failure"), told.get("log_at", 0)
+        trial.rejected_to = told.get("rejected_to", 0)
         attempts = Attempt.all_of(record.directory)
         if attempts and self._work.adopt(attempts[-1]):
             trial.attempt, trial.is_at_work = attempts[-1], trial.end is None
@@ -198,9 +209,7 @@ class Runner:
         """Read what a trial has done, and tell the searcher."""
         # In this order: an attempt that has ended writes nothing more.
         ended = self._work.poll(trial.attempt) if trial.attempt is not None and trial.is_at_work else None
-        found = False
-        for row in trial.reports.read():
-            found |= self._hear(trial, row)
+        found = self._read_reports(trial)
         if ended is None:
             return found
         trial.is_at_work = False
@@ -210,26 +219,60 @@ class Runner:
             self._searcher.on_exit(trial.number, trial.end)
         return True
 
+    def _read_reports(self, trial: _Trial) -> bool:
+        """Read the new reports of a trial, and return whether any of them changes what must be remembered."""
+        found = False
+        try:
+            for row in trial.reports.read():
+                found |= self._hear(trial, row)
+            trial.unreadable = None
+        except OSError as error:
+            # The other trials continue; this one fails when its attempt ends.
+            trial.unreadable = f"its reports cannot be read: {error}"
+            self._complain(trial, trial.unreadable)
+        for line in trial.reports.rejected:
+            # A runner that follows a killed one reads all lines again.
+            if line.end > trial.rejected_to:
+                trial.rejected_to, found = line.end, True
+                self._reject(trial, f"{METRICS}, line {line.number}: {line.reason}; the line is ignored")
+        return found
+
+    def _reject(self, trial: _Trial, sentence: str) -> None:
+        """Name a line of reports that was ignored in the log of its trial."""
+        trial.num_rejected += 1
+        if trial.num_rejected > _NAMED_LINES:
+            return
+        if trial.num_rejected == _NAMED_LINES:
+            sentence += "; further ones are ignored without a word"
+        tell_log(trial.folder, f"dovetail: {sentence}")
+        self._say(f"trial {trial.id}: {sentence}")
+
     def _hear(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
         if row.get("exited") == "INVALID_HP":
             trial.is_invalid = True
         trial.progress = number(row, "progress") if "progress" in row else trial.progress
-        steps, metrics = row.get("steps_completed"), row.get("metrics")
-        if not isinstance(steps, int) or not isinstance(metrics, dict):
+        if "group" not in row:
             return False
+        group, steps, metrics = row["group"], row["steps_completed"], row["metrics"]
         trial.steps = max(trial.steps, steps)
-        if row.get("group") != "validation":
+        trial.reported.setdefault(group, set()).update(metrics)
+        if group != "validation":
             return False
         searcher = self._config.searcher
         value = number(metrics, searcher.metric)
-        at = float(steps) if searcher.time_metric == "batches" else number(metrics, searcher.time_metric)
-        # A value may be NaN or infinite, which is bad; such a time says nothing.
-        if value is None or at is None or not math.isfinite(at):
-            missing = searcher.metric if value is None else searcher.time_metric
-            self._complain(trial, f"its validation reports no number {missing!r}, which the searcher needs")
+        if value is None:
+            self._complain(trial, f"its validation reports no number {searcher.metric!r}, which the searcher needs")
             return False
         if trial.values.get(steps) != value:
             trial.fresh[steps] = value
+        at = float(steps) if searcher.time_metric == "batches" else number(metrics, searcher.time_metric)
+        # A value may be NaN or infinite, which is bad; such a time cannot be compared.
+        if at is None or not 0 <= at <= LARGEST_STEP:
+            self._complain(
+                trial, f"its validation reports no number {searcher.time_metric!r}, which the searcher needs"
+            )
+            self._warn(_sentence_about_time(searcher))
+            return False
         # A trial that goes on from a checkpoint reports again what came after it; the searcher has heard that.
         if steps <= trial.told or trial.verdict is not None:
             return False
@@ -246,9 +289,18 @@ class Runner:
         if trial.is_invalid:
             trial.reason = "the trial says that its hyperparameters cannot work"
             return "INVALID_HP"
+        if trial.unreadable is not None:
+            trial.reason = trial.unreadable
+            return "ERROR"
         # Of one that the searcher has ended, code 0 may mean that it has heard so.
         if ended.code == 0 and not trial.attempt.was_preempted and (trial.verdict is None or asked is None):
-            return "COMPLETED"
+            missing = self._missing(trial)
+            if missing is None:
+                return "COMPLETED"
+            # Another attempt would end in the same way. One that was asked to leave may have left before its report.
+            if asked is None:
+                trial.reason = missing
+                return "ERROR"
         if trial.verdict is not None:
             return self._stopped(trial)
         if asked == "cancel":
@@ -262,6 +314,17 @@ class Runner:
             return "ERROR"
         trial.restarts += 1
         return None
+
+    def _missing(self, trial: _Trial) -> str | None:
+        """Return what a trial with exit code 0 has not done, though the search depends on it; None if all is done."""
+        found = []
+        names = self._space.parameters.keys()
+        # On a cluster another machine reads the file.
+        if names and self._config.cluster is None and not has_read_hparams(trial.folder, trial.folder / "info.json"):
+            found.append(sentence_about_hparams(names))
+        if not (trial.values or trial.fresh):
+            found.append(sentence_about_metric(self._config.searcher.metric, trial.reported))
+        return "; ".join(found) or None
 
     def _has_failed(self, trial: _Trial, attempt: Attempt, ended: Ended) -> bool:
         """Say how an attempt has failed, and return whether the one before did the same and came just as far."""
@@ -304,6 +367,7 @@ class Runner:
                 "reason": trial.reason,
                 "failure": trial.failure,
                 "log_at": trial.log_at,
+                "rejected_to": trial.rejected_to,
             }
             for trial in self._trials.values()
         }
@@ -421,6 +485,10 @@ class Runner:
         return trial
 
     def _start(self, trial: _Trial) -> None:
+        if trial.folder.is_symlink():
+            trial.end, trial.reason = "ERROR", f"its folder {str(trial.folder)!r} is a link: nothing is written there"
+            self._searcher.on_exit(trial.number, "ERROR")
+            return
         trial.folder.mkdir(parents=True, exist_ok=True)
         link = self._directory / "trials" / trial.folder.name
         if not (link.exists() or link.is_symlink()):
@@ -438,6 +506,7 @@ class Runner:
             directory=str(trial.folder),
         )
         write_info(trial.folder / "info.json", info)
+        reset_access_time(trial.folder / "info.json")
         env = variables_of(self._config, self.store.home, trial.folder / "info.json")
         if trial.attempt is not None or trial.record.state == "WAITING":
             self.store.update_trial(self._record_of(trial, "RUNNING"))
@@ -462,6 +531,10 @@ class Runner:
         elif self._config.searcher.source_trial_id is not None:
             source = self.store.trial(self._config.searcher.source_trial_id).directory
         found = None if source is None else latest_checkpoint(source)
+        if source is not None and found is None:
+            self._warn(
+                f"{source.name} has no intact checkpoint, so trials that should continue from it start from scratch"
+            )
         if found is not None and found.is_files:
             # A script asks for it by its name, in its own folder.
             shutil.copytree(found.path, trial.folder / found.path.name, dirs_exist_ok=True)
@@ -536,6 +609,13 @@ class Runner:
             trial.complaints.add(sentence)
             self._say(f"trial {trial.id}: {sentence}")
 
+    def _warn(self, sentence: str) -> None:
+        """Add a warning to the experiment, once, which every view of it shows."""
+        if sentence not in self._warnings:
+            self._warnings.append(sentence)
+            self.store.set_warnings(self.experiment_id, self._warnings)
+            self._say(f"warning: {sentence}")
+
     def _say(self, sentence: str) -> None:
         with suppress(OSError), open(self._directory / "runner.log", "a", encoding="utf-8") as log:
             log.write(f"{datetime.now().isoformat(sep=' ', timespec='milliseconds')} {sentence}\n")
@@ -570,6 +650,13 @@ class _Trial:
     shown: tuple[float, int, float | None] = field(default_factory=lambda: (time.monotonic(), 0, None))
     """When the store was last told how far it has come, and what."""
     complaints: set[str] = field(default_factory=set)
+    reported: dict[str, set[str]] = field(default_factory=dict)
+    """The names of the metrics that it has reported, by their group."""
+    unreadable: str | None = None
+    """Why its reports cannot be read now."""
+    rejected_to: int = 0
+    """Where the last line ends that was rejected and named, in bytes."""
+    num_rejected: int = 0
 
     @property
     def id(self) -> int:
@@ -590,6 +677,15 @@ def verdict(searcher: SearcherConfig, time: float) -> Literal["STOPPED", "COMPLE
     return "COMPLETED" if longest is not None and time >= longest else "STOPPED"
 
 
+def _sentence_about_time(searcher: SearcherConfig) -> str:
+    named = f"report_validation_metrics(batches, {{{searcher.metric!r}: …, {searcher.time_metric!r}: …}})"
+    return (
+        f"trials report {searcher.metric!r} without a number {searcher.time_metric!r}, by which the searcher "
+        f"{searcher.name} compares them, so that none of them is stopped early: report it with the metric, by {named}, "
+        "or give searcher.max_length in batches"
+    )
+
+
 def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
     """Let an experiment `pause`, `cancel` or `kill`, whether somebody runs it or not, and return it as it is then.
 
@@ -603,7 +699,7 @@ def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
 
 def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
     """Start a process that runs an experiment and outlives this one; what it says is in `runner.log`."""
-    directory = store.experiment(experiment_id).directory
+    directory = store.folder(experiment_id)
     # Where it is told no other, the file in the folder is meant.
     elsewhere = {} if store.url == file_url(store.home) else {STORE: store.url}
     with open(directory / "runner.log", "ab") as log:

@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
@@ -59,8 +60,11 @@ STORE = "DOVETAIL_STORE"
 WISHES = ("pause", "cancel", "kill")
 """What people may want of an experiment that runs."""
 
+# PostgreSQL counts rows with 32 bits.
+_LARGEST_NUMBER = 2**31 - 1
 _RECORD = "dovetail"
 _STATE = "state"
+_WARNINGS = "warnings"
 _MEMORY = "dovetail:runner"
 
 
@@ -125,8 +129,9 @@ class Store:
             ExperimentError: There is none of that number.
         """
         attributes: Mapping[str, Any] = {}
-        with suppress(KeyError):
-            attributes = self.storage.get_study_user_attrs(experiment_id)
+        if _is_possible(experiment_id):
+            with suppress(KeyError):
+                attributes = self.storage.get_study_user_attrs(experiment_id)
         if _RECORD not in attributes:
             raise _no_such("experiment", experiment_id, [each.id for each in self.experiments()])
         return self._experiment(experiment_id, attributes)
@@ -137,11 +142,12 @@ class Store:
         Raises:
             ExperimentError: There is none of that number.
         """
-        with suppress(KeyError):
-            found = self.storage.get_trial(trial_id)
-            if _RECORD in found.system_attrs:
-                attributes = self.storage.get_study_user_attrs(found.system_attrs[_RECORD]["experiment_id"])
-                return trial_record(found, Path(attributes[_RECORD]["trials"]), _smaller_is_better(attributes))
+        if _is_possible(trial_id):
+            with suppress(KeyError):
+                found = self.storage.get_trial(trial_id)
+                if _RECORD in found.system_attrs:
+                    attributes = self.storage.get_study_user_attrs(found.system_attrs[_RECORD]["experiment_id"])
+                    return trial_record(found, Path(attributes[_RECORD]["trials"]), _smaller_is_better(attributes))
         raise _no_such("trial", trial_id, [trial.id for each in self.experiments() for trial in each.trials])
 
     def jobs(self) -> list[JobRecord]:
@@ -155,6 +161,8 @@ class Store:
             ExperimentError: There is none of that number.
         """
         folder = self.home / "jobs" / str(job_id)
+        if not _is_possible(job_id):
+            raise _no_such("job", job_id, self._job_numbers())
         try:
             told = json.loads((folder / "job.json").read_text())
         except FileNotFoundError:
@@ -182,7 +190,7 @@ class Store:
         Raises:
             ExperimentError: Its file cannot be read.
         """
-        path = self.experiment(experiment_id).directory / "config.json"
+        path = self.folder(experiment_id) / "config.json"
         try:
             return cast("dict[str, Any]", json.loads(path.read_bytes()))
         except (OSError, ValueError) as error:
@@ -234,26 +242,30 @@ class Store:
         """Remove an experiment with all its files, checkpoints included.
 
         Raises:
-            ExperimentError: It is at work.
+            ExperimentError: It is at work, or the store names folders that are not its own.
         """
         record = self.experiment(experiment_id)
         if record.is_running or record.state == "ACTIVE":
             raise ExperimentError(f"experiment {experiment_id} is {record.state}: cancel it before it is deleted")
-        trials = self.trials_directory(experiment_id)
+        folder, trials = self.folder(experiment_id), self.trials_directory(experiment_id)
         self.storage.delete_study(experiment_id)
         shutil.rmtree(trials, ignore_errors=True)
-        shutil.rmtree(record.directory, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
     def set_state(self, experiment_id: int, state: ExperimentState, reason: str | None = None) -> None:
         """Write down what became of an experiment."""
         value = {"state": state, "reason": reason, "ended": _now() if state in OVER else None}
         self.storage.set_study_user_attr(experiment_id, _STATE, value)
 
+    def set_warnings(self, experiment_id: int, warnings: Sequence[str]) -> None:
+        """Replace the warnings about an experiment that commands and reports show."""
+        self.storage.set_study_user_attr(experiment_id, _WARNINGS, list(warnings))
+
     def wish(self, experiment_id: int, wish: str) -> None:
         """Leave a wish for whoever runs an experiment: `pause`, `cancel` or `kill`."""
         if wish not in WISHES:
             raise UnknownNameError("wish", wish, WISHES)
-        path = self.experiment(experiment_id).directory / "wish"
+        path = self.folder(experiment_id) / "wish"
         unfinished = path.with_suffix(".tmp")
         unfinished.write_text(wish)
         unfinished.replace(path)
@@ -265,7 +277,7 @@ class Store:
         Raises:
             ExperimentError: Another process does.
         """
-        with holding(self.experiment(experiment_id).directory / "lock", f"experiment {experiment_id}"):
+        with holding(self.folder(experiment_id) / "lock", f"experiment {experiment_id}"):
             yield
 
     # ------------------------------------------------------------------ what the runner needs
@@ -292,9 +304,40 @@ class Store:
             pruner=optuna.pruners.NopPruner(),
         )
 
+    def folder(self, experiment_id: int) -> Path:
+        """Return the folder of an experiment, for the caller to write into or to remove.
+
+        Raises:
+            ExperimentError: The store names another folder than its own. The database may have been changed by another
+                program, or it belongs to another `home`.
+        """
+        named = self.experiment(experiment_id).directory
+        own = (self.home / "experiments").resolve() / str(experiment_id)
+        # A link in place of the folder leads out of the store as well.
+        if named.resolve() != own:
+            raise ExperimentError(
+                f"experiment {experiment_id}: the store names the folder {str(named)!r}, expected {str(own)!r}: "
+                "nothing is written or removed there; if the experiment belongs to another folder of experiments, give "
+                "that as --home"
+            )
+        return named
+
     def trials_directory(self, experiment_id: int) -> Path:
-        """Return where the folders of an experiment's trials are."""
-        return Path(self.storage.get_study_user_attrs(experiment_id)[_RECORD]["trials"])
+        """Return where the folders of an experiment's trials are, for the caller to write into or to remove.
+
+        Raises:
+            ExperimentError: The store names a folder that is neither in the folder of the experiment nor the one that
+                belongs to it in its `checkpoint_storage`.
+        """
+        folder = self.folder(experiment_id)
+        named = Path(self.storage.get_study_user_attrs(experiment_id)[_RECORD]["trials"])
+        is_inside = named.resolve() == folder.resolve() / "trials"
+        if not is_inside and not self._is_stored_elsewhere(experiment_id, folder, named):
+            raise ExperimentError(
+                f"experiment {experiment_id}: the store names the folder {str(named)!r} for its trials, expected one "
+                f"in {str(folder)!r} or in its checkpoint_storage: nothing is written or removed there"
+            )
+        return named
 
     def memory(self, experiment_id: int) -> dict[str, Any]:
         """Return what a runner has left for itself, or for the next one."""
@@ -363,6 +406,23 @@ class Store:
 
     # ------------------------------------------------------------------ inside
 
+    def _is_stored_elsewhere(self, experiment_id: int, folder: Path, named: Path) -> bool:
+        """Whether a folder is the one that `create_experiment` chose for trials in a storage outside of the store."""
+        from dovetail.search.schema import read_experiment
+
+        with warnings.catch_warnings():
+            # They were shown when the experiment was created.
+            warnings.simplefilter("ignore", UserWarning)
+            # The configuration in the folder, and not the one in the database that names the path.
+            storage = read_experiment(self.config(experiment_id)).checkpoint_storage.folder
+        if storage is None or named.name != _folder_name(experiment_id, folder) or named.is_symlink():
+            return False
+        place = Path(storage).expanduser()
+        # A relative place counts from where the experiment was created, which is not known any more.
+        return named.parent == place or (
+            not place.is_absolute() and named.parent.parts[-len(place.parts) :] == place.parts
+        )
+
     def _job_numbers(self) -> list[int]:
         with suppress(FileNotFoundError):
             folder = self.home / "jobs"
@@ -372,6 +432,11 @@ class Store:
 
     def _experiment(self, number: int, attributes: Mapping[str, Any]) -> ExperimentRecord:
         return experiment_record(number, attributes, self.storage.get_all_trials(number, deepcopy=False))
+
+
+def _is_possible(number: int) -> bool:
+    """Whether a database can have a row of that number; larger ones are an error of the database."""
+    return 0 <= number <= _LARGEST_NUMBER
 
 
 def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
@@ -409,6 +474,7 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
         reason=state["reason"],
         is_running=is_taken(directory / "lock"),
         trials=tuple(trial_record(trial, place, smaller) for trial in trials if _RECORD in trial.system_attrs),
+        warnings=tuple(attributes.get(_WARNINGS, ())),
     )
 
 

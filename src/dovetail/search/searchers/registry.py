@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from dovetail.checks import (
     unit,
     whole,
 )
+from dovetail.errors import misspelled_methods
 from dovetail.extras import require
 from dovetail.registry import Registry
 from dovetail.search.searchers.base import Composed, NeverStop, Sampler, Searcher, SearcherConfig
@@ -76,7 +78,12 @@ def make_searcher(config: SearcherConfig, space: Space, seed: int) -> Searcher:
     found = Problems({})
     found.extend(kind.problems(config, space))
     found.raise_any()
-    return kind.make(config, space, seed)
+    searcher = kind.make(config, space, seed)
+    for name, nearest in misspelled_methods(type(searcher), Searcher):
+        warnings.warn(
+            f"{type(searcher).__name__}.{name} is never called: did you mean {nearest}?", UserWarning, stacklevel=2
+        )
+    return searcher
 
 
 def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = None) -> SearcherConfig:
@@ -269,6 +276,9 @@ _CONCURRENT = {"max_concurrent_trials": Key(whole(1), 16)}
 _TRIALS = {"max_trials": Key(whole(1), hint="how many trials to run"), **_CONCURRENT}
 _STARTUP = {"num_startup_trials": Key(whole(1), 10)}
 _TIME = {"max_time": Key(whole(1), None), "time_metric": Key(text, None)}
+# CMA-ES draws a whole population for every suggestion.
+_LARGEST = 10_000
+_CMA = {**_TRIALS, "population_size": Key(whole(4, _LARGEST), None)}
 _DIVISOR = whole(2, 1000)
 _RUNGS = whole(1, 50)
 _SAMPLER = {"sampler": Key(one_of("random", "tpe"), "random")}
@@ -288,7 +298,7 @@ _PBT = {
     **_TIME,
     "max_trials": Key(whole(1), None),
     "max_concurrent_trials": Key(whole(1), None),
-    "population_size": Key(whole(2), 16),
+    "population_size": Key(whole(2, _LARGEST), 16),
     "num_rounds": Key(whole(1, 10_000), 10),
     "truncate_fraction": Key(number(0, 0.5), 0.2),
     "perturb_factors": Key(list_of(number(0), least=1), (0.8, 1.2)),
@@ -303,7 +313,7 @@ def _built_in() -> dict[str, SearcherKind]:
         "random": SearcherKind(_sampled(_random), _TRIALS),
         "tpe": SearcherKind(_sampled(_tpe), {**_TRIALS, **_STARTUP}),
         "gp": SearcherKind(_sampled(_gp), {**_TRIALS, **_STARTUP}),
-        "cmaes": SearcherKind(_sampled(_cma), {**_TRIALS, "population_size": Key(whole(4), None)}, _cma_problems),
+        "cmaes": SearcherKind(_sampled(_cma), _CMA, _cma_problems),
         "async_halving": SearcherKind(_halved(_one_bracket), _HALVING),
         "adaptive_asha": SearcherKind(_halved(_adaptive), _ADAPTIVE),
         "hyperband": SearcherKind(_halved(_hyperband), _HYPERBAND),
