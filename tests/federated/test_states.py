@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,3 +131,104 @@ def test_a_round_that_failed_can_be_forgotten(kind: str, stored: StoredClientSta
     states.put(2, {"rounds": 1})
     states.rollback()
     assert (states.get(1), states.get(2), len(states)) == ({"rounds": 1}, {}, 1)
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """Write the states of some clients over three rounds, and return what their checkpoint has."""
+    states = StoredClientStates(path)
+    for round in range(3):
+        for client_id in (1, 2, 7):
+            if round == 0 or (client_id + round) % 2:
+                states.put(client_id, {"rounds": round, "own": {"w": torch.full((20,), float(round + client_id))}})
+        states.put(9, {"rounds": 1} if round < 2 else {})
+        states.commit()
+    return states.state_dict()
+
+
+def _changed(path: Path, statement: str, *values: Any) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute(statement, values)
+    database.close()
+
+
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "clients.db"
+    saved = _written(path)
+    with sqlite3.connect(path) as database:
+        (tensors,) = database.execute("SELECT tensors FROM states WHERE client = 7 AND round = 3").fetchone()
+    database.close()
+    _changed(path, "UPDATE states SET tensors = ? WHERE client = 7 AND round = 3", tensors[:-1] + b"\x01")
+    states = StoredClientStates(path)
+    states.load_state_dict(saved)
+    assert states.get(1)["rounds"] == 2
+    with pytest.raises(CheckpointError, match=r"clients\.db, client 7: the state of round 3 is damaged"):
+        states.get(7)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM states WHERE client = 7 AND round = 3",
+        "UPDATE states SET round = 9 WHERE client = 7 AND round = 3",
+        "UPDATE states SET sha256 = NULL WHERE client = 7",
+    ],
+)
+def test_a_state_that_is_missing_or_has_no_checksum_is_found_when_a_checkpoint_is_loaded(
+    statement: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "clients.db"
+    saved = _written(path)
+    _changed(path, statement)
+    with pytest.raises(CheckpointError, match=r"the states of clients after round 3 do not match the checkpoint"):
+        StoredClientStates(path).load_state_dict(saved)
+
+
+def test_states_of_two_clients_that_are_exchanged_are_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "clients.db"
+    _written(path)
+    _changed(path, "UPDATE states SET client = client + 100 WHERE client = 1")
+    with pytest.raises(CheckpointError, match="client 101: the state of round 3 is damaged"):
+        StoredClientStates(path).get(101)
+
+
+def test_no_flipped_bit_of_the_file_gives_another_state(tmp_path: Path) -> None:
+    path, damaged = tmp_path / "clients.db", tmp_path / "damaged.db"
+    saved = _written(path)
+    ids = (1, 2, 7, 8, 9)
+    states = StoredClientStates(path)
+    expected = [str(states.get(client_id)) for client_id in ids]
+    content = path.read_bytes()
+    refused = []
+    for position in range(0, len(content), 11):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        damaged.write_bytes(flipped)
+        try:
+            states = StoredClientStates(damaged)
+            states.load_state_dict(saved)
+            assert [str(states.get(client_id)) for client_id in ids] == expected
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) > 50
+    assert all("damaged.db" in sentence for sentence in refused)
+
+
+def test_a_file_from_before_checksums_can_be_read_and_gets_them(tmp_path: Path) -> None:
+    path = tmp_path / "clients.db"
+    saved = _written(path)
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE states DROP COLUMN sha256")
+        database.execute("PRAGMA user_version = 0")
+    database.close()
+    states = StoredClientStates(path)
+    states.load_state_dict({name: saved[name] for name in ("round", "count")})
+    assert [states.get(client_id).get("rounds") for client_id in (1, 2, 7, 9)] == [2, 1, 2, None]
+    states.put(1, {"rounds": 4})
+    states.commit()
+    newer = states.state_dict()
+    again = StoredClientStates(path)
+    again.load_state_dict(newer)
+    assert again.get(1) == {"rounds": 4}
+    _changed(path, "UPDATE states SET text = text || x'20' WHERE client = 1 AND round = 4")
+    with pytest.raises(CheckpointError, match="client 1: the state of round 4 is damaged"):
+        StoredClientStates(path).get(1)

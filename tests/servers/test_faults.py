@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from federation import Blobs, Everything, make_model, make_trainer
+from federation import ASYNCHRONOUS, Blobs, Everything, make_model, make_trainer
 
 from dovetail.algorithms import SCAFFOLD, Algorithm, CompositeAlgorithm, FedProx
 from dovetail.clients.simple import Client
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, FederationError, UnknownNameError
 from dovetail.federated.backends import Done, Outcome, Sequential, Work
 from dovetail.federated.messages import Task, Update
 from dovetail.federated.selection import ClientSelection
@@ -225,15 +225,48 @@ def test_a_limit_that_no_round_can_reach_is_refused() -> None:
         _server(min_clients=5)
 
 
-def test_everybody_failing_is_a_round_like_any_other() -> None:
-    class Broken(Client):
-        def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
-            raise ValueError("no")
+class Broken(Client):
+    """All clients fail, in the rounds that are named."""
 
-    server = _server(rounds=2)
-    records = server.run(Broken())
-    assert [len(record.faults) for record in records] == [4, 4]
-    assert [record.reported for record in records] == [(), ()]
+    def __init__(self, *rounds: int) -> None:
+        super().__init__(trainer=make_trainer())
+        self.rounds = rounds
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        if task.round in self.rounds:
+            raise ValueError(f"no, says {task.client_id}")
+        return super().work(task, state)
+
+
+def test_a_round_in_which_all_clients_fail_ends_with_the_first_failure() -> None:
+    server = _server(rounds=3)
+    with pytest.raises(FederationError, match="4 failed; first failure: client 1 crashed: ValueError: no"):
+        server.run(Broken(2))
+    assert [record.round for record in server.records] == [1]
+
+
+def test_a_round_in_which_all_clients_failed_is_repeated_by_the_next_run() -> None:
+    server, plain = _server(rounds=3), _server(rounds=3)
+    with pytest.raises(FederationError):
+        server.run(Broken(2))
+    assert [record.faults for record in server.run(Broken())] == [()] * 3
+    plain.run(Broken())
+    _assert_same(server, plain)
+
+
+def test_personalization_in_which_all_clients_fail_ends_with_the_first_failure() -> None:
+    server = _server(rounds=1)
+    server.run(Broken(2))
+    with pytest.raises(FederationError, match="first failure: client 1 crashed: ValueError: no"):
+        server.personalize()
+
+
+def test_a_failure_of_all_who_answer_does_not_end_a_round_that_others_still_work_for() -> None:
+    # The clients that are asked in the second round fail; answers of the first round are still on their way.
+    server = _server(**{**ASYNCHRONOUS, "minimum_clients_aggregated": 1, "staleness_bound": 9}, rounds=3)
+    records = server.run(Broken(2))
+    assert records[1].faults
+    assert records[1].reported
 
 
 def test_who_takes_too_long_is_left_out_and_waited_for_no_longer() -> None:

@@ -43,6 +43,28 @@ def test_the_model_is_that_of_whoever_has_one(server: dict[str, Any], client: di
     assert len(record.reported) == 2
 
 
+class Features(Blobs):
+    """Regression: the target is a sum of the features."""
+
+    def train_data(self, client_id: int) -> Any:
+        inputs, _ = super().train_data(client_id)
+        return inputs, inputs.sum(1, keepdim=True)
+
+    def central_test_data(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("client", [None, Client()])
+def test_a_client_without_a_trainer_uses_the_one_of_the_server(client: Client | None) -> None:
+    trainer = ComposableTrainer(
+        nn.Linear(4, 1), loss_strategy=nn.MSELoss(), num_epochs=5, learning_rate=0.1, verbose=False
+    )
+    run = Server(trainer=trainer, datasource=Features(), rounds=2, per_round=2)
+    losses = [record.metrics["train_loss"] for record in run.run(client)]
+    assert losses[1] < losses[0]
+    assert [record.faults for record in run.records] == [(), ()]
+
+
 def test_without_any_it_is_one_that_fits_the_data() -> None:
     run = Server(datasource=Blobs(), rounds=1, per_round=2)
     run.run()

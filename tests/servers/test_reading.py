@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from dovetail.algorithms.registry import algorithms
 from dovetail.checks import ConfigErrors
 from dovetail.errors import ConfigError
 from dovetail.federated.config import FederatedConfig
+from dovetail.federated.postprocess.registry import postprocessors
+from dovetail.federated.robust import aggregators
+from dovetail.servers.building import federation
 from dovetail.servers.reading import read_federated
 
 PLATO = """\
@@ -151,3 +158,70 @@ def test_a_label_without_a_model_is_told_with_the_models_that_there_are() -> Non
     )
     with pytest.warns(UserWarning, match=sentence):
         assert read_federated({"trainer": {"model_name": "lenet-5"}}).trainer.model_name == "lenet-5"
+
+
+WRONG = {
+    "server:\n  aggregator:\n    krum: {num_attackers: x}": (
+        "3:12: server.aggregator.krum.num_attackers: expected a whole number, got 'x'"
+    ),
+    "clients:\n  outbound_processors: [qsgd, {top_k: {ratio: '0.1'}}]": (
+        "2:40: clients.outbound_processors.1.top_k.ratio: expected a number, got '0.1'"
+    ),
+    "clients:\n  inbound_processors: {qsgd: {levels: true}}": (
+        "2:31: clients.inbound_processors.qsgd.levels: expected a whole number, got True"
+    ),
+    "clients:\n  outbound_processors: [{top_k: {ratio: 5}}]": (
+        "2:34: clients.outbound_processors.0.top_k.ratio: expected a number above 0 and at most 1, got 5.0"
+    ),
+    "clients: {outbound_processors: norm_clip}": (
+        "1:11: clients.outbound_processors: postprocessor 'norm_clip' needs max_norm"
+    ),
+    "server: {aggregator: {geometric_median: {max_iterations: 2147483648}}}": (
+        "1:42: server.aggregator.geometric_median.max_iterations: expected a whole number from 1 to 100000, got"
+    ),
+    "algorithm: {type: fedprox, mu: x}": "1:28: algorithm.mu: expected a number, got 'x'",
+    "algorithm: {type: fedprox, options: {mu: -1}}": "1:38: algorithm.options.mu: expected a number that is at least 0",
+    "algorithm: {type: fedbabu, finetune: hed}": "1:28: algorithm.finetune: expected one of head, all (did you mean",
+    "algorithm: {type: [fedprox, {fedadam: {tau: x}}]}": "1:40: algorithm.type.1.fedadam.tau: expected a number, got",
+    "algorithm: {type: [fedprox, fedadam], mu: -1}": "1:39: algorithm.mu: expected a number that is at least 0",
+    "algorithm: {type: fedasync}\nserver: {mixing_hyperparameter: 7}": (
+        "2:10: server.mixing_hyperparameter: expected a number above 0 and at most 1, got 7.0"
+    ),
+    "algorithm: {type: fedper, local_layer_names: [1]}": (
+        "1:27: algorithm.local_layer_names: expected text or a list with text as every item or null, got [1]"
+    ),
+    "clients: {speed_simulation: true, simulation_distribution: {distribution: pareto, alpha: -1}}": (
+        "1:35: clients.simulation_distribution: a <= 0, got {'distribution': 'pareto', 'alpha': -1}"
+    ),
+    "server: {uplink_bandwidth: 0}": "1:10: server.uplink_bandwidth: expected a number above 0, got 0.0",
+    "trainer: {model_type: mlp}\nparameters: {model: {hidden: [x]}}": (
+        "2:22: parameters.model.hidden: expected a whole number as item 1, got ['x']"
+    ),
+    "data: {sampler: noniid, concentration: x}": "1:25: data.concentration: expected a number, got 'x'",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_an_argument_of_a_piece_that_is_wrong_is_one_sentence_with_its_place(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        read_federated(written(tmp_path, text))
+    (problem,) = caught.value.problems
+    assert problem.removeprefix(f"{tmp_path}/plato.yml:").startswith(WRONG[text])
+
+
+VALUES: list[Any] = ["x", "0.1", True, None, -1, 2.5, 1e308, math.inf, math.nan, 2**60, 10**400, [], ["x"], {"a": 1}]
+PIECES = {
+    "postprocessor": (postprocessors, lambda name, given: {"clients": {"outbound_processors": [{name: given}]}}),
+    "aggregator": (aggregators, lambda name, given: {"server": {"aggregator": {name: given}}}),
+    "algorithm": (algorithms, lambda name, given: {"algorithm": {"type": name, **given}}),
+}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_no_value_of_any_option_of_a_piece_ends_in_another_error(kind: str) -> None:
+    registry, config = PIECES[kind]
+    for name in registry.names():  # type: ignore[attr-defined]  # a table of either kind
+        for option in inspect.signature(registry.get(name)).parameters:  # type: ignore[attr-defined]
+            for value in VALUES:
+                with contextlib.suppress(ConfigError):
+                    federation(read_federated(config(name, {option: value})))

@@ -9,12 +9,24 @@ from torch import Tensor, nn
 
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Fault, Update, Weights
+from dovetail.overrides import reject_lost_overrides
 
 if TYPE_CHECKING:
     from dovetail.trainers.strategies.base import Strategy
     from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["Algorithm"]
+
+_AGGREGATE = "override aggregate(weights, updates, average), which returns the new weights"
+# What plato's algorithms define and nothing here calls.
+_INSTEAD = {
+    "aggregate_weights": _AGGREGATE,
+    "aggregate_deltas": _AGGREGATE,
+    "compute_weight_deltas": "the delta of an update is the difference; " + _AGGREGATE,
+    "update_weights": _AGGREGATE,
+    "extract_weights": "override stays(name) for layers that are not sent, and payload(client_id) for what else is",
+    "load_weights": "override equip(strategies) for what a client does with the weights that it gets",
+}
 
 
 class Algorithm:
@@ -41,6 +53,10 @@ class Algorithm:
     decides: tuple[str, ...] = ()
     needs_each_update: bool = False
     num_clients: int = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        reject_lost_overrides(cls, _INSTEAD)
 
     @property
     def title(self) -> str:

@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,13 +16,15 @@ from torch import Tensor, nn
 
 from dovetail.algorithms.base import Algorithm
 from dovetail.callbacks import Callback, NonFiniteLoss, ProgressDisplay
+from dovetail.data import as_loader
 from dovetail.errors import ConfigError
 from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback
-from dovetail.federated.messages import Task, Update, Weights
+from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
 from dovetail.federated.postprocess import Chain
 from dovetail.federated.seeds import mix
 from dovetail.federated.states import ClientState
+from dovetail.overrides import defines, is_ours, reject_lost_overrides
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
@@ -28,11 +32,29 @@ from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.fleet import FleetTrainer, Member, why_alone
 from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import seed_everything
+from dovetail.trainers.strategies import DefaultLRSchedulerStrategy, DefaultTestingStrategy
+from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.untouched import layers, with_parts
 
 __all__ = ["Client", "as_trainer"]
 
 # Where a client's own part of the model is kept in its state, and what its postprocessors keep.
 _OWN, _POSTPROCESSORS = "model", "postprocessors"
+# Methods of plato's trainers that train a model, and that a client does not call.
+_NEVER_CALLED = ("train", "train_model", "obtain_model_update")
+_WORK = "override work(task, state), which returns the update and the client's new state"
+# What plato's clients define and nothing here calls.
+_INSTEAD = {
+    "configure": "give the client its model, trainer, algorithm and datasource as arguments",
+    "inbound_processed": _WORK,
+    "_train": _WORK,
+    "_load_payload": _WORK,
+    "_load_data": "give the client a datasource",
+    "_allocate_data": "give the client a datasource",
+    "_obtain_model_update": "a simulated client has no half-trained model to send",
+    "start_client": "a server runs its clients: server.run(client)",
+    "add_callbacks": "give the client callbacks=[…]",
+}
 # Counted in numbers, of whatever type: so many of them end at a boundary of torch's memory.
 _ALIGNMENT = 64
 
@@ -47,7 +69,8 @@ class Client:
         model: A module, or a class or function that makes one; None for the trainer's, or one that fits the data.
         datasource: The data of all clients; None for the server's.
         algorithm: The client's half of it; None for the server's.
-        trainer: A trainer, of which a copy is used, or a class or function that makes one; None for a plain one.
+        trainer: A trainer, of which a copy is used, or a class or function that makes one; None for the
+            server's, or a plain one if the server has none.
         callbacks: Who hears what happens here.
         trainer_callbacks: Callbacks for the trainer.
 
@@ -84,6 +107,35 @@ class Client:
         self._keeps = False
         self.tests_every = 0
         self.inbound, self.outbound = Chain(), Chain()
+        self._started = 0.0
+        self._customizes = False
+        # The settings of training that the trainer does not read, because it has its own optimizer, schedule or loss.
+        self.unread: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        reject_lost_overrides(cls, _INSTEAD)
+
+    def process_server_response(self, server_response: dict[str, Any]) -> None:
+        """Override to use what the server's `customize_server_response` sent; called before the client trains.
+
+        Args:
+            server_response: `id` and `current_round`, with what the server has added for this client.
+        """
+
+    def customize_report(self, report: SimpleNamespace) -> SimpleNamespace:
+        """Override to add to a client's report, and return it; the server has it as `update.report`.
+
+        Args:
+            report: `client_id`, `num_samples`, `accuracy` and `training_time`; tensors and plain values may be added.
+        """
+        return report
+
+    def inbound_received(self, inbound_processor: Chain) -> None:
+        """Override to act when a task has come, before callbacks are called."""
+
+    def outbound_ready(self, report: Any, outbound_processor: Chain) -> None:
+        """Override to act when an update is ready, before callbacks are called and its processors change it."""
 
     @property
     def trainer(self) -> Trainer:
@@ -118,6 +170,15 @@ class Client:
         own = copy.deepcopy(as_module(self.model) or model)
         self._trainer = trainer = as_trainer(self._given_trainer, own)
         core: Any = trainer
+        self._customizes = defines(self, "customize_report")
+        self.unread = _unread(core.strategies)
+        for layer in layers(trainer):
+            for name in _NEVER_CALLED:
+                if defines(layer, name):
+                    raise ConfigError(
+                        f"{type(layer).__name__}.{name}: a client trains with fit, which does not call it: override "
+                        "train_step, perform_forward_and_backward_passes, a hook such as train_run_start, or fit itself"
+                    )
         self.algorithm.begin(model, self.datasource.num_clients)
         core.equip(**self.algorithm.equip(core.as_strategies()))
         # A trainer with a seed begins every run with it: all clients would draw the same numbers.
@@ -149,8 +210,12 @@ class Client:
             task: What is asked: to train, or to judge the model.
             state: What the client has kept; empty for one that was never asked.
         """
-        started = time.perf_counter()
+        self._started = started = time.perf_counter()
         self.client_id, self.current_round = task.client_id, task.round
+        if task.kind != "evaluate":
+            response = {"id": task.client_id, "current_round": task.round}
+            self.process_server_response({**response, **task.payload.get(SERVER_RESPONSE, {})})
+        self.inbound_received(self.inbound)
         for heard in self.callbacks:
             heard.on_inbound_received(self, self.inbound)
         if len(self.inbound):
@@ -188,6 +253,9 @@ class Client:
             return ""
         if self.callbacks:
             return f"{type(self.callbacks[0]).__name__} hears of one client at a time"
+        for name in ("work", "process_server_response", "customize_report", "inbound_received", "outbound_ready"):
+            if defines(self, name):
+                return f"{type(self).__name__}.{name} is called for one client at a time"
         for task, _ in work:
             if self.datasource.num_samples(task.client_id) == 0:
                 return f"client {task.client_id} has no samples"
@@ -259,11 +327,21 @@ class Client:
             delta=_difference({name: after[name] for name in task.weights}, before),
             payload=_copied(sent),
             metrics={"loss": loss, **self._tested(task)},
+            seconds=time.perf_counter() - self._started,
         )
+        if self._customizes:
+            update = self._customized(update)
         kept = self._kept(state, after)
+        self.outbound_ready(update, self.outbound)
         for heard in self.callbacks:
             heard.on_outbound_ready(self, update, self.outbound)
         return self.outbound.encode(update, task, kept), kept
+
+    def _customized(self, update: Update) -> Update:
+        report = self.customize_report(update.report)
+        if not isinstance(report, SimpleNamespace):
+            raise ConfigError(f"{type(self).__name__}.customize_report: expected the report, got {report!r}: return it")
+        return update.with_report(report)
 
     def _kept(self, state: ClientState, after: Weights) -> ClientState:
         """Return what a client keeps, once its model is trained."""
@@ -330,11 +408,11 @@ class Client:
         context, update = core.context, core.strategies.model_update
         own = None if update is None else update.personal_weights(context)
         if own is None:
-            return dict(core.evaluate(data))
+            return judged(core, data)
         sent = _copied(context.model.state_dict(), context.device)
         load_weights(context.model, own)
         try:
-            return dict(core.evaluate(data))
+            return judged(core, data)
         finally:
             load_weights(context.model, sent)
 
@@ -350,7 +428,8 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> Trainer:
         ConfigError: It is none of these.
     """
     if trainer is None:
-        return ComposableTrainer(model=model, verbose=False)
+        # The default schedule reads the settings; a trainer has none otherwise.
+        return ComposableTrainer(model=model, lr_scheduler_strategy=DefaultLRSchedulerStrategy(), verbose=False)
     if isinstance(trainer, Trainer):
         # Its model, if it has one, is what the federation began with. A copy of it is of no use.
         mine, given = trainer.context, trainer.context.model
@@ -370,6 +449,26 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> Trainer:
     callbacks = made.context.callbacks
     callbacks.remove(*[it for it in callbacks if isinstance(it, ProgressDisplay)])
     return made
+
+
+def judged(trainer: Any, data: Any) -> dict[str, float]:
+    """Return the metrics of a trainer's model; `accuracy` is by its testing strategy or test method, if it has one.
+
+    Args:
+        trainer: A trainer with its model.
+        data: Test data, as a data source gives them.
+    """
+    metrics = dict(trainer.evaluate(data))
+    testing = trainer.strategies.testing
+    has_strategy = testing is not None and type(testing) is not DefaultTestingStrategy
+    own = next((layer for layer in layers(trainer) if defines(layer, "test") or defines(layer, "test_model")), None)
+    if has_strategy or own is not None:
+        # Plato's test methods make a loader themselves.
+        testset = getattr(as_loader(data, batch_size=1), "dataset", data)
+        tester: Any = own or trainer
+        test = tester.test if defines(tester, "test") else partial(tester.test_model, {})
+        metrics["accuracy"] = float(test(testset, None))
+    return metrics
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
@@ -448,6 +547,22 @@ def _epoch_of(row: Mapping[str, Any]) -> int:
 def _payload(trainer: Any) -> dict[str, Any]:
     update = trainer.strategies.model_update
     return {} if update is None else update.get_update_payload(trainer.context)
+
+
+def _unread(strategies: Strategies) -> tuple[str, ...]:
+    """Return the settings that name an optimizer, a schedule or a loss, and that these strategies do not read."""
+    found = []
+    for name, strategy, own in (
+        ("optimizer", strategies.optimizer, "optimizer_fn"),
+        ("lr_scheduler", strategies.lr_scheduler, "scheduler_fn"),
+        ("loss_criterion", strategies.loss, "loss_fn"),
+    ):
+        parts = [] if strategy is None else list(with_parts([strategy]))
+        # A strategy from outside of this library may read what it likes.
+        reads = any((own in vars(part) and vars(part)[own] is None) or not is_ours(type(part)) for part in parts)
+        if not reads:
+            found.append(name)
+    return tuple(found)
 
 
 def _as_client_callback(candidate: Any) -> ClientCallback:

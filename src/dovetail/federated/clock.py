@@ -38,7 +38,8 @@ class Speeds:
         server: What the server's section says: the bandwidths.
 
     Raises:
-        ConfigError: The distribution lacks a number, or has one that it does not know.
+        ConfigError: The distribution lacks a number, has one that it does not know or cannot draw with, or a bandwidth
+            is not positive.
 
     Example:
         >>> Speeds(ClientsConfig(avg_training_time=3.0)).work(client_id=7, epochs=2)
@@ -49,8 +50,16 @@ class Speeds:
         self._config = config
         self._server = server or ServerConfig()
         self._numbers: dict[str, float] = {}
+        for name in ("downlink_bandwidth", "uplink_bandwidth"):
+            if not getattr(self._server, name) > 0:
+                raise ConfigError(f"{name}: expected a number above 0, got {getattr(self._server, name)!r}")
         if config.speed_simulation:
             self._numbers = _numbers(config.simulation_distribution)
+            try:
+                self.slowness(1)
+            except (ValueError, OverflowError) as error:
+                given = dict(config.simulation_distribution)
+                raise ConfigError(f"simulation_distribution: {error}, got {given}") from None
 
     def work(self, client_id: int, epochs: float, share: float = 1.0) -> float:
         """Return how long a client trains.

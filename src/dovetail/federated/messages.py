@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Fault", "Task", "Update", "WeightedSum", "Weights", "num_bytes"]
+__all__ = ["REPORT", "SERVER_RESPONSE", "Fault", "Task", "Update", "WeightedSum", "Weights", "num_bytes"]
 
+# Under these keys of their payloads, an update has what `customize_report` has added, and a task has what
+# `customize_server_response` returned.
+REPORT, SERVER_RESPONSE = "report", "server_response"
 # The state of a model, or a difference of two, by the names of its state dict.
 Weights = Mapping[str, Tensor]
 
@@ -79,6 +83,39 @@ class Update:
         """The size of what is sent, as tensors and bytes."""
         return num_bytes(self.delta) + num_bytes(self.payload)
 
+    @property
+    def report(self) -> SimpleNamespace:
+        """Plato's report of a client, with what its `customize_report` has added.
+
+        Example:
+            >>> Update(3, 1, num_samples=10, payload={"report": {"valuation": 0.5}}).report.valuation
+            0.5
+        """
+        return SimpleNamespace(
+            client_id=self.client_id,
+            num_samples=self.num_samples,
+            accuracy=self.metrics.get("test_accuracy", 0),
+            training_time=self.seconds,
+            comm_time=0.0,
+            processing_time=0.0,
+            update_response=False,
+            **self.payload.get(REPORT, {}),
+        )
+
+    def with_report(self, report: SimpleNamespace) -> Update:
+        """Return the update with what a report says: its samples, its accuracy, and all that was added to it."""
+        before = vars(replace(self, payload={}).report)
+        added = {name: value for name, value in vars(report).items() if name not in before}
+        metrics = dict(self.metrics)
+        if report.accuracy != before["accuracy"]:
+            metrics["test_accuracy"] = report.accuracy
+        return replace(
+            self,
+            num_samples=report.num_samples,
+            metrics=metrics,
+            payload={**self.payload, REPORT: added} if added else self.payload,
+        )
+
     def to_plain(self) -> dict[str, Any]:
         """Return the update as a dictionary of tensors and plain values; nothing is copied."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -109,6 +146,20 @@ class Fault:
     round: int
     kind: Literal["crashed", "timed out", "not finite", "wrong shape", "duplicate", "late"]
     reason: str
+
+    @property
+    def sentence(self) -> str:
+        """The client, the kind and the reason in one sentence that names the client once.
+
+        Example:
+            >>> Fault(3, 1, "crashed", "ValueError: no").sentence
+            'client 3 crashed: ValueError: no'
+        """
+        who = f"client {self.client_id}"
+        reason = self.reason.removeprefix(f"{who}: ")
+        if reason.startswith(f"{who} "):
+            reason = f"it{reason.removeprefix(who)}"
+        return f"{who} {self.kind}: {reason}"
 
 
 @dataclass(frozen=True)

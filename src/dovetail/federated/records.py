@@ -53,6 +53,8 @@ class RoundRecord:
         bytes_down: What was sent to clients.
         bytes_up: What was sent by clients.
         staleness: The largest one of an update that was used.
+        backend: The backend that trained the clients of this round; `sequential` if `vectorized` was requested and
+            could not train them at once. Empty in records from before there was this field.
     """
 
     round: int
@@ -64,6 +66,7 @@ class RoundRecord:
     bytes_down: int = 0
     bytes_up: int = 0
     staleness: int = 0
+    backend: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         """Return the record as lists, dictionaries and numbers."""

@@ -29,6 +29,9 @@ __all__ = [
     "make_aggregator",
 ]
 
+# A geometric median with a tolerance of 0 takes all the steps that it is given.
+_MAX_ITERATIONS = 100_000
+
 
 class RobustAverage(ABC):
     """Makes one difference of many, of which some are bad. Updates count the same, whatever samples they claim.
@@ -157,6 +160,14 @@ class GeometricMedian(RobustAverage):
 
     max_iterations: int = 100
     tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_iterations <= _MAX_ITERATIONS:
+            raise ConfigError(
+                f"max_iterations: expected a whole number from 1 to {_MAX_ITERATIONS}, got {self.max_iterations!r}"
+            )
+        if not self.tolerance >= 0:
+            raise ConfigError(f"tolerance: expected a number that is at least 0, got {self.tolerance!r}")
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
         """Return the geometric median of the updates as wholes."""

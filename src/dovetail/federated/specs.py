@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import SimpleNamespace, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.checks import Check, Problem, Refused, flag, one_of, whole
+from dovetail.errors import ConfigError, MissingExtraError, UnknownNameError
 from dovetail.registry import Registry
 
-__all__ = ["build", "prepared"]
+__all__ = ["build", "build_problems", "checks_of", "prepared", "spec_problems"]
 
 T = TypeVar("T")
 
@@ -32,6 +37,69 @@ def prepared(registry: Registry[Callable[..., T]], spec: str | Mapping[str, Any]
     Raises:
         ConfigError: They are not.
     """
+    name, maker, given = _resolve(registry, spec)
+    arguments = {}
+    checks = checks_of(maker)
+    for argument, value in given.items():
+        try:
+            arguments[argument] = checks[argument](value) if argument in checks else value
+        except Refused as refusal:
+            raise ConfigError(f"{registry.kind} {name!r}: {argument}: {refusal}, got {value!r}") from None
+    return partial(maker, **arguments)
+
+
+def spec_problems(registry: Registry[Callable[..., Any]], spec: str | Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what is wrong with the piece of a specification, each with the keys from the specification to it.
+
+    The piece is built, so that it checks its arguments itself. An extra that is not installed is no problem here.
+
+    Example:
+        >>> numbers = Registry("number", lambda: {"power": lambda base, exponent=2: base**exponent})
+        >>> [problem.sentence for problem in spec_problems(numbers, {"power": {"bse": 3}})]
+        ["unknown argument of number 'power' 'bse': did you mean 'base'? (known: base, exponent)"]
+    """
+    try:
+        name, maker, given = _resolve(registry, spec)
+    except ConfigError as error:
+        yield Problem((), str(error))
+        return
+    checks = checks_of(maker)
+    arguments = {}
+    is_good = True
+    for argument, value in given.items():
+        try:
+            arguments[argument] = checks[argument](value) if argument in checks else value
+        except Refused as refusal:
+            is_good = False
+            yield Problem((name, argument), f"{refusal}, got {value!r}")
+    if is_good:
+        yield from build_problems(partial(maker, **arguments), arguments, (name,))
+
+
+def build_problems(
+    make: Callable[[], Any], arguments: Iterable[str], above: tuple[str | int, ...] = ()
+) -> Iterator[Problem]:
+    """Yield the problem that building a piece raises, with the argument at the start of its message, if any.
+
+    Example:
+        >>> from dovetail.federated.robust import TrimmedMean
+        >>> list(build_problems(lambda: TrimmedMean(share=2), ["share"]))
+        [Problem(keys=('share',), sentence='expected a number from 0 and below 0.5, got 2')]
+    """
+    try:
+        make()
+    except MissingExtraError:
+        return
+    except ConfigError as error:
+        argument, colon, sentence = str(error).partition(": ")
+        if colon and argument in arguments:
+            yield Problem((*above, argument), sentence)
+        else:
+            yield Problem(above, str(error))
+
+
+def _resolve(registry: Registry[Callable[..., T]], spec: Any) -> tuple[str, Callable[..., T], Mapping[str, Any]]:
+    """Return the name, the maker and the given arguments of a specification; their names are checked."""
     if isinstance(spec, str):
         spec = {spec: {}}
     if not isinstance(spec, Mapping) or len(spec) != 1:
@@ -53,4 +121,122 @@ def prepared(registry: Registry[Callable[..., T]], spec: str | Mapping[str, Any]
     missing = [argument for argument in missing if argument not in arguments]
     if missing:
         raise ConfigError(f"{registry.kind} {name!r} needs {', '.join(missing)}")
-    return partial(maker, **arguments)
+    return name, maker, arguments
+
+
+# Checks from annotations
+
+
+def checks_of(maker: Callable[..., Any]) -> dict[str, Check]:
+    """Return a check for every argument of a class or function whose annotation a file can be compared with.
+
+    Example:
+        >>> def power(base: float, exponent: int = 2) -> float:
+        ...     return base**exponent
+        >>> checks_of(power)["exponent"](3.0)
+        3
+    """
+    function: Any = inspect.getattr_static(maker, "__init__") if isinstance(maker, type) else maker
+    hints: dict[str, Any] = {}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        # An annotation may name a type that is imported for the type checker only.
+        with suppress(NameError, TypeError):
+            alone = SimpleNamespace(__annotations__={name: annotation})
+            hints |= get_type_hints(alone, globalns=function.__globals__)
+    return {name: partial(_checked, hint) for name, hint in hints.items() if name != "return"}
+
+
+def _checked(hint: Any, value: Any) -> Any:
+    """Return the value as the annotated type, or raise `Refused` with what was expected."""
+    if get_origin(hint) not in (Union, UnionType):
+        return _as(hint, value)
+    options = get_args(hint)
+    for option in options:
+        try:
+            return _as(option, value)
+        except Refused:
+            continue
+    raise Refused(f"expected {' or '.join(dict.fromkeys(map(_described, options)))}")
+
+
+def _as(hint: Any, value: Any) -> Any:
+    origin = get_origin(hint) or hint
+    if hint in _CHECKS:
+        return _CHECKS[hint](value)
+    if origin is Literal:
+        if all(isinstance(known, str) for known in get_args(hint)):
+            return one_of(*get_args(hint))(value)
+        # 1 == True in Python, but not in a file.
+        if any(value == known and type(value) is type(known) for known in get_args(hint)):
+            return value
+    elif origin in (Sequence, list, tuple):
+        if isinstance(value, (list, tuple)):
+            return type(value)(_items((get_args(hint) or (Any,))[0], value))
+    elif origin is Callable:
+        if callable(value):
+            return value
+    elif not isinstance(origin, type) or isinstance(value, origin):
+        return value
+    raise Refused(f"expected {_described(hint)}")
+
+
+def _items(hint: Any, values: Sequence[Any]) -> Iterator[Any]:
+    for position, value in enumerate(values):
+        try:
+            yield _checked(hint, value)
+        except Refused as refusal:
+            raise Refused(f"{refusal} as item {position + 1}") from None
+
+
+def _described(hint: Any) -> str:
+    origin = get_origin(hint) or hint
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if origin is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if origin in (Sequence, list, tuple):
+        return f"a list with {_described((get_args(hint) or (Any,))[0])} as every item"
+    return _WORDS.get(origin, getattr(origin, "__name__", str(origin)))
+
+
+def _real(value: Any) -> float:
+    """Accept numbers, infinite ones too: a piece may mean no bound by that."""
+    try:
+        found = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        found = math.nan
+    if math.isnan(found):
+        raise Refused("expected a number")
+    return found
+
+
+def _integer(value: Any) -> int:
+    # Numbers of numpy are whole, too.
+    is_foreign = isinstance(value, Integral) and not isinstance(value, int)
+    checked: int = _WHOLE(int(value) if is_foreign else value)
+    return checked
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Refused("expected text")
+    return value
+
+
+def _nothing(value: Any) -> None:
+    if value is not None:
+        raise Refused("expected null")
+
+
+_WHOLE = whole()
+_CHECKS: dict[Any, Check] = {int: _integer, float: _real, bool: flag, str: _string, type(None): _nothing}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    Mapping: "'key: value' lines",
+    Callable: "a function",
+    Any: "anything",
+}

@@ -88,6 +88,10 @@ class StoredClientStates(ClientStates):
     A checkpoint holds a round only. Whatever was put after that round is forgotten when it is loaded: a server that
     died between the two goes on with states and weights of the same round. Nothing in the file is ever unpickled.
 
+    Every state has a SHA-256, which is compared when the state is read, and a checkpoint has the sum of the checksums
+    of all newest states, so that a state that is damaged or missing is never used. Older files without checksums can
+    be read: their states get one when they are put again.
+
     Args:
         path: The file, an SQLite database; made if it is not there.
         num_checkpoints: To how many rounds before the last one it must be possible to go back.
@@ -111,25 +115,32 @@ class StoredClientStates(ClientStates):
         self._database = sqlite3.connect(path, check_same_thread=False)
         self._closing = weakref.finalize(self, self._database.close)
         try:
-            self._database.execute("PRAGMA synchronous = FULL")
-            self._database.execute(
-                "CREATE TABLE IF NOT EXISTS states (client INTEGER, round INTEGER, text BLOB, tensors BLOB, "
-                "PRIMARY KEY (client, round)) WITHOUT ROWID"
-            )
-        except sqlite3.DatabaseError as error:
+            self._has_checksums = self._make_table()
+        except _DAMAGE as error:
             raise CheckpointError(f"{path}: not a file of client states: {error}") from error
         self._round = 0
         self._count = 0
+        # The sum of the checksums of the newest states.
+        self._sum = 0
 
     def get(self, client_id: int) -> ClientState:
         """Return the state of a client; an empty one for a client that has none."""
-        found = self._database.execute(
-            "SELECT text, tensors FROM states WHERE client = ? ORDER BY round DESC LIMIT 1", (client_id,)
-        ).fetchone()
-        if found is None or found[0] is None:
+        found = self._run(
+            "SELECT round, text, tensors, sha256 FROM states WHERE client = ? ORDER BY round DESC LIMIT 1", client_id
+        )
+        if not found:
             return {}
-        text, tensors = found
+        round, text, tensors, sha256 = found[0]
         where = f"{self.path}, client {client_id}"
+        is_whole = isinstance(text, bytes | None) and isinstance(tensors, bytes | None)
+        # In a file from before there were checksums, a state may have none.
+        is_known = sha256 is not None or self._has_checksums
+        if not is_whole or (is_known and sha256 != _sha256(client_id, round, text, tensors)):
+            raise CheckpointError(
+                f"{where}: the state of round {round} is damaged: it does not have the SHA-256 that it was written with"
+            )
+        if text is None:
+            return {}
         read = read_tensors(io.BytesIO(tensors), len(tensors), where, Digest())
         state: ClientState = decode_text(text, where, read, "cpu")
         return state
@@ -138,17 +149,21 @@ class StoredClientStates(ClientStates):
         """Keep the state of a client."""
         coming = self._round + 1
         encoded = encode(state) if state else None
-        run = self._database.execute
-        known = run("SELECT 1 FROM states WHERE client = ? LIMIT 1", (client_id,)).fetchone() is not None
+        known = self._run("SELECT sha256 FROM states WHERE client = ? ORDER BY round DESC LIMIT 1", client_id)
         if encoded is None and not known:
             return
         self._count += not known
         row = (None, None) if encoded is None else (encoded.text, b"".join(stream(encoded.blocks)))
-        run("INSERT OR REPLACE INTO states VALUES (?, ?, ?, ?)", (client_id, coming, *row))
-        run(
-            "DELETE FROM states WHERE client = :client AND round < "
-            "(SELECT max(round) FROM states WHERE client = :client AND round <= :oldest)",
-            {"client": client_id, "oldest": coming - self._num_checkpoints},
+        sha256 = _sha256(client_id, coming, *row)
+        self._sum += _number(sha256) - sum(_number(before) for (before,) in known)
+        self._run(
+            "INSERT OR REPLACE INTO states (client, round, text, tensors, sha256) VALUES (?, ?, ?, ?, ?)",
+            *(client_id, coming, *row, sha256),
+        )
+        self._run(
+            "DELETE FROM states WHERE client = ?1 AND round < "
+            "(SELECT max(round) FROM states WHERE client = ?1 AND round <= ?2)",
+            *(client_id, coming - self._num_checkpoints),
         )
 
     def commit(self) -> None:
@@ -169,8 +184,8 @@ class StoredClientStates(ClientStates):
         self._go_back(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep: the round, and how many clients there are."""
-        return {"round": self._round, "count": self._count}
+        """Return what a checkpoint must keep: the round, how many clients there are, and the sum of their checksums."""
+        return {"round": self._round, "count": self._count, "sha256": f"{self._sum % _MODULUS:064x}"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to where `state_dict` was taken.
@@ -184,12 +199,66 @@ class StoredClientStates(ClientStates):
         if self._count != state["count"]:
             raise CheckpointError(
                 f"{self.path}: expected the states of {state['count']} clients after round {state['round']}, "
-                f"found {self._count}: the file does not belong to the checkpoint"
+                f"found {self._count}: the file does not belong to the checkpoint, or is damaged"
             )
+        # Checkpoints from before there were checksums have no sum.
+        if state.get("sha256", self.state_dict()["sha256"]) != self.state_dict()["sha256"]:
+            raise CheckpointError(
+                f"{self.path}: the states of clients after round {state['round']} do not match the checkpoint: "
+                "the file does not belong to the checkpoint, or is damaged"
+            )
+
+    def _make_table(self) -> bool:
+        """Make the table, or add the column of checksums to an old one; return whether every state has a checksum."""
+        run = self._database.execute
+        run("PRAGMA synchronous = FULL")
+        columns = [row[1] for row in run("PRAGMA table_info(states)")]
+        if not columns:
+            run(
+                "CREATE TABLE states (client INTEGER, round INTEGER, text BLOB, tensors BLOB, sha256 TEXT, "
+                "PRIMARY KEY (client, round)) WITHOUT ROWID"
+            )
+            run(f"PRAGMA user_version = {_WITH_CHECKSUMS}")
+        elif "sha256" not in columns:
+            run("ALTER TABLE states ADD COLUMN sha256 TEXT")
+        return bool(run("PRAGMA user_version").fetchone()[0] == _WITH_CHECKSUMS)
+
+    def _run(self, statement: str, *values: Any) -> list[Any]:
+        """Run a statement, and return all its rows."""
+        try:
+            return self._database.execute(statement, values).fetchall()
+        except _DAMAGE as error:
+            raise CheckpointError(f"{self.path}: the file of client states cannot be used: {error}") from error
 
     def _go_back(self, round: int) -> None:
         self._database.rollback()
-        self._database.execute("DELETE FROM states WHERE round > ?", (round,))
-        self._database.commit()
-        self._round = round
-        self._count = int(self._database.execute("SELECT count(DISTINCT client) FROM states").fetchone()[0])
+        self._run("DELETE FROM states WHERE round > ?", round)
+        try:
+            self._database.commit()
+            # SQLite takes the other columns from the row that has the largest round.
+            newest = self._run("SELECT max(round), sha256 FROM states GROUP BY client")
+            checksums = [_number(sha256) for _, sha256 in newest]
+        except (*_DAMAGE, TypeError) as error:
+            raise CheckpointError(f"{self.path}: the file of client states is damaged: {error}") from error
+        self._round, self._count, self._sum = round, len(checksums), sum(checksums)
+
+
+# SQLite raises the first for a damaged file, and Python the second for text in it, also in SQLite's own message.
+_DAMAGE = (sqlite3.DatabaseError, ValueError)
+# In a file with this version, every state has a checksum.
+_WITH_CHECKSUMS = 1
+_MODULUS = 2**256
+
+
+def _sha256(client_id: int, round: int, text: bytes | None, tensors: bytes | None) -> str:
+    """Return the checksum of a state, with whose it is and since when: a state in the wrong row is damaged, too."""
+    digest = Digest()
+    sizes = [None if part is None else len(part) for part in (text, tensors)]
+    digest.update(f"{client_id} {round} {sizes}".encode())
+    for part in (text, tensors):
+        digest.update(part or b"")
+    return digest.sha256
+
+
+def _number(sha256: str | None) -> int:
+    return 0 if sha256 is None else int(sha256, 16)

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dovetail.federated.callbacks import ServerCallback
 from dovetail.federated.config import FederatedConfig
-from dovetail.federated.messages import Fault
 from dovetail.federated.records import RoundRecord
+from dovetail.servers.results import ran_elsewhere
 from dovetail.units import counted
 
 __all__ = ["RoundDisplay"]
@@ -62,7 +62,8 @@ class RoundDisplay(ServerCallback):
     def on_clients_processed(self, server: Any) -> None:
         """Leave a line for the round."""
         assert self._console is not None
-        self._console.print(_line(server.records[-1], server.config), soft_wrap=True, markup=False)
+        line = _line(server.records[-1], server.config, server.backend.name)
+        self._console.print(line, soft_wrap=True, markup=False)
         if self._bar is not None:
             self._bar.update(self._task, completed=server.current_round)
 
@@ -75,17 +76,26 @@ class RoundDisplay(ServerCallback):
             if any(name in each for each in found.metrics.values()):
                 spread = found.spread(name)
                 words += [f"{name} {spread.mean:.4f}", f"worst tenth {spread.worst:.4f}"]
-        words += map(_told, found.faults)
+        words += [fault.sentence for fault in found.faults]
         self._console.print("  ".join(words), soft_wrap=True, markup=False)
 
     def on_server_will_close(self, server: Any) -> None:
-        """Take the bar away."""
+        """Take the bar away, and name the backend that ran if another one was requested."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        elsewhere = ran_elsewhere(server.records, server.backend.name)
+        if elsewhere and self._console is not None:
+            ran_on = ", ".join(dict.fromkeys(record.backend for record in elsewhere))
+            self._console.print(
+                f"backend: {ran_on} in {len(elsewhere)} of {counted(len(server.records), 'round')}, although "
+                f"{server.backend.name} was requested",
+                soft_wrap=True,
+                markup=False,
+            )
 
 
-def _line(record: RoundRecord, config: FederatedConfig) -> str:
+def _line(record: RoundRecord, config: FederatedConfig, backend: str) -> str:
     # A round that does not wait hears of clients that others have asked.
     asked = len(record.selected) if config.server.synchronous else len(record.reported) + len(record.faults)
     who = "edge server" if config.algorithm.cross_silo else "client"
@@ -94,17 +104,10 @@ def _line(record: RoundRecord, config: FederatedConfig) -> str:
     if record.staleness:
         words.append(f"staleness up to {record.staleness}")
     words.append(f"{record.elapsed_time:.1f}s")
-    words += map(_told, record.faults)
+    if ran_elsewhere([record], backend):
+        words.append(f"on {record.backend}, not {backend}")
+    words += [fault.sentence for fault in record.faults]
     return "  ".join(words)
-
-
-def _told(fault: Fault) -> str:
-    """A fault in one sentence, which names its client once."""
-    who = f"client {fault.client_id}"
-    reason = fault.reason.removeprefix(f"{who}: ")
-    if reason.startswith(f"{who} "):
-        reason = f"it{reason.removeprefix(who)}"
-    return f"{who} {fault.kind}: {reason}"
 
 
 _LABELS = {

@@ -12,7 +12,7 @@ from torch import nn
 from dovetail.algorithms import Algorithm
 from dovetail.clients.simple import Client
 from dovetail.errors import ConfigError
-from dovetail.federated.config import FederatedConfig
+from dovetail.federated.config import FederatedConfig, ResultsConfig
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection
@@ -184,10 +184,15 @@ class Edge:
                     min_clients=1,
                     checkpoint_path=None,
                     states_path=None,
+                    # Only the server above can stop an edge server that takes too long.
+                    timeout=config.server.timeout if config.server.simulate_wall_time else None,
                 ),
                 trainer=replace(config.trainer, rounds=rounds, target_accuracy=None, target_perplexity=None),
+                results=ResultsConfig(),
                 # Clients train for themselves once, when the server above says so.
-                algorithm=replace(config.algorithm, cross_silo=False, personalization={}),
+                algorithm=replace(
+                    config.algorithm, cross_silo=False, total_silos=2, local_rounds=1, personalization={}
+                ),
             ),
         )
         server.members = _part(range(1, self._datasource.num_clients + 1), silo, len(self._silos.ids))

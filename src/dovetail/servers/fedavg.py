@@ -6,7 +6,8 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -18,15 +19,15 @@ from torch import nn
 from dovetail import checkpoint as store
 from dovetail.algorithms import Algorithm, FedAvg
 from dovetail.algorithms.registry import algorithm_of
-from dovetail.clients.simple import Client, as_trainer, load_weights
+from dovetail.clients.simple import Client, as_trainer, judged, load_weights
 from dovetail.data.federated import Datasource, datasource
-from dovetail.errors import CheckpointError, ConfigError
+from dovetail.errors import CheckpointError, ConfigError, FederationError
 from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, Done, Worker, backends
 from dovetail.federated.callbacks import ServerCallback
 from dovetail.federated.clock import Arrival, Clock, Speeds
 from dovetail.federated.config import FederatedConfig
-from dovetail.federated.messages import Fault, Task, Update, Weights
+from dovetail.federated.messages import SERVER_RESPONSE, Fault, Task, Update, Weights
 from dovetail.federated.postprocess import Chain, Gathering
 from dovetail.federated.postprocess.base import EVERYONE
 from dovetail.federated.records import ClientsEvaluation, RoundRecord, accuracy_of_clients, client_metrics
@@ -35,8 +36,10 @@ from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection, RandomSelection, selections
 from dovetail.federated.states import ClientStates, StoredClientStates
 from dovetail.federated.validation import admit, check_update
+from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.servers.edge import Silos
-from dovetail.servers.refusals import check_algorithm, check_epochs, check_model, check_settings
+from dovetail.servers.refusals import check_algorithm, check_epochs, check_model, check_settings, idle_settings
+from dovetail.servers.results import with_results
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.interruption import listening
 from dovetail.trainers.pieces import as_module
@@ -65,7 +68,8 @@ class Server:
         datasource: The data of all clients and of the server's test; None for what the configuration names.
         algorithm: What the server makes of updates, and what clients do: a name, or an algorithm, of which a copy is
             used. None for what the settings name: FedAvg, unless they say otherwise.
-        trainer: Tests the global model; a copy of a trainer, or what a class or function makes.
+        trainer: Tests the global model, and trains the clients of a client without a trainer; a copy of a trainer, or
+            what a class or function makes.
         callbacks: Who hears what happens here.
         config: All settings at once.
         selection: Who is asked in a round, in place of the name in the settings.
@@ -107,7 +111,7 @@ class Server:
         if isinstance(algorithm, str):
             config, algorithm = replace(config, algorithm=replace(config.algorithm, type=algorithm)), None
         self.config = config
-        self.callbacks = [_as_server_callback(it) for it in callbacks or ()]
+        self.callbacks = with_results([_as_server_callback(it) for it in callbacks or ()], config.results)
         self.algorithm: Algorithm = _made(algorithm) or algorithm_of(config.algorithm)
         self.selection = selection or selections.get(config.server.selection)(config.server.random_seed)
         self.backend = backend or backends.get(config.server.backend)(
@@ -137,10 +141,58 @@ class Server:
         check_algorithm(self.algorithm, self.outbound)
         self._silos: Silos | None = None
         if config.algorithm.cross_silo:
+            if defines(self, "customize_server_response"):
+                raise ConfigError(
+                    f"{type(self).__name__}.customize_server_response: an edge server does not pass it on to its "
+                    "clients: leave cross_silo out"
+                )
             # Everything that is said of clients is said of those of the edge servers.
             self._silos = Silos(config, self.algorithm, self.selection)
             self.algorithm, self.selection = FedAvg(), RandomSelection(config.server.random_seed)
             self.inbound, self.outbound = Chain(), Chain()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        reject_lost_overrides(cls, _INSTEAD)
+
+    # ------------------------------------------------------------------ plato's override points
+
+    def choose_clients(self, clients_pool: Sequence[int], clients_count: int) -> Sequence[int]:
+        """Return the clients of a round; override it, or give a `selection`.
+
+        Args:
+            clients_pool: The ids of the clients that are not at work.
+            clients_count: How many are wanted.
+        """
+        return self.selection.select(self.current_round, clients_pool, clients_count)
+
+    def customize_server_response(self, server_response: dict[str, Any], client_id: int) -> dict[str, Any]:
+        """Override to add what one client gets besides the weights; its `process_server_response` receives it.
+
+        Args:
+            server_response: `id` and `current_round`; tensors and plain values may be added.
+            client_id: The client.
+        """
+        return server_response
+
+    def weights_received(self, weights_received: list[Weights]) -> Sequence[Weights]:
+        """Override to look at the weights that clients have trained, or to change them, and return them."""
+        return weights_received
+
+    def weights_aggregated(self, updates: Sequence[Update]) -> None:
+        """Override to act when the new global weights are there; `update.report` is the report of a client."""
+
+    def clients_selected(self, selected_clients: Sequence[int]) -> None:
+        """Override to act when the clients of a round are chosen."""
+
+    def clients_processed(self) -> None:
+        """Override to act after a round: `self.records[-1]` is its record."""
+
+    def training_will_start(self) -> None:
+        """Override to act before the first round of a run."""
+
+    def server_will_close(self) -> None:
+        """Override to act after the last round of a run, also after an error."""
 
     @property
     def trainer(self) -> Trainer:
@@ -170,8 +222,14 @@ class Server:
         that was killed and is run again ends with the very same weights.
 
         Args:
-            client: Does the work of all clients; None for the one of the last run, or a plain one.
+            client: Does the work of all clients; None for the one of the last run, or one with the server's trainer.
+
+        Raises:
+            FederationError: All clients of a round failed. The round is not recorded, and the next run repeats it.
         """
+        if idle := idle_settings(self.config, self.backend):
+            told = "; ".join(f"{name}: {reason}" for name, reason in idle.items())
+            warnings.warn(f"settings without effect: {told}", UserWarning, stacklevel=2)
         with self._undisturbed(), listening():
             if client is not None or self._worker is None:
                 self.prepare(client or Client())
@@ -190,6 +248,8 @@ class Server:
     def prepare(self, client: Client) -> None:
         """Make what the first round needs, and go on from a checkpoint if there is one; `run` does so by itself."""
         client = copy.copy(client)
+        if client._given_trainer is None:
+            client._given_trainer = self._given_trainer
         if self._trainer is None:
             self._make_model(client)
             self._find_place()
@@ -202,7 +262,7 @@ class Server:
         if data is None:
             return {}
         load_weights(self.model, self.weights)
-        return dict(trainer.evaluate(data))
+        return judged(trainer, data)
 
     def evaluate_clients(self, ids: Iterable[int] | None = None) -> ClientsEvaluation:
         """Let clients judge the global model, with what is their own in it, on their own test data.
@@ -264,6 +324,8 @@ class Server:
                         self.states.put(outcome.update.client_id, outcome.state)
         if self._silos is not None:
             faults = self._silos.faults(faults, answers.values())
+        if not answers:
+            self._raise_if_all_failed(faults)
         found = [answers[client_id] for client_id in wanted if client_id in answers and answers[client_id].metrics]
         return ClientsEvaluation(
             {update.client_id: dict(update.metrics) for update in found},
@@ -299,11 +361,15 @@ class Server:
         faults += unusable
         if self._silos is not None:
             faults = self._silos.faults(faults, [report.update for report in reports])
+        if not updates and not self.clock.busy():
+            self._raise_if_all_failed(faults)
+        updates = self._after_hook(updates)
         left_out = {fault.client_id for fault in unusable}
         used = [report for report in reports if updates and report.update.client_id not in left_out]
         if len(used) < max(self.config.server.min_clients, 1):
             used = []
-        self._tell("on_weights_received", [update.delta for update in updates])
+        if any(defines(callback, "on_weights_received") for callback in self.callbacks):
+            self._tell("on_weights_received", _trained(updates))
         if used:
             self._aggregate(updates, gathering)
             for report in used:
@@ -326,6 +392,7 @@ class Server:
                 bytes_down=sum(task.num_bytes for task in tasks),
                 bytes_up=sum(report.update.num_bytes for report in reports),
                 staleness=max((update.staleness for update in updates), default=0),
+                backend=self.backend.ran_on,
             )
         )
         try:
@@ -339,7 +406,7 @@ class Server:
         """Send tasks to as many clients as are missing, and put their answers on the way."""
         number, busy = self.current_round, self.clock.busy()
         wanted = min(self._per_round, len(self._everyone)) - len(busy)
-        selected = self.selection.select(number, self._everyone, wanted, busy) if wanted > 0 else []
+        selected = self._chosen(wanted, busy) if wanted > 0 else []
         self._tell("on_clients_selected", selected)
         weights, config = self._sent(), self._client_config()
         if self.outbound.needs_cohort:
@@ -362,6 +429,35 @@ class Server:
                 outcome, seconds = Fault(task.client_id, number, "timed out", reason), limit
             self.clock.expect(Arrival(self.clock.now + seconds, number * 2**32 + place, seconds, outcome))
         return tasks, faults
+
+    def _chosen(self, count: int, busy: Collection[int]) -> list[int]:
+        """Return the clients of a round, by `choose_clients` if it is overridden."""
+        if not defines(self, "choose_clients"):
+            return self.selection.select(self.current_round, self._everyone, count, busy)
+        pool = [client_id for client_id in self._everyone if client_id not in busy]
+        # An override may draw from Python's or numpy's generator; a run that is repeated draws the same numbers.
+        seed_everything(mix(self.config.server.random_seed, "choose_clients", self.current_round))
+        chosen = list(self.choose_clients(list(pool), min(count, len(pool))))
+        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(pool):
+            raise ConfigError(
+                f"{type(self).__name__}.choose_clients: expected different clients of the pool, got {chosen}"
+            )
+        return chosen
+
+    def _after_hook(self, updates: Sequence[Update]) -> list[Update]:
+        """Return the updates of a round with the weights that `weights_received` returns, if it is overridden."""
+        if not defines(self, "weights_received") or not updates:
+            return list(updates)
+        returned = self.weights_received(_trained(updates))
+        if returned is None or len(returned) != len(updates):
+            raise ConfigError(
+                f"{type(self).__name__}.weights_received: expected the weights of {len(updates)} clients, got "
+                f"{'None' if returned is None else len(returned)}: return them"
+            )
+        return [
+            update.with_delta({name: value - update.sent[name] for name, value in weights.items()})
+            for update, weights in zip(updates, returned, strict=True)
+        ]
 
     def _answers(self, tasks: Sequence[Task]) -> tuple[dict[int, Done], list[Fault]]:
         """Let the backend work, and sort out whose answers count."""
@@ -400,6 +496,15 @@ class Server:
                 faults.append(fault)
         return usable, faults
 
+    def _raise_if_all_failed(self, faults: Sequence[Fault]) -> None:
+        """Raise an error that shows the first fault, if there is one; called when no client has a usable answer."""
+        if faults:
+            num_failed = len({fault.client_id for fault in faults})
+            raise FederationError(
+                f"round {self.current_round}: no client has a usable answer, {num_failed} failed; "
+                f"first failure: {faults[0].sentence}"
+            )
+
     def _aggregate(self, updates: Sequence[Update], gathering: Gathering) -> None:
         # Updates of clients without samples say nothing.
         counted = [update for update in updates if update.num_samples]
@@ -428,13 +533,17 @@ class Server:
         return self.inbound.pack(common, mix(self.config.server.random_seed, "inbound", self.current_round))
 
     def _task(self, client_id: int, weights: Weights, config: Mapping[str, Any], kind: _Kind = "train") -> Task:
+        payload = self.algorithm.payload(client_id)
+        if kind != "evaluate" and defines(self, "customize_server_response"):
+            response = {"id": client_id, "current_round": self.current_round}
+            payload = {**payload, SERVER_RESPONSE: self.customize_server_response(response, client_id)}
         return Task(
             self.current_round,
             client_id,
             weights,
             seed=mix(self.config.server.random_seed, self.current_round, client_id),
             kind=kind,
-            payload=self.algorithm.payload(client_id),
+            payload=payload,
             config=config,
         )
 
@@ -524,6 +633,11 @@ class Server:
     def _worker_of(self, client: Client) -> Worker:
         """Who does the work of those whom this server asks."""
         if self._silos is not None:
+            if defines(client, "customize_report"):
+                raise ConfigError(
+                    f"{type(client).__name__}.customize_report: an edge server does not pass reports of its clients "
+                    "on: leave cross_silo out"
+                )
             return self._silos.edge(client, self._initial_model, self.datasource)
         clients = self.config.clients
         client.begin(
@@ -534,6 +648,13 @@ class Server:
             inbound=self.inbound,
             outbound=self.outbound,
         )
+        unread = [name for name in client.unread if getattr(self.config.trainer, name) is not None]
+        if unread:
+            warnings.warn(
+                f"settings without effect: trainer.{', trainer.'.join(unread)}: the client's trainer does not read it",
+                UserWarning,
+                stacklevel=2,
+            )
         # Last: the client counts all clients of the data, and an edge server only its own.
         self.algorithm.begin(self._initial_model, len(self._everyone))
         return client
@@ -642,12 +763,55 @@ class Server:
         store.prune(folder, last=_NUM_CHECKPOINTS, pattern="round_*")
 
     def _tell(self, event: str, *about: Any) -> None:
+        # The method of the server first, as in plato.
+        if (own := _HOOKS.get(event)) is not None:
+            getattr(self, own)(*about)
         for callback in self.callbacks:
             getattr(callback, event)(self, *about)
 
 
+# Callbacks and the methods of the server that are called before them.
+_HOOKS = {
+    name: name.removeprefix("on_")
+    for name in (
+        "on_training_will_start",
+        "on_clients_selected",
+        "on_weights_aggregated",
+        "on_clients_processed",
+        "on_server_will_close",
+    )
+}
+
+_AGGREGATE = "give the server an algorithm with aggregate(weights, updates, average), or an aggregator"
+_CHECKPOINTS = "checkpoint_path=… writes a checkpoint after every round, and state_dict returns what it holds"
+# What plato's servers define and nothing here calls.
+_INSTEAD = {
+    "aggregate_weights": _AGGREGATE,
+    "aggregate_deltas": _AGGREGATE,
+    "_process_reports": _AGGREGATE,
+    "customize_server_payload": "give the server an algorithm with payload(client_id), or inbound_processors",
+    "configure": "give the server its settings, model, trainer, algorithm and datasource as arguments",
+    "init_trainer": "give the server its model, trainer and algorithm as arguments",
+    "get_logged_items": "a record has metrics, and a callback on_clients_processed sees server.records[-1]",
+    "get_accuracy_mean_std": "a record has clients_accuracy and clients_accuracy_std with do_test",
+    "save_to_checkpoint": _CHECKPOINTS,
+    "_resume_from_checkpoint": _CHECKPOINTS,
+    "wrap_up": "target_accuracy ends a run, and clients_processed is called after every round",
+    "periodic_task": "clients_processed is called after every round",
+    "should_request_update": "a simulated client has no half-trained model to send",
+    "process_client_info": "give the server an algorithm with check(update)",
+    "_select_clients": "override choose_clients(clients_pool, clients_count), or give a selection",
+    "add_callbacks": "give the server callbacks=[…], or extend server.callbacks",
+}
+
+
 def _is_simulated(config: FederatedConfig) -> bool:
     return config.server.simulate_wall_time or not config.server.synchronous
+
+
+def _trained(updates: Sequence[Update]) -> list[Weights]:
+    """Return the weights that clients have trained, without those that stay with them."""
+    return [{name: it.sent[name] + change for name, change in it.delta.items()} for it in updates]
 
 
 def _perplexity(metrics: Mapping[str, float]) -> float:

@@ -22,12 +22,13 @@ from dovetail.checkpoint.encoding import decode, encode_plain
 from dovetail.clients.simple import Client
 from dovetail.errors import DovetailError
 from dovetail.federated.callbacks import ServerCallback
-from dovetail.federated.config import FederatedConfig
+from dovetail.federated.config import FederatedConfig, ResultsConfig
 from dovetail.federated.flower import client_app, server_app
 from dovetail.federated.flower.local import LocalFlower
 from dovetail.federated.records import ClientsEvaluation, RoundRecord
 from dovetail.servers.building import federation
 from dovetail.servers.fedavg import Server
+from dovetail.servers.results import with_results
 
 __all__ = ["clientapp", "run_on_flower", "serverapp"]
 
@@ -58,7 +59,9 @@ def run_on_flower(
     paths = {"checkpoint_path": server.checkpoint_path, "states_path": server.states_path}
     config = config.with_settings(**{name: str(Path(path).absolute()) for name, path in paths.items() if path})
     watched = _Watched(config)
-    hearing = [callback() if isinstance(callback, type) else callback for callback in callbacks]
+    hearing = with_results([it() if isinstance(it, type) else it for it in callbacks], config.results)
+    # The results are written here, and not by the server in Flower's process.
+    config = replace(config, results=ResultsConfig())
     with tempfile.TemporaryDirectory(prefix="dovetail-flower-") as scratch, LocalFlower(Path(scratch), nodes) as flower:
         for callback in hearing:
             callback.on_training_will_start(watched)
@@ -79,6 +82,13 @@ def run_on_flower(
     return watched.records
 
 
+@dataclass(frozen=True)
+class _Named:
+    """The name of a backend in another process."""
+
+    name: str
+
+
 @dataclass
 class _Watched:
     """What callbacks see of a server in another process."""
@@ -87,6 +97,7 @@ class _Watched:
     records: list[RoundRecord] = field(default_factory=list)
     current_round: int = 0
     personalized: ClientsEvaluation | None = None
+    backend: _Named = field(default_factory=lambda: _Named("flower"))
 
 
 def _rounds(flower: LocalFlower, config: FederatedConfig, folder: Path) -> Iterator[RoundRecord | ClientsEvaluation]:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dovetail.algorithms.registry import algorithms
+from dovetail.algorithms.registry import algorithm_of, algorithms
 from dovetail.checks import (
     Check,
     Key,
@@ -28,9 +28,10 @@ from dovetail.checks import (
 from dovetail.config import Config, load_config
 from dovetail.data.federated import datasources
 from dovetail.data.models import models
-from dovetail.data.partition import option_names, partitions
+from dovetail.data.partition import option_names, option_of, partitions
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.backends.registry import backends
+from dovetail.federated.clock import Speeds
 from dovetail.federated.config import (
     AlgorithmConfig,
     ClientsConfig,
@@ -44,6 +45,7 @@ from dovetail.federated.config import (
 from dovetail.federated.postprocess.registry import postprocessors
 from dovetail.federated.robust import aggregators
 from dovetail.federated.selection import selections
+from dovetail.federated.specs import build_problems, checks_of, spec_problems
 from dovetail.registry import Registry
 from dovetail.trainers.pieces import losses, optimizers, schedulers
 from dovetail.trainers.registry import trainers
@@ -89,6 +91,8 @@ def read_federated(
         elif name not in _SECTIONS:
             problems.extend([unknown_key(name, [*_SECTIONS, "general"])])
     _check_names(sections, problems)
+    if not len(problems):
+        _check_pieces(config, sections, problems)
     problems.raise_any()
     where = f"{path}: " if path is not None else ""
     if ignored:
@@ -171,6 +175,82 @@ def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) 
                 # What is free need not be written below `options`.
                 keys = [key for key in _SECTIONS[section] if key != "options"]
                 problems.extend([unknown_key(name, [*keys, *known])], section)
+
+
+def _check_pieces(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], problems: Problems) -> None:
+    """Check the arguments of the pieces that are named: each is built once, and what it rejects has its place."""
+    for section, key in _SPECIFIED:
+        pieces = sections[section][key]
+        is_list = isinstance((config.get(section) or {}).get(key), list)
+        for position, spec in enumerate(pieces if isinstance(pieces, tuple) else (pieces,)):
+            above = (section, key, position) if is_list else (section, key)
+            for problem in spec_problems(_TABLES[section, key], spec):
+                problems.add((*above, *problem.keys), problem.sentence)
+    _check_algorithm(config, sections["algorithm"], problems)
+    _check_data(config, sections["data"], problems)
+    clients, server = ClientsConfig(**sections["clients"]), ServerConfig(**sections["server"])
+    for problem in build_problems(lambda: Speeds(clients, server), sections["server"]):
+        if problem.keys:
+            problems.add(("server", *problem.keys), problem.sentence)
+            continue
+        # The sentence begins with the key, or with the key and a number of the distribution.
+        name, colon, rest = problem.sentence.partition(": ")
+        is_named = bool(colon) and name.partition(".")[0] == "simulation_distribution"
+        keys = name.split(".") if is_named else ["simulation_distribution"]
+        problems.add(("clients", *keys), rest if is_named else problem.sentence)
+    model = sections["trainer"]["model_type"]
+    if model is not None:
+        for problem in spec_problems(models, {model: sections["parameters"]["model"]}):
+            problems.add(("parameters", "model", *problem.keys[1:]), problem.sentence)
+
+
+def _check_algorithm(config: Mapping[str, Any], section: Mapping[str, Any], problems: Problems) -> None:
+    wanted, options = section["type"], section["options"]
+    if isinstance(wanted, str):
+        for problem in spec_problems(algorithms, {wanted: options}):
+            problems.add(_place_of_option(config, *problem.keys[1:]), problem.sentence)
+        return
+    found = [
+        Problem((position, *problem.keys), problem.sentence)
+        for position, spec in enumerate(wanted)
+        if isinstance(spec, Mapping)
+        for problem in spec_problems(algorithms, spec)
+    ]
+    for problem in found:
+        problems.add(("algorithm", "type", *problem.keys), problem.sentence)
+    if not found:
+        chosen = AlgorithmConfig(type=wanted, options=options)
+        for problem in build_problems(lambda: algorithm_of(chosen), options):
+            problems.add(_place_of_option(config, *problem.keys), problem.sentence)
+
+
+def _place_of_option(config: Mapping[str, Any], *keys: str | int) -> tuple[str | int, ...]:
+    """Return the keys from the top of the file to an option of the algorithm."""
+    if not keys:
+        return ("algorithm", "type")
+    place = _below(config, "algorithm", *keys)
+    return ("server", *keys) if place is None else place
+
+
+def _below(config: Mapping[str, Any], name: str, *keys: str | int) -> tuple[str | int, ...] | None:
+    """Return the keys to an option of a section, which may stand below `options` there; None if it is elsewhere."""
+    section = config.get(name) or {}
+    if keys[0] in section:
+        return (name, *keys)
+    return (name, "options", *keys) if keys[0] in (section.get("options") or {}) else None
+
+
+def _check_data(config: Mapping[str, Any], section: Mapping[str, Any], problems: Problems) -> None:
+    """Check the types of what the partition of the data takes, and keep each option as the type that it takes."""
+    sampler = section["sampler"] or "iid"
+    if section["datasource"] not in _CUT or sampler not in partitions.names():
+        return
+    checks = {"held_out": number(0, 1), "folder": text, **checks_of(partitions.get(sampler))}
+    for name, value in section["options"].items():
+        try:
+            section["options"][name] = checks.get(option_of(name), lambda value: value)(value)
+        except Refused as refusal:
+            problems.add(_below(config, "data", name) or ("data", name), f"{refusal}, got {value!r}")
 
 
 def _known_options(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -346,6 +426,9 @@ _IGNORED: dict[str, frozenset[str]] = {
     "data": frozenset({"data_path", "download_url"}),
     "trainer": frozenset({"parallelized"}),
 }
+
+# The keys that hold names with their arguments, besides the algorithm.
+_SPECIFIED = (("clients", "inbound_processors"), ("clients", "outbound_processors"), ("server", "aggregator"))
 
 # Which names mean something, by the keys that hold them.
 _TABLES: dict[tuple[str, str], Registry[Any]] = {

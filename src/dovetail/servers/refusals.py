@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from dovetail.algorithms import Algorithm
 from dovetail.data import as_loader, split_batch
 from dovetail.data.federated import Datasource
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.federated.backends import Backend
 from dovetail.federated.config import FederatedConfig
 from dovetail.federated.postprocess import Chain
 
-__all__ = ["check_algorithm", "check_epochs", "check_model", "check_settings"]
+__all__ = ["check_algorithm", "check_epochs", "check_model", "check_settings", "idle_settings"]
 
 
 def check_settings(config: FederatedConfig, outbound: Chain) -> None:
@@ -28,6 +30,8 @@ def check_settings(config: FederatedConfig, outbound: Chain) -> None:
         raise ConfigError(
             "request_update: a simulated client has no half-trained model to send; staleness_bound alone waits for it"
         )
+    if config.results.record_clients_accuracy and not config.clients.do_test:
+        raise ConfigError("record_clients_accuracy: clients measure no accuracy unless do_test of clients is true")
     if not server.synchronous and outbound.needs_cohort:
         raise ConfigError("synchronous: masks cancel among the clients of one round, so every round must wait for all")
     is_divided = config.algorithm.cross_silo
@@ -41,6 +45,56 @@ def check_settings(config: FederatedConfig, outbound: Chain) -> None:
     if unknown:
         raise UnknownNameError("setting of personalization", unknown[0], ["epochs"])
     check_epochs(config.algorithm.personalization.get("epochs"))
+
+
+def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
+    """Return the settings that differ from their defaults and have no effect beside the others, each with the reason.
+
+    Args:
+        config: The settings.
+        backend: The backend of the server, which may have been given as an object.
+
+    Example:
+        >>> from dovetail.federated.backends import Sequential
+        >>> idle_settings(FederatedConfig().with_settings(staleness_bound=3), Sequential())
+        {'server.staleness_bound': 'needs synchronous: false'}
+    """
+    server, clients = config.server, config.clients
+    is_simulated = server.simulate_wall_time or not server.synchronous
+    groups = {
+        "needs synchronous: false": (
+            server.synchronous,
+            ("server.minimum_clients_aggregated", "server.staleness_bound", "server.periodic_interval"),
+        ),
+        "needs simulate_wall_time: true": (
+            not is_simulated,
+            (
+                *("clients.speed_simulation", "clients.avg_training_time"),
+                *("server.downlink_bandwidth", "server.uplink_bandwidth"),
+            ),
+        ),
+        "needs speed_simulation: true": (not clients.speed_simulation, ("clients.simulation_distribution",)),
+        "needs do_test: true": (not clients.do_test, ("clients.test_interval",)),
+        "needs cross_silo: true": (
+            not config.algorithm.cross_silo,
+            ("algorithm.total_silos", "algorithm.local_rounds"),
+        ),
+        "the backend cannot stop a client; process can": (
+            not is_simulated and backend.name in ("sequential", "vectorized"),
+            ("server.timeout",),
+        ),
+        "give it to the backend, which is an object": (
+            not is_simulated and backend.timeout != server.timeout,
+            ("server.timeout",),
+        ),
+    }
+    default = FederatedConfig()
+    return {
+        name: reason
+        for reason, (is_idle, names) in groups.items()
+        for name in names
+        if is_idle and attrgetter(name)(config) != attrgetter(name)(default)
+    }
 
 
 def check_algorithm(algorithm: Algorithm, outbound: Chain) -> None:

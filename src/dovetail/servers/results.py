@@ -12,6 +12,7 @@ from typing import Any
 from dovetail.errors import UnknownNameError
 from dovetail.extras import require
 from dovetail.federated.callbacks import ServerCallback
+from dovetail.federated.config import ResultsConfig
 from dovetail.federated.records import RoundRecord
 
 __all__ = ["Personalized", "WriteResults", "plot_rounds", "rows_of"]
@@ -26,7 +27,10 @@ _COLUMNS = (
     "bytes_down",
     "bytes_up",
     "staleness",
+    "backend",
 )
+
+_OF_CLIENTS = ("clients_accuracy", "clients_accuracy_std", "clients_accuracy_worst")
 
 
 class WriteResults(ServerCallback):
@@ -37,7 +41,8 @@ class WriteResults(ServerCallback):
 
     Args:
         folder: Where both are written.
-        types: The columns; None for all that there is.
+        types: The columns; None for all that there is. If clients ran on another backend than the one that was
+            requested, a column `backend` is added.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -55,7 +60,10 @@ class WriteResults(ServerCallback):
 
     def on_clients_processed(self, server: Any) -> None:
         """Write the table."""
-        self._write("rounds.csv", rows_of(server.records, self.types))
+        types = self.types
+        if types is not None and "backend" not in types and ran_elsewhere(server.records, server.backend.name):
+            types = (*types, "backend")
+        self._write("rounds.csv", rows_of(server.records, types))
 
     def on_clients_personalized(self, server: Any) -> None:
         """Write how good every client's own model is."""
@@ -83,6 +91,29 @@ class WriteResults(ServerCallback):
         unfinished.replace(self.folder / name)
 
 
+def with_results(callbacks: Sequence[ServerCallback], config: ResultsConfig) -> list[ServerCallback]:
+    """Return callbacks, and one that writes the results if a folder is set and none of them does so.
+
+    Args:
+        callbacks: The callbacks of a server.
+        config: The settings of results.
+
+    Example:
+        >>> [type(it).__name__ for it in with_results([], ResultsConfig(result_path="out"))]
+        ['WriteResults']
+    """
+    found = list(callbacks)
+    if config.result_path is not None and not any(isinstance(it, WriteResults) for it in found):
+        found.append(WriteResults(config.result_path, columns_of(config)))
+    return found
+
+
+def columns_of(config: ResultsConfig) -> tuple[str, ...]:
+    """Return the columns that the settings of results name, with those of the clients' accuracy if it is recorded."""
+    added = _OF_CLIENTS if config.record_clients_accuracy else ()
+    return (*config.types, *(name for name in added if name not in config.types))
+
+
 class Personalized(ServerCallback):
     """Keeps what clients said of their own models, for whoever asks when the run is over.
 
@@ -102,6 +133,17 @@ class Personalized(ServerCallback):
         self.found = server.personalized.to_plain()
 
 
+def ran_elsewhere(records: Sequence[RoundRecord], requested: str) -> list[RoundRecord]:
+    """Return the rounds whose clients ran on another backend than the requested one; `auto` leaves the choice open.
+
+    Example:
+        >>> records = [RoundRecord(n, 1.0, (1,), (1,), backend=it) for n, it in [(1, "vectorized"), (2, "sequential")]]
+        >>> [record.round for record in ran_elsewhere(records, "vectorized")]
+        [2]
+    """
+    return [record for record in records if record.backend not in ("", requested) and requested != "auto"]
+
+
 def rows_of(records: Sequence[RoundRecord], types: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Return the rounds as rows of a table; a metric that a round does not have is empty there.
 
@@ -116,7 +158,7 @@ def rows_of(records: Sequence[RoundRecord], types: Sequence[str] | None = None) 
     known = [*_COLUMNS, *metrics]
     for name in types or ():
         # A round without a test has no accuracy, and the table a column for it nonetheless.
-        if name not in known and name not in ("accuracy", "loss"):
+        if name not in known and name not in ("accuracy", "loss", *_OF_CLIENTS):
             raise UnknownNameError("column of results.types", name, known)
     chosen = types or known
     return [{name: _cell(record, name) for name in chosen} for record in records]

@@ -87,3 +87,11 @@ def test_backends_have_names(name: str) -> None:
     backend = backends.get(name)(num_workers=2, timeout=None)
     assert isinstance(backend, Backend)
     assert type(backend).__name__.lower() == name
+
+
+def test_what_ran_is_what_was_picked() -> None:
+    auto = Auto(num_workers=1)
+    auto.start(Plain())
+    assert (auto.name, auto.ran_on) == ("auto", "auto")
+    list(auto.run(round_of(2)))
+    assert auto.ran_on == "sequential"

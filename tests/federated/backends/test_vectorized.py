@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from dovetail.clients import simple
 from dovetail.data.federated import GeneratedData
 from dovetail.data.models import cnn, logistic, mlp
 from dovetail.federated.config import ClientsConfig
+from dovetail.federated.selection import RoundRobinSelection
 from dovetail.servers import fedavg
+from dovetail.servers.display import RoundDisplay
+from dovetail.servers.results import WriteResults, rows_of
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 
@@ -133,3 +139,68 @@ def test_a_client_that_crashes_is_named_and_the_rest_is_exact(monkeypatch: pytes
     assert [fault.client_id for fault in together.records[0].faults] == [crashing]
     for name, value in together.weights.items():
         assert torch.equal(value, one_by_one.weights[name])
+
+
+class Batches(GeneratedData):
+    """Clients whose data are lists of batches, which cannot be trained at once."""
+
+    def train_data(self, client_id: int) -> Any:
+        inputs, labels = super().train_data(client_id)
+        return list(zip(inputs.split(4), labels.split(4), strict=True))
+
+    def num_samples(self, client_id: int) -> int:
+        return len(super().train_data(client_id)[1])
+
+
+def test_the_records_results_and_summary_name_the_backend_that_ran(tmp_path: Path) -> None:
+    made = population((6,), torch.float32)
+    text = io.StringIO()
+    server = fedavg.Server(
+        lambda: logistic(6, 3),
+        Batches(12, made.train_data),
+        trainer=ComposableTrainer(verbose=False),
+        callbacks=[RoundDisplay(Console(file=text, width=200)), WriteResults(tmp_path, ["round"])],
+        backend="vectorized",
+        rounds=2,
+        total_clients=12,
+        per_round=3,
+    )
+    with pytest.warns(UserWarning, match="clients train one after the other"):
+        records = server.run()
+    assert [record.backend for record in records] == ["sequential", "sequential"]
+    assert (tmp_path / "rounds.csv").read_text() == "round,backend\n1,sequential\n2,sequential\n"
+    lines = text.getvalue().splitlines()
+    assert [line.endswith("on sequential, not vectorized") for line in lines] == [True, True, False]
+    assert lines[-1] == "backend: sequential in 2 of 2 rounds, although vectorized was requested"
+
+
+def test_a_fleet_is_recorded_as_vectorized() -> None:
+    server = trained("vectorized", "logistic", torch.float32, rounds=1)
+    assert [record.backend for record in server.records] == ["vectorized"]
+    assert rows_of(server.records, ["backend"]) == [{"backend": "vectorized"}]
+
+
+def test_fleets_of_one_round_that_train_in_both_ways_are_both_recorded() -> None:
+    class Partly(GeneratedData):
+        def train_data(self, client_id: int) -> Any:
+            inputs, labels = super().train_data(client_id)
+            return [(inputs, labels)] if client_id < 7 else (inputs, labels)
+
+        def num_samples(self, client_id: int) -> int:
+            return len(super().train_data(client_id)[1])
+
+    server = fedavg.Server(
+        lambda: logistic(6, 3),
+        Partly(12, population((6,), torch.float32).train_data),
+        trainer=ComposableTrainer(verbose=False),
+        backend="vectorized",
+        selection=RoundRobinSelection(),
+        num_workers=6,
+        rounds=1,
+        total_clients=12,
+        per_round=12,
+    )
+    with pytest.warns(UserWarning, match="clients train one after the other"):
+        (record,) = server.run()
+    assert record.backend == "sequential and vectorized"
+    assert len(record.reported) == 12

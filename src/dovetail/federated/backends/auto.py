@@ -48,6 +48,11 @@ class Auto(Backend):
         self.choice = ""
         self._picked: Backend | None = None
 
+    @property
+    def ran_on(self) -> str:
+        """The backend that did the work of the last `run`; `auto` before the first."""
+        return self.name if self._picked is None else self._picked.ran_on
+
     def start(self, worker: Worker) -> None:
         """Remember who does the work."""
         self._worker = worker
@@ -57,8 +62,7 @@ class Auto(Backend):
         """Do the work with what was picked, or is now."""
         if self._picked is None and work:
             picked, why = self._pick(work)
-            name = type(picked).__name__.lower()
-            self.choice = f"backend: {name}, because {why}"
+            self.choice = f"backend: {picked.name}, because {why}"
             _log.info(self.choice)
             picked.start(self._worker)
             self._picked = picked

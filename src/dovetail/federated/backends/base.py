@@ -69,6 +69,16 @@ class Backend(ABC):
         self.num_workers = num_workers
         self.timeout = timeout
 
+    @property
+    def name(self) -> str:
+        """The name of this backend, as configurations spell it."""
+        return type(self).__name__.lower().removesuffix("backend")
+
+    @property
+    def ran_on(self) -> str:
+        """The name of the backend that did the work of the last `run`; the same one, if it passes no work on."""
+        return self.name
+
     @abstractmethod
     def start(self, worker: Worker) -> None:
         """Get ready; once, before the first round. After `close` it may begin again."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from dovetail.federated.backends.base import Backend, Done, Outcome, Work, Worker
-from dovetail.federated.backends.sequential import attempted
+from dovetail.federated.backends.sequential import Sequential, attempted
 
 __all__ = ["Together", "Vectorized"]
 
@@ -28,7 +28,7 @@ class Vectorized(Backend):
 
     On a processor a client after the other is faster; on an accelerator thousands of tiny kernels become one.
     Clients of unequal size are padded and masked, and each has its data in the same order as elsewhere. What cannot be
-    done at once is done one after the other, and one warning says why.
+    done at once is done one after the other: one warning says why, and `ran_on` is `sequential` then.
 
     Args:
         num_workers: How many clients make one fleet; None for all of a round.
@@ -44,9 +44,16 @@ class Vectorized(Backend):
         """Remember who does the work."""
         self._worker = worker
         self._told: set[str] = set()
+        self._ran_on: set[str] = set()
+
+    @property
+    def ran_on(self) -> str:
+        """`vectorized`, or `sequential` if the clients of the last `run` trained alone; both if some fleets did."""
+        return " and ".join(sorted(self._ran_on)) or self.name
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
         """Do the work of a fleet at a time."""
+        self._ran_on = set()
         size = self.num_workers or max(1, len(work))
         for start in range(0, len(work), size):
             yield from self._fleet(work[start : start + size])
@@ -59,11 +66,14 @@ class Vectorized(Backend):
             try:
                 reason = worker.why_alone(work)
                 if reason is None:
-                    return list(worker.work_together(work))
+                    done = worker.work_together(work)
+                    self._ran_on.add(self.name)
+                    return list(done)
             except Exception as error:
                 # Of a client, who is named when it works alone; or of a module that cannot be mapped over rows.
                 reason = f"together they fail ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         if reason and reason not in self._told:
             self._told.add(reason)
             warnings.warn(f"clients train one after the other: {reason}", UserWarning, stacklevel=2)
+        self._ran_on.add(Sequential().name)
         return [attempted(worker, each) for each in work]

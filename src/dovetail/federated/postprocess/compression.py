@@ -48,6 +48,8 @@ class Zstd(Codec):
         require("zstandard", "compression")
         if not 1 <= self.level <= 22:
             raise ConfigError(f"level: expected a whole number from 1 to 22, got {self.level!r}")
+        if not self.max_bytes >= 1:
+            raise ConfigError(f"max_bytes: expected a whole number of at least 1, got {self.max_bytes!r}")
 
     def pack(self, weights: Weights, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the compressed bytes as one tensor."""

@@ -1,0 +1,55 @@
+"""Methods that subclasses written for another library define, and that would have no effect here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.errors import ConfigError
+
+__all__ = ["defines", "is_ours", "reject_lost_overrides"]
+
+
+def reject_lost_overrides(kind: type[Any], answers: Mapping[str, str]) -> None:
+    """Raise if a class defines a method that no class of this library defines, and that nothing here calls.
+
+    Args:
+        kind: The class; also what it inherits from classes outside of this library counts.
+        answers: By the name of such a method, what to use instead.
+
+    Raises:
+        ConfigError: With the class, the method and what to use instead.
+
+    Example:
+        >>> class Server:
+        ...     __module__ = "mine"
+        ...     def aggregate_weights(self): ...
+        >>> reject_lost_overrides(Server, {"aggregate_weights": "override Algorithm.aggregate"})
+        Traceback (most recent call last):
+        ...
+        dovetail.errors.ConfigError: Server.aggregate_weights: nothing here calls it: override Algorithm.aggregate
+    """
+    for name, answer in answers.items():
+        classes = [base for base in kind.__mro__ if name in vars(base)]
+        if classes and not any(map(is_ours, classes)):
+            raise ConfigError(f"{kind.__name__}.{name}: nothing here calls it: {answer}")
+
+
+def defines(piece: Any, name: str) -> bool:
+    """Return whether a method of an object was defined outside of this library, in its class or on itself.
+
+    Example:
+        >>> class Mine(dict):
+        ...     __module__ = "mine"
+        ...     def get(self, key): ...
+        >>> defines(Mine(), "get")
+        True
+    """
+    if name in vars(piece):
+        return True
+    return not is_ours(next((base for base in type(piece).__mro__ if name in vars(base)), defines))
+
+
+def is_ours(definition: Any) -> bool:
+    """Return whether a class or function is of this library."""
+    return str(definition.__module__).partition(".")[0] == "dovetail"
