@@ -154,3 +154,13 @@ def test_a_misspelled_metric_removes_nothing(run: Any, runs: Path) -> None:
     code, _, err = run("checkpoint", "prune", runs, "--keep-best", 1, "--metric", "lose")
     assert (code, err) == (1, "dovetail: unknown metric 'lose': did you mean 'loss'? (known: loss)\n")
     assert len(list_checkpoints(runs)) == 3
+
+
+@pytest.mark.parametrize("options", [("--mode", "max"), ("--metric", "loss")])
+def test_an_option_without_the_one_that_it_is_about_is_a_mistake(
+    run: Any, runs: Path, options: tuple[str, str]
+) -> None:
+    code, _, err = run("checkpoint", "prune", runs, "--keep-last", 1, *options)
+    assert code == 1
+    assert f"{options[0].removeprefix('--')}: {options[1]!r} has no effect without" in err
+    assert len(list_checkpoints(runs)) == 3

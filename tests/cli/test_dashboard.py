@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -32,9 +33,22 @@ def test_it_serves_the_experiments_on_the_loopback_until_it_is_asked_to_leave(se
     label, _, address = server.stdout.readline().strip().partition(": ")
     assert label == "experiments"
     assert address.startswith("http://127.0.0.1:")
-    with urllib.request.urlopen(f"{address}api/studies", timeout=120) as answer:
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with browser.open(address, timeout=120) as answer:
+        # The token is in a cookie now, and not in the address of the page.
+        assert "token" not in answer.url
+    place = address.partition("?")[0]
+    with browser.open(f"{place}api/studies", timeout=120) as answer:
         (study,) = json.load(answer)["study_summaries"]
     assert study["study_name"] == "demo"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{place}api/studies", timeout=120)
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        deletion = urllib.request.Request(f"{place}api/studies/1", headers=headers, method="DELETE")
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            browser.open(deletion, timeout=120)
+    with browser.open(f"{place}api/studies", timeout=120) as answer:
+        assert len(json.load(answer)["study_summaries"]) == 1
     server.send_signal(signal.SIGTERM)
     _, err = server.communicate(timeout=120)
     assert (server.returncode, err) == (0, "")
@@ -65,7 +79,12 @@ def test_tensorboard_is_started_too(finished: Any) -> None:
         label, _, address = process.stdout.readline().strip().partition(": ")
         assert label == "TensorBoard"
         assert address.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(address, timeout=120) as answer:
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with browser.open(address, timeout=120) as answer:
             assert answer.status == 200
+        with browser.open(address.partition("?")[0] + "data/environment", timeout=120) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(address.partition("?")[0], timeout=120)
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0

@@ -168,7 +168,7 @@ def test_json_has_stable_keys_and_iso_times(run: Any, finished: Any) -> None:
     (found,) = json.loads(out)
     assert list(found) == [
         *("id", "name", "state", "is_running", "reason", "searcher", "metric", "smaller_is_better", "num_trials"),
-        *("best_trial", "best_trial_id", "best", "created", "ended", "directory"),
+        *("best_trial", "best_trial_id", "best", "created", "ended", "directory", "warnings"),
     ]
     assert datetime.fromisoformat(found["created"]).utcoffset() is not None
     assert (found["num_trials"], found["best"], found["best_trial_id"]) == (4, 0.25, 1)
@@ -189,6 +189,75 @@ def test_describe_shows_text_as_it_is_and_the_searched_hyperparameters(run: Any,
     _, out, _ = run("experiment", "describe", 1, "--home", finished.home)
     assert "A [bold] search" in out
     assert "│ learning_rate 0.25, width 2 │" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("experiment", verb) for verb in ("describe", "logs", "pause", "resume", "cancel", "kill", "best", "report")),
+        ("experiment", "delete", "--yes"),
+        *(("trial", verb) for verb in ("describe", "logs", "metrics")),
+        ("job", "logs"),
+    ],
+)
+def test_a_number_that_no_database_has_is_one_sentence(run: Any, finished: Any, words: tuple[str, ...]) -> None:
+    for number in ("99999999999999999999", str(2**31), "9" * 300):
+        code, out, err = run(*words, number, "--home", finished.home)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"dovetail: there is no {words[0]} {number}: ")
+    code, _, err = run("experiment", "logs", 1, "--trial", "99999999999999999999", "--home", finished.home)
+    assert (code, err) == (1, "dovetail: experiment 1 has no trial 99999999999999999999 (there are 4, from 0 on)\n")
+
+
+def test_names_and_reasons_reach_the_terminal_without_control_characters(run: Any, project: Any) -> None:
+    name = "a\x1b[2J\x9b1m\u202eb\r"
+    (project.code / "train.py").write_text("raise SystemExit('no \\x1b]0;title\\x07')")
+    settings = ["--set", f"name={json.dumps(name)}", "--set", "hyperparameters.width.vals=[2]"]
+    output = [run("e", "create", project.config, project.code, "--home", project.home, *settings)[1:]]
+    looks: tuple[list[Any], ...] = (["list"], ["describe", 1], ["describe", 1, "--json"], ["delete", 1])
+    output += [run("experiment", *words, "--home", project.home)[1:] for words in looks]
+    output.append(run("trial", "describe", 1, "--home", project.home)[1:])
+    text = "".join(part for pair in output for part in pair)
+    assert "a\\x1b[2J\\x9b1m\\u202eb\\r" in text
+    assert "no \\x1b]0;title\\x07" in text
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    page = project.folder / "page.html"
+    run("experiment", "report", 1, "--output", page, "--home", project.home)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", page.read_text())
+
+
+def test_a_search_that_cannot_stop_trials_warns_in_every_view(run: Any, project: Any) -> None:
+    (project.code / "train.py").write_text((project.code / "train.py").read_text().replace('"epochs": epoch', ""))
+    searcher = {"name": "async_halving", "metric": "validation_loss", "max_trials": 2, "num_rungs": 2}
+    searcher["max_length"] = {"epochs": 16}
+    settings = ["--set", f"searcher={json.dumps(searcher)}"]
+    _, out, _ = run("e", "create", project.config, project.code, "--home", project.home, *settings)
+    sentence = "warning: trials report 'validation_loss' without a number 'epochs', by which the searcher async_halving"
+    assert out.count(sentence) == 1
+    assert "(1 warning)" in run("e", "list", "--home", project.home)[1]
+    described = re.sub(r"\s+", " ", run("e", "describe", 1, "--home", project.home)[1])
+    assert sentence in described
+    assert "COMPLETED (1 warning)" in described
+    (warning,) = json.loads(run("e", "describe", 1, "--home", project.home, "--json")[1])["warnings"]
+    assert f"warning: {warning}".startswith(sentence)
+    code, out, _ = run("e", "best", 1, "--home", project.home)
+    assert (code, "after 20 batches" in out) == (0, True)
+    page = project.folder / "page.html"
+    run("e", "report", 1, "--output", page, "--home", project.home)
+    assert "without a number &#x27;epochs&#x27;" in page.read_text()
+
+
+def test_a_script_that_reports_nothing_is_an_error_that_says_what_to_do(run: Any, project: Any) -> None:
+    (project.code / "train.py").write_text("print('trained')")
+    code, out, err = run("e", "create", project.config, project.code, "--home", project.home)
+    assert code == 3
+    assert "experiment 1 (demo) ERROR: no trial has succeeded" in out
+    assert "trial 0 failed: it read no hyperparameter, so the searcher's choice of learning_rate, width" in err
+    assert "it never reported the searcher's metric 'validation_loss'" in err
+    assert "report_validation_metrics(batches, {'validation_loss': value})" in err
+    described = run("e", "describe", 1, "--home", project.home)[1]
+    # All four trials have failed in the same way.
+    assert described.count("trial 0 failed: it read no hyperparameter") == described.count("failed: ") == 1
 
 
 def test_an_unknown_experiment_is_a_sentence_with_what_there_is(run: Any, finished: Any) -> None:

@@ -33,6 +33,15 @@ def test_export_writes_the_weights_of_a_checkpoint(run: Any, trial: Path, tmp_pa
     assert load_model_file(target)["weight"].tolist() == [1.0, 1.0, 1.0]
 
 
+def test_export_refuses_the_suffix_of_another_format(run: Any, tmp_path: Path) -> None:
+    save(tmp_path / "best_ck", {"model": {"weight": torch.ones(2)}})
+    code, out, err = run("checkpoint", "export", tmp_path / "best_ck", "-o", tmp_path / "b.onnx")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"dovetail: unknown suffix of a file of weights ({tmp_path}/b.onnx) '.onnx': ")
+    assert err.endswith("(known: .bin, .ckpt, .pt, .pth, .safetensors)\n")
+    assert not (tmp_path / "b.onnx").exists()
+
+
 def test_of_a_trial_it_is_the_best(run: Any, trial: Path, project: Any, tmp_path: Path) -> None:
     target = tmp_path / "model.safetensors"
     code, _, _ = run("checkpoint", "export", "--trial", 1, "-o", target, "--home", project.home)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from dovetail.cli.serving import LocalServer, serve
+from dovetail.cli.serving import Guarded, LocalServer, serve
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -15,3 +19,99 @@ def test_whoever_hears_of_a_server_may_end_it_at_once(number: signal.Signals) ->
     with LocalServer(0, lambda environment, start: []) as server:
         serve(server, lambda: signal.raise_signal(number))
     assert signal.getsignal(number) is before
+
+
+def _hello(environment: dict[str, Any], start: Any) -> list[bytes]:
+    start("200 OK", [("Content-Type", "text/plain")])
+    return [f"{environment['REQUEST_METHOD']} {environment['PATH_INFO']}".encode()]
+
+
+class Browser:
+    """Real requests to a guarded server."""
+
+    def __init__(self, server: LocalServer, guarded: Guarded) -> None:
+        self.port, self.token = server.server_port, guarded.token
+        self.address = guarded.address(f"http://127.0.0.1:{self.port}/")
+
+    def ask(self, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+        """Return the status, the text and the headers of an answer; `Cookie="valid"` sends the token."""
+        if headers.get("Cookie") == "valid":
+            headers["Cookie"] = f"other=1; dovetail-{self.port}={self.token}"
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            connection.request(method, path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), dict(answer.getheaders())
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    guarded = Guarded(_hello)
+    with LocalServer(0, guarded) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield Browser(server, guarded)
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS"])
+def test_a_request_with_host_and_token_is_answered(browser: Browser, method: str) -> None:
+    for host in (f"127.0.0.1:{browser.port}", f"localhost:{browser.port}", f"LOCALHOST:{browser.port}"):
+        assert browser.ask("/api", method, Host=host, Cookie="valid")[:2] == (200, f"{method} /api")
+    # As it comes through a port that ssh forwards.
+    forwarded = {"Host": "localhost:9000", "Origin": "http://localhost:9000"}
+    assert browser.ask("/api", method, Cookie="valid", **forwarded)[0] == 200
+    own = f"http://127.0.0.1:{browser.port}"
+    assert browser.ask("/api", method, Cookie="valid", Origin=own)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost:{port}.evil", "", "[::1]:{port}"],
+)
+def test_a_foreign_host_is_forbidden_though_the_token_is_right(browser: Browser, host: str) -> None:
+    assert browser.ask("/", Host=host.format(port=browser.port), Cookie="valid")[0] == 403
+    assert browser.ask(f"/?token={browser.token}", Host=host.format(port=browser.port))[0] == 403
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", ""]
+)
+def test_a_foreign_origin_is_forbidden_though_the_token_is_right(browser: Browser, origin: str) -> None:
+    for method in ("GET", "DELETE", "OPTIONS"):
+        assert browser.ask("/", method, Origin=origin.format(port=browser.port), Cookie="valid")[0] == 403
+
+
+def test_a_request_without_the_token_is_told_how_to_get_it(browser: Browser) -> None:
+    for cookie in (
+        "",
+        "nonsense",
+        "dovetail=x",
+        f"dovetail-{browser.port}=",
+        f"dovetail-{browser.port}=w\u00e4",
+        ";=;",
+    ):
+        status, text, headers = browser.ask("/api", "DELETE", Cookie=cookie.encode("latin-1").decode("latin-1"))
+        assert (status, "Set-Cookie" in headers) == (401, False)
+        assert "open the address that 'dovetail dashboard' has printed" in text
+    assert browser.ask("/?token=wrong", Cookie="valid")[0] == 401
+    # Only a page that the user opens may bring the token in its address.
+    assert browser.ask(f"/?token={browser.token}", "DELETE")[0] == 401
+
+
+def test_the_printed_address_sets_a_cookie_and_leads_to_the_page_without_the_token(browser: Browser) -> None:
+    path = browser.address.removeprefix(f"http://127.0.0.1:{browser.port}")
+    status, _, headers = browser.ask(path)
+    assert (status, headers["Location"]) == (303, "/")
+    name, _, attributes = headers["Set-Cookie"].partition("; ")
+    assert name == f"dovetail-{browser.port}={browser.token}"
+    assert attributes.split("; ") == ["Path=/", "HttpOnly", "SameSite=Strict"]
+    assert browser.ask(headers["Location"], Cookie=name)[:2] == (200, "GET /")
+    assert browser.ask(f"//evil.example/a?b=1&token={browser.token}")[2]["Location"] == "/evil.example/a?b=1"
+
+
+def test_every_server_has_another_token() -> None:
+    assert Guarded(_hello).token != Guarded(_hello).token

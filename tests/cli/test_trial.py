@@ -55,6 +55,15 @@ def test_metrics_are_a_table_of_what_was_reported(run: Any, finished: Any) -> No
     ]
 
 
+def test_a_line_that_is_no_report_is_named(run: Any, project: Any) -> None:
+    (project.code / "train.py").write_text((project.code / "train.py").read_text() + '    file.write("[1]\\n")\n')
+    run("e", "create", project.config, project.code, "--home", project.home, "--set", "hyperparameters.width.vals=[2]")
+    code, out, err = run("trial", "metrics", 1, "--home", project.home)
+    assert (code, err) == (0, "metrics.jsonl, line 5: expected an object, got list; the line is ignored\n")
+    assert "validation_loss" in out
+    assert "metrics.jsonl, line 5: expected an object" in run("trial", "logs", 1, "--home", project.home)[1]
+
+
 def test_metrics_of_one_group_as_json(run: Any, finished: Any) -> None:
     _, out, _ = run("trial", "metrics", 4, "--group", "validation", "--home", finished.home, "--json")
     assert json.loads(out) == [

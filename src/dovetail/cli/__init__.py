@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from dovetail.cli.demo import demo
 from dovetail.cli.doctor import doctor
 from dovetail.cli.federate import federate
 from dovetail.cli.new import new
-from dovetail.cli.output import EXIT_CODES
+from dovetail.cli.output import EXIT_CODES, print_line
 from dovetail.errors import DovetailError
 
 __all__ = ["app", "main"]
@@ -48,12 +47,12 @@ def main() -> None:
         try:
             app()
         except (DovetailError, OSError) as error:
-            print(f"dovetail: {error}", file=sys.stderr)
+            print_line(f"dovetail: {error}", to_stderr=True)
             raise SystemExit(1) from None
 
 
 def _say_warning(message: Warning | str, *place: Any, **more: Any) -> None:
-    print(f"dovetail: warning: {message}", file=sys.stderr)
+    print_line(f"dovetail: warning: {message}", to_stderr=True)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,7 +7,7 @@ import sys
 import warnings
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -23,8 +23,9 @@ from dovetail.cli.output import (
     plain,
     print_facts,
     print_json,
+    printable,
 )
-from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
+from dovetail.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from dovetail.checkpoint import CheckpointInfo
@@ -68,7 +69,7 @@ def verify(path: _Checkpoint) -> None:
     from dovetail import checkpoint
 
     checkpoint.verify(path)
-    print(f"{path}: intact ({bytes_text(checkpoint.inspect(path).size)})")
+    print(f"{printable(str(path))}: intact ({bytes_text(checkpoint.inspect(path).size)})")
 
 
 @app.command("list")
@@ -110,9 +111,11 @@ def export(
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
-    """Write the weights of the model in a checkpoint to one file: safetensors by that suffix, else of torch.save."""
+    """Write the weights of the model in a checkpoint to one file: .safetensors, or of torch.save (.pt, .pth, .ckpt)."""
     from dovetail import checkpoint
+    from dovetail.checkpoint.model_file import model_format
 
+    format = model_format(output)
     source = _place(path, trial, home, store)
     if trial is not None:
         found = best_checkpoint(source)
@@ -121,9 +124,10 @@ def export(
         source = found
     state = checkpoint.load(source)
     if not isinstance(state.get("model"), dict):
-        raise CheckpointError(f"{source}: there is no model in it (it has: {', '.join(sorted(state)) or 'nothing'})")
-    format: Literal["safetensors", "ckpt"] = "safetensors" if output.suffix == ".safetensors" else "ckpt"
-    print(checkpoint.export_model(output, cast("dict[str, Any]", state["model"]), format))
+        raise CheckpointError(
+            f"{source}: there is no model in it (it has: {', '.join(sorted(map(str, state))) or 'nothing'})"
+        )
+    print(printable(str(checkpoint.export_model(output, cast("dict[str, Any]", state["model"]), format))))
 
 
 @app.command()
@@ -133,7 +137,9 @@ def prune(
     keep_best: Annotated[int | None, typer.Option(help="Keep so many of the best by --metric.")] = None,
     keep_every: Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")] = None,
     metric: Annotated[str | None, typer.Option(help="The metric that --keep-best compares.")] = None,
-    mode: Annotated[_Mode, typer.Option(help="Whether the smallest or the largest metric is best.")] = _Mode.min,
+    mode: Annotated[
+        _Mode | None, typer.Option(help="Whether the smallest or the largest metric is best.", show_default="min")
+    ] = None,
     pattern: Annotated[str, typer.Option(help="Names that the rules are about, with * and ?; others stay.")] = "*",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
@@ -142,10 +148,9 @@ def prune(
     from dovetail.checkpoint import CheckpointWarning
     from dovetail.checkpoint.store import scan
 
+    if mode is not None and keep_best is None:
+        raise ConfigError(f"--mode: {mode.value!r} has no effect without --keep-best and --metric")
     infos, damaged = scan(_existing(path))
-    known = {name for info in infos for name in info.metrics}
-    if metric is not None and infos and metric not in known:
-        raise UnknownNameError("metric", metric, known)
     with warnings.catch_warnings():
         # What is damaged is reported below, in our own words.
         warnings.simplefilter("ignore", CheckpointWarning)
@@ -154,13 +159,13 @@ def prune(
             last=keep_last,
             best=keep_best,
             metric=metric,
-            mode=mode.value,
+            mode="min" if mode is None else mode.value,
             every=keep_every,
             pattern=pattern,
             dry_run=dry_run,
         )
     for each in removed:
-        print(f"{'would remove' if dry_run else 'removed'} {each}")
+        print(f"{'would remove' if dry_run else 'removed'} {printable(str(each))}")
     print(f"{len(infos) - len(removed)} kept, {len(removed)} {'to remove' if dry_run else 'removed'}")
     _report_damaged(damaged)
 
@@ -187,7 +192,7 @@ def _existing(directory: Path) -> Path:
 
 def _report_damaged(damaged: list[CheckpointError]) -> None:
     for error in damaged:
-        print(f"damaged: {error}", file=sys.stderr)
+        print(f"damaged: {printable(str(error))}", file=sys.stderr)
 
 
 def _as_dict(info: CheckpointInfo) -> dict[str, Any]:

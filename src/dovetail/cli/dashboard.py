@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,18 +20,22 @@ def dashboard(
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
-    """Show experiments in a browser, with optuna-dashboard, until Ctrl-C."""
-    from dovetail.cli.serving import HOST, LocalServer, serve
+    """Show experiments in a browser, with optuna-dashboard, until Ctrl-C.
+
+    The printed address contains a token, without which no other user of this machine can read or change anything.
+    """
+    from dovetail.cli.serving import HOST, Guarded, LocalServer, serve
 
     pages = require("optuna_dashboard", "dashboard")
     opened = open_store(home, store)
+    guarded = Guarded(pages.wsgi(opened.storage))
     try:
-        server = LocalServer(port, pages.wsgi(opened.storage))
+        server = LocalServer(port, guarded)
     except OSError as error:
         raise ConfigError(f"port {port}: {error.strerror}: choose another --port, or 0 for any") from error
 
     def announce() -> None:
-        print(f"experiments: http://{HOST}:{server.server_port}/", flush=True)
+        print(f"experiments: {guarded.address(f'http://{HOST}:{server.server_port}/')}", flush=True)
         if tensorboard:
             print(f"TensorBoard: {_start_tensorboard(opened.home / 'experiments', HOST)}", flush=True)
 
@@ -40,8 +44,18 @@ def dashboard(
 
 
 def _start_tensorboard(folder: Path, host: str) -> str:
-    """Start TensorBoard in a thread, and return its address."""
-    board = require("tensorboard.program", "tensorboard").TensorBoard()
+    """Start TensorBoard in a thread, and return its address with its token."""
+    from dovetail.cli.serving import Guarded
+
+    program = require("tensorboard.program", "tensorboard")
+    guards: list[Guarded] = []
+
+    def make_server(application: Any, flags: Any) -> Any:
+        guards.append(Guarded(application))
+        return program.WerkzeugServer(guards[-1], flags)
+
+    board = program.TensorBoard(server_class=make_server)
     # Its fast loader is a process of its own, which would outlive this one.
     board.configure(argv=[None, "--logdir", str(folder), "--host", host, "--port", "0", "--load_fast", "false"])
-    return str(board.launch())
+    url = str(board.launch())
+    return guards[-1].address(url)

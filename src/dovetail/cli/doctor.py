@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.cli.output import AsJson, Home, StoreUrl, console, print_json
+from dovetail.cli.output import AsJson, Home, StoreUrl, console, print_json, printable
 from dovetail.units import counted
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ def table(checks: Sequence[Check], width: int) -> Text:
         if check.part != part:
             text.append("\n")
             part = check.part
-        found = textwrap.wrap(check.found, max(width - indent, 20)) or [""]
+        found = [printable(line) for line in textwrap.wrap(check.found, max(width - indent, 20))] or [""]
         text.append(check.status.ljust(9), _STYLES[check.status]).append(check.name.ljust(widest + 2), "bold")
         text.append(("\n" + " " * indent).join(found) + "\n")
         if check.remedy:
             # In one line, however long: it is there to be copied.
-            text.append(f"{' ' * indent}→ ").append(f"{check.remedy}\n", "cyan")
+            text.append(f"{' ' * indent}→ ").append(f"{printable(check.remedy)}\n", "cyan")
     text.right_crop(1)
     return text

@@ -30,6 +30,7 @@ from dovetail.cli.output import (
     open_store,
     print_facts,
     print_json,
+    printable,
     state_text,
 )
 from dovetail.errors import ConfigError
@@ -141,7 +142,9 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
             "folder": str(record.directory),
         }
     )
-    return console().print(trials_view(record))
+    # The view of the trials ends with the warnings.
+    console().print(trials_view(record))
+    return _print_reasons(record)
 
 
 @app.command()
@@ -218,7 +221,7 @@ def delete(
     record = opened.experiment(id)
     if not yes:
         trials = counted(len(record.trials), "trial")
-        question = f"Delete experiment {id} ({record.name}), its {trials} and all checkpoints?"
+        question = f"Delete experiment {id} ({printable(record.name)}), its {trials} and all checkpoints?"
         typer.confirm(question, abort=True)
     opened.delete(id)
     print(f"deleted experiment {id}")
@@ -268,8 +271,9 @@ def report(
     """Write a page about an experiment, which needs no network, and its pictures."""
     from dovetail.search.report import report as write_report
 
-    record = open_store(home, store).experiment(id)
-    written = write_report(record, output or record.directory / "report.html")
+    opened = open_store(home, store)
+    record = opened.experiment(id)
+    written = write_report(record, output or opened.folder(id) / "report.html")
     for path in written:
         print(path)
     if len(written) == 1 and any(trial.values for trial in record.trials):
@@ -295,12 +299,19 @@ def _run(store: Store, record: ExperimentRecord, follow: bool) -> None:
     return None
 
 
+def _print_reasons(record: ExperimentRecord) -> None:
+    """Print why trials have failed, each reason once with its first trial."""
+    first = {trial.reason: trial for trial in reversed(record.trials) if trial.state == "ERROR" and trial.reason}
+    for reason, trial in sorted(first.items(), key=lambda pair: pair[1].number):
+        print(printable(f"trial {trial.number} failed: {reason}"))
+
+
 def _show_failures(record: ExperimentRecord) -> None:
     """Say where to look, once; a hundred trials mostly fail alike."""
     failed = [trial for trial in record.trials if trial.state == "ERROR"]
     if failed:
         first = failed[0]
-        print(f"trial {first.number} failed: {first.reason}", file=sys.stderr)
+        print(printable(f"trial {first.number} failed: {first.reason}"), file=sys.stderr)
         print(f"'dovetail trial logs {first.id}' has the rest: {first.directory / 'log.txt'}", file=sys.stderr)
 
 

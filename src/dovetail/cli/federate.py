@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli.output import print_json
+from dovetail.cli.output import print_json, print_line
 from dovetail.extras import require
 
 __all__ = ["federate"]
@@ -38,15 +38,18 @@ def federate(
     from dovetail.servers.building import federation
     from dovetail.servers.display import RoundDisplay
     from dovetail.servers.reading import read_federated
-    from dovetail.servers.results import Personalized, WriteResults
+    from dovetail.servers.results import Personalized
 
     told = read_federated(config if config is not None else _DIGITS, settings or [])
     if checkpoints is not None:
         told = told.with_settings(checkpoint_path=str(checkpoints))
-    folder = str(results) if results is not None else told.results.result_path
+    if results is not None:
+        told = told.with_settings(result_path=str(results))
+    folder = told.results.result_path
     watching = [] if as_json else [RoundDisplay()]
     personal = Personalized()
-    writing = [personal, *([] if folder is None else [WriteResults(folder, told.results.types)])]
+    # The server writes the results by itself.
+    writing = [personal]
     if on_flower:
         require("flwr", "flower")
         from dovetail.servers.flower import run_on_flower
@@ -60,7 +63,7 @@ def federate(
         print_json(rounds if personal.found is None else {"rounds": rounds, "personalized": personal.found})
     elif folder is not None:
         clients = "" if personal.found is None else f", {folder}/clients.csv"
-        print(f"written: {folder}/rounds.csv{clients} and {folder}/rounds.png")
+        print_line(f"written: {folder}/rounds.csv{clients} and {folder}/rounds.png")
 
 
 # What a federation is without a file: a model that has learned something after ten rounds.

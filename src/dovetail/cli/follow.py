@@ -10,10 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.cli.output import console, hparams_text, make_table
+from dovetail.cli.output import console, hparams_text, make_table, printable
 from dovetail.errors import ConfigError
 from dovetail.search.charts import shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
@@ -40,7 +41,7 @@ def watching(seen: ExperimentRecord | None = None) -> Iterator[Callable[[Experim
         def say(record: ExperimentRecord) -> None:
             nonlocal seen
             for line in changes(seen, record):
-                print(line, flush=True)
+                print(printable(line), flush=True)
             seen = record
 
         yield say
@@ -53,7 +54,7 @@ def watching(seen: ExperimentRecord | None = None) -> Iterator[Callable[[Experim
 
         def draw(record: ExperimentRecord) -> None:
             if text := said():
-                screen.print(text.strip(), markup=False)
+                screen.print(printable(text.strip(), lines=True), markup=False)
             live.update(trials_view(record, max(3, screen.height - 9)), refresh=True)
 
         yield draw
@@ -122,11 +123,12 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None) -> Render
     lines = [Text(summary(record), style="bold"), table] if trials else [Text(summary(record), style="bold")]
     if hidden:
         lines.append(Text(f"and {hidden} more", style="bright_black"))
+    lines += [Text(printable(f"warning: {warning}"), style="yellow") for warning in record.warnings]
     return Group(*lines)
 
 
 def summary(record: ExperimentRecord) -> str:
-    """Return an experiment in one line."""
+    """Return an experiment in one line, without control characters."""
     counts = Counter(trial.state for trial in record.trials)
     trials = ", ".join(f"{count} {state.lower()}" for state, count in counts.items())
     best = record.best_trial
@@ -136,7 +138,7 @@ def summary(record: ExperimentRecord) -> str:
         *([] if best is None else [f"best {record.metric} {shown(best.best)} (trial {best.number}, id {best.id})"]),
         str(duration(record.created, record.ended)),
     ]
-    return " · ".join(parts)
+    return printable(" · ".join(parts))
 
 
 def changes(before: ExperimentRecord | None, after: ExperimentRecord) -> list[str]:
@@ -151,7 +153,8 @@ def changes(before: ExperimentRecord | None, after: ExperimentRecord) -> list[st
         trial 0 (id 7) RUNNING: lr 0.1
         trial 0 (id 7) loss 0.5 after 100 batches
     """
-    lines = []
+    known = () if before is None else before.warnings
+    lines = [f"warning: {warning}" for warning in after.warnings if warning not in known]
     for trial in after.trials:
         old = before.trials[trial.number] if before is not None and trial.number < len(before.trials) else None
         name = f"trial {trial.number} (id {trial.id})"
@@ -180,6 +183,8 @@ def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) 
     if is_over is None and not path.exists():
         raise ConfigError(f"{what} has no log yet")
     position = 0
+    # A terminal would obey what a log contains; a pipe or a file gets the log as it is.
+    shown_as = partial(printable, lines=True) if sys.stdout.isatty() else str
     # A part of the file may end inside of a sign of several bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while True:
@@ -189,11 +194,11 @@ def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) 
             with open(path, "rb") as file:
                 file.seek(position)
                 while chunk := file.read(1 << 16):
-                    sys.stdout.write(decoder.decode(chunk))
+                    sys.stdout.write(shown_as(decoder.decode(chunk)))
                     position += len(chunk)
             sys.stdout.flush()
         if over:
-            sys.stdout.write(decoder.decode(b"", final=True))
+            sys.stdout.write(shown_as(decoder.decode(b"", final=True)))
             return
         time.sleep(_POLL_SECONDS)
 

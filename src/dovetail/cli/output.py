@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dovetail.printing import printable
+from dovetail.units import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -40,6 +43,8 @@ __all__ = [
     "plain",
     "print_facts",
     "print_json",
+    "print_line",
+    "printable",
     "state_text",
 ]
 
@@ -82,6 +87,11 @@ _STYLES = {
     "WAITING": "yellow",
     "STOPPED": "bright_black",
 }
+
+
+def print_line(text: str, *, to_stderr: bool = False) -> None:
+    """Print text that may come from a file; only its line breaks keep their meaning."""
+    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr if to_stderr else sys.stdout)
 
 
 def open_store(home: Path | None, url: str | None, made_by: str = "experiment create") -> Store:
@@ -131,8 +141,9 @@ def console() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Print strict JSON."""
-    print(json.dumps(plain(value), indent=2))
+    """Print strict JSON, in ASCII."""
+    # The one control character that JSON need not escape.
+    print(json.dumps(plain(value), indent=2).replace("\x7f", "\\u007f"))
 
 
 def plain(value: Any) -> Any:
@@ -156,7 +167,7 @@ def plain(value: Any) -> Any:
 def make_table(
     *columns: str, numbers: Iterable[str] = (), long: str = "", rows: Iterable[Sequence[str]] = (), wrap: bool = True
 ) -> Table:
-    """Return a table of plain text; what looks like markup is shown as it is.
+    """Return a table of plain text; markup and control characters are shown and have no effect.
 
     Args:
         columns: The headings.
@@ -173,9 +184,9 @@ def make_table(
     table = Table(box=box.ROUNDED)
     for name in columns:
         justify: Literal["left", "right"] = "right" if name in numbers else "left"
-        table.add_column(Text(name), justify=justify, no_wrap=name != long or not wrap, overflow="ellipsis")
+        table.add_column(Text(printable(name)), justify=justify, no_wrap=name != long or not wrap, overflow="ellipsis")
     for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row))
+        table.add_row(*(Text(printable(cell), style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row))
     return table
 
 
@@ -183,8 +194,9 @@ def print_facts(facts: Mapping[str, str]) -> None:
     """Print names and values, one pair per line; a terminal breaks those that are too long for it."""
     from rich.text import Text
 
-    screen, width = console(), max(map(len, facts))
-    for name, value in facts.items():
+    escaped = {printable(name): printable(value) for name, value in facts.items()}
+    screen, width = console(), max(map(len, escaped))
+    for name, value in escaped.items():
         style = _STYLES.get(value.partition(" ")[0].rstrip(":"), "")
         screen.print(Text.assemble((name.ljust(width), "bold"), "  ", (value, style)), soft_wrap=True)
 
@@ -223,8 +235,10 @@ def hparams_text(hparams: Mapping[str, Any]) -> str:
 
 
 def state_text(record: ExperimentRecord) -> str:
-    """Return the state of an experiment, and whether anybody works on it."""
-    return "ACTIVE (nobody runs it)" if record.state == "ACTIVE" and not record.is_running else record.state
+    """Return the state of an experiment, whether a runner works on it, and how many warnings it has."""
+    notes = ["nobody runs it"] if record.state == "ACTIVE" and not record.is_running else []
+    notes += [counted(len(record.warnings), "warning")] if record.warnings else []
+    return f"{record.state} ({', '.join(notes)})" if notes else record.state
 
 
 def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dict[str, Any]:
@@ -246,6 +260,7 @@ def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dic
         "created": record.created,
         "ended": record.ended,
         "directory": record.directory,
+        "warnings": record.warnings,
     }
     if whole:
         described |= {"config": record.config, "trials": [describe_trial(trial) for trial in record.trials]}

@@ -1,18 +1,100 @@
-"""A small web server that only this machine can reach."""
+"""Web server that only this machine can reach, and only with a token.
+
+A server on the loopback can be reached by every page in the user's browser and by every user of the machine. So each
+request is checked: its `Host` must name this machine (otherwise the page of a domain whose name was made to point to
+127.0.0.1 reads and deletes everything), its `Origin` must be the server itself, and it must have the token, which the
+printed address contains and the browser keeps as a cookie.
+"""
 
 from __future__ import annotations
 
+import hmac
+import re
+import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from socketserver import BaseServer, ThreadingMixIn
 from types import FrameType
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-__all__ = ["HOST", "LocalServer", "serve"]
+__all__ = ["HOST", "Guarded", "LocalServer", "serve"]
 
 HOST = "127.0.0.1"
+_HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
+_TOKEN = "token"  # noqa: S105 - the name of a field
+
+
+class Guarded:
+    """A WSGI application behind checks of host, origin and token.
+
+    Attributes:
+        token: The random text that every request needs.
+
+    Args:
+        application: What answers requests that pass the checks.
+
+    Example:
+        >>> guarded = Guarded(lambda environment, start: [])
+        >>> said = []
+        >>> _ = guarded({"HTTP_HOST": "evil.example", "SERVER_PORT": "80"}, lambda status, headers: said.append(status))
+        >>> said
+        ['403 Forbidden']
+    """
+
+    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._application = application
+
+    def address(self, url: str) -> str:
+        """Return the address of a page with the token, for the user to open."""
+        return f"{url}?{urlencode({_TOKEN: self.token})}"
+
+    def __call__(self, environment: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer a request."""
+        host, origin = environment.get("HTTP_HOST", "").lower(), environment.get("HTTP_ORIGIN")
+        # With any port, because ssh may forward another one. No other site can have these names.
+        if _HOSTS.fullmatch(host) is None:
+            return _refused(start, "403 Forbidden", f"this server answers to {HOST} and localhost only")
+        if origin is not None and origin.lower() != f"http://{host}":
+            return _refused(start, "403 Forbidden", "requests of other pages are not answered")
+        # Cookies are shared by all ports of a host: two dashboards need two names.
+        cookie = f"dovetail-{environment['SERVER_PORT']}"
+        query = parse_qsl(environment.get("QUERY_STRING", ""), keep_blank_values=True)
+        given = [value for name, value in query if name == _TOKEN]
+        if given and environment.get("REQUEST_METHOD") == "GET":
+            if not self._is_token(given[-1]):
+                return _refused(start, "401 Unauthorized", _HOW)
+            rest = urlencode([pair for pair in query if pair[0] != _TOKEN])
+            path = environment.get("PATH_INFO") or "/"
+            # One slash, because an address with two at its start leads to another host.
+            place = "/" + path.lstrip("/") + (f"?{rest}" if rest else "")
+            kept = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+            headers = [("Location", place), ("Set-Cookie", kept), ("Referrer-Policy", "no-referrer")]
+            start("303 See Other", [*headers, ("Cache-Control", "no-store"), ("Content-Length", "0")])
+            return []
+        if not any(self._is_token(value) for value in _cookies(environment, cookie)):
+            return _refused(start, "401 Unauthorized", _HOW)
+        return self._application(environment, start)
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode("utf-8", "replace"), self.token.encode())
+
+
+_HOW = "open the address that 'dovetail dashboard' has printed: it contains the token"
+
+
+def _cookies(environment: dict[str, Any], name: str) -> list[str]:
+    pairs = (each.strip().partition("=") for each in environment.get("HTTP_COOKIE", "").split(";"))
+    return [value for key, _, value in pairs if key == name]
+
+
+def _refused(start: Callable[..., Any], status: str, sentence: str) -> list[bytes]:
+    text = f"{sentence}\n".encode()
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
+    return [text]
 
 
 class LocalServer(ThreadingMixIn, WSGIServer):

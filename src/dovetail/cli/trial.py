@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +27,9 @@ from dovetail.cli.output import (
 )
 from dovetail.errors import UnknownNameError
 from dovetail.units import counted
+
+if TYPE_CHECKING:
+    from dovetail.search.reports import RejectedLine
 
 __all__ = ["app"]
 
@@ -99,7 +103,9 @@ def metrics(
     from dovetail.search.charts import shown
     from dovetail.search.reports import METRICS
 
-    rows = _reported(open_store(home, store).trial(id).directory / METRICS)
+    rows, rejected = _reported(open_store(home, store).trial(id).directory / METRICS)
+    for line in rejected:
+        print(f"{METRICS}, line {line.number}: {line.reason}; the line is ignored", file=sys.stderr)
     groups = {row["group"] for row in rows}
     if group is not None and rows and group not in groups:
         raise UnknownNameError("group", group, groups)
@@ -114,22 +120,24 @@ def metrics(
     return console().print(make_table("group", "batches", *names, numbers=("batches", *names), rows=cells))
 
 
-def _reported(path: Path) -> list[dict[str, Any]]:
-    """Return the metrics in a file, by group and batches; of two about the same, the later one."""
+def _reported(path: Path) -> tuple[list[dict[str, Any]], list[RejectedLine]]:
+    """Return the metrics in a file, by group and batches, and the lines that are no reports.
+
+    Of two reports about the same group and batch the later one counts.
+    """
     from dovetail.search.reports import Reports
 
+    reports = Reports(path)
     found = {
         (row["group"], row["steps_completed"]): {
             "group": row["group"],
             "batches": row["steps_completed"],
             "metrics": row["metrics"],
         }
-        for row in Reports(path).read()
-        if isinstance(row.get("metrics"), dict)
-        and isinstance(row.get("group"), str)
-        and isinstance(row.get("steps_completed"), int)
+        for row in reports.read()
+        if "group" in row
     }
-    return sorted(found.values(), key=lambda row: row["batches"])
+    return sorted(found.values(), key=lambda row: row["batches"]), reports.rejected
 
 
 def _is_number(value: Any) -> bool:

@@ -31,7 +31,7 @@ def check_folder(folder: Path) -> Check:
             DISK.sync_directory(scratch)
             found = f"{place} can be written, synced and renamed in"
             try:
-                os.close(DISK.lock(scratch / "checkpoint"))
+                DISK.unlock(DISK.lock(scratch / "checkpoint"))
             except OSError as error:
                 text = f"{found}, but not locked ({error.strerror}): two runs there may disturb each other"
                 return Check("files", "folder", "note", text, "dovetail doctor --folder DIR  # one on a local disk")
