@@ -12,6 +12,7 @@ then.
     python benchmarks/federated.py --pfl-python pfl/bin/python --flower-python flower/bin/python
 
 The clock of a round starts with the weights and the numbers of ten clients, and stops when the next weights are there.
+Peers shut down after the last round, when the clock has stopped.
 Workers are started, and graphs are compiled, in rounds before that. Peers need environments of their own, since their
 requirements clash with ours (pfl wants an old attrs, Flower's simulation one version of Ray):
 
@@ -70,6 +71,7 @@ from report import Row, Section, Table, parser, ratios, upper_quartile, verdict
 __all__ = ["Workload", "main"]
 
 SEED = 7
+_SECONDS_TO_SHUT_DOWN = 60
 NUM_CLIENTS, PER_ROUND = 100, 10
 HAND, AGAIN = "hand-written", "hand-written, again"
 SEQUENTIAL = "sequential"
@@ -291,10 +293,17 @@ class Peer:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it."""
+        """Let it shut down, and kill it with all its processes if that takes longer than a minute."""
         self.wake()
-        self._process.kill()
-        self._process.wait()
+        assert self._process.stdin is not None
+        # A peer that has failed no longer reads its input.
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_SECONDS_TO_SHUT_DOWN)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
         self._log.close()
 
     def _signal(self, number: signal.Signals) -> None:

@@ -2,13 +2,15 @@
 
     python benchmarks/federated_peers.py pfl job.pt
 
-The job is a file of tensors and numbers that `federated.py` writes. `ready` is said before the first round and `done`
-after every one. Nothing of Dovetail is imported here.
+The job is a file of tensors and numbers that `federated.py` writes. The peer prints `ready` before the first round and
+`done` after every round. It shuts down when its input is closed, so that no measured round contains the shutdown.
+Nothing of Dovetail is imported here.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -58,19 +60,34 @@ def wait_for_round(word: str) -> None:
         sys.exit()
 
 
+def each_round(chosen: Sequence[list[int]]) -> Iterator[list[int]]:
+    """Yield the clients of a round when it is requested, and return when the input is closed after the last round.
+
+    `done` is printed before the caller gets the next round or leaves its loop: what a library does at its end, such as
+    closing a Ray cluster, would otherwise be measured as a part of the last round.
+    """
+    word = "ready"
+    for clients in chosen:
+        wait_for_round(word)
+        word = "done"
+        yield clients
+    print(word, flush=True)
+    sys.stdin.read()
+
+
 def by_hand(path: str, part: int) -> None:
     """Train this half of every round's clients with the lean loop, and share nothing with the other half."""
     work = job(path)
     model = loaded_model(path)
     criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=work["lr"])
-    word = "ready"
+    parts = []
     for chosen in work["chosen"]:
         shares: list[list[int]] = [[], []]
         for client_id in sorted(chosen, key=lambda it: -len(work["data"][it][1])):
             min(shares, key=lambda share: sum(len(work["data"][it][1]) for it in share)).append(client_id)
-        wait_for_round(word)
-        word = "done"
-        for client_id in shares[part]:
+        parts.append(shares[part])
+    for clients in each_round(parts):
+        for client_id in clients:
             inputs, targets = work["data"][client_id]
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), work["weights"].values(), strict=True):
@@ -80,7 +97,6 @@ def by_hand(path: str, part: int) -> None:
                     optimizer.zero_grad()
                     criterion(model(inputs[indices]), targets[indices]).backward()
                     optimizer.step()
-    print(word, flush=True)
 
 
 def with_pfl(path: str) -> None:
@@ -188,8 +204,7 @@ def with_flower(path: str) -> None:
         nodes: list[int] = []
         while len(nodes) < len(work["chosen"][0]):
             nodes = list(grid.get_node_ids())
-        for number, chosen in enumerate(work["chosen"]):
-            wait_for_round("done" if number else "ready")
+        for number, chosen in enumerate(each_round(work["chosen"])):
             asked = [
                 RecordDict({"weights": weights, "config": ConfigRecord({"client": client_id})}) for client_id in chosen
             ]
@@ -209,7 +224,6 @@ def with_flower(path: str) -> None:
         num_supernodes=len(work["chosen"][0]),
         backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
     )
-    print("done", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ HEAD = "\n\n".join(
         "Contestants take turns within each round, in an order that changes, and ratios are taken within a round. A "
         "number is the median of the rounds; the middle half is where half of the rounds lie. A row that compares a "
         "contestant with itself is the noise. A bar is met or missed when the 95 % interval of the median lies on one "
-        "side of it, and unclear otherwise.\n",
+        "side of it, and unclear otherwise. The interval leaves one outlier out: a round more than three times the "
+        "width of the middle half away from it.\n",
     ]
 )
 

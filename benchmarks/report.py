@@ -38,6 +38,7 @@ __all__ = [
     "ratios",
     "upper_quartile",
     "verdict",
+    "without_outlier",
 ]
 
 _STARTED = time.perf_counter()
@@ -213,19 +214,36 @@ def upper_quartile(samples: Sequence[float]) -> float:
     return middle_half(samples)[1]
 
 
+def without_outlier(samples: Sequence[float]) -> list[float]:
+    """Return the samples without the one farthest from the median, if it is far out; at most one is left out.
+
+    Far out means more than three times the width of the middle half away from the middle half (Tukey's fences). Fewer
+    than five samples are returned as they are: one of four always moves the quartiles.
+    """
+    kept = list(samples)
+    if len(kept) >= 5:
+        low, high = middle_half(kept)
+        middle, reach = statistics.median(kept), 3 * (high - low)
+        farthest = max(kept, key=lambda sample: abs(sample - middle))
+        if not low - reach <= farthest <= high + reach:
+            kept.remove(farthest)
+    return kept
+
+
 def certain(samples: Sequence[float]) -> tuple[float, float]:
     """Return an interval that holds the true median with 95 % certainty, by order statistics.
 
-    With fewer than six samples no interval of them does; all of them is what is left.
+    One outlier is left out. With fewer than six samples no interval of them has this certainty, and the interval is
+    that of all samples.
     """
-    ordered = sorted(samples)
+    ordered = sorted(without_outlier(samples))
     reach = math.ceil(0.98 * math.sqrt(len(ordered)))
     middle = (len(ordered) - 1) / 2
     return ordered[max(0, math.floor(middle - reach))], ordered[min(len(ordered) - 1, math.ceil(middle + reach))]
 
 
 def verdict(samples: Sequence[float], bar: float, sense: str = "≤", noise: float = 0.0) -> str:
-    """Say whether a bar is met.
+    """Say whether a bar is met; one outlier does not change the answer.
 
     `"unclear"` where the interval of the median reaches over the bar, and, on a machine that is not quiet, where the
     median is no further from the bar than the reference is from itself.

@@ -87,6 +87,27 @@ def test_a_bar_is_judged_by_the_interval_of_the_median(
     assert bench.report.verdict(samples, bar, sense) == said
 
 
+# The last round of Flower on the CNN contained its shutdown.
+ONE_OUTLIER = [1.59114, 1.36076, 1.46962, 1.54046, 1.30867, 1.45706, 5.84511]
+
+
+def test_one_outlier_does_not_make_a_missed_bar_unclear(bench: Any) -> None:
+    assert bench.report.verdict(ONE_OUTLIER, 4.0, "≥") == "missed"
+    assert bench.report.verdict(ONE_OUTLIER, 1.2, "≥") == "met"
+
+
+def test_two_outliers_and_a_bar_within_the_samples_are_unclear(bench: Any) -> None:
+    assert bench.report.verdict([*ONE_OUTLIER[1:], 5.9], 4.0, "≥") == "unclear"
+    assert bench.report.verdict(ONE_OUTLIER, 1.5, "≥") == "unclear"
+
+
+def test_only_a_sample_far_from_the_others_is_left_out(bench: Any) -> None:
+    assert bench.report.without_outlier([1.0, 1.1, 1.2, 1.3, 9.0]) == [1.0, 1.1, 1.2, 1.3]
+    assert bench.report.without_outlier([-9.0, 1.0, 1.1, 1.2, 1.3]) == [1.0, 1.1, 1.2, 1.3]
+    assert bench.report.without_outlier([1.0, 1.1, 1.2, 1.3, 1.8]) == [1.0, 1.1, 1.2, 1.3, 1.8]
+    assert bench.report.without_outlier([1.0, 1.1, 1.2, 9.0]) == [1.0, 1.1, 1.2, 9.0]
+
+
 def test_noise_makes_what_is_near_the_bar_unclear(bench: Any) -> None:
     assert bench.report.verdict([0.90, 0.91, 0.92], 1.0, noise=0.02) == "met"
     assert bench.report.verdict([0.90, 0.91, 0.92], 1.0, noise=0.10) == "unclear"
