@@ -55,11 +55,11 @@ from dovetail.algorithms import (
 )
 from dovetail.clients.simple import Client
 from dovetail.data.datasets import digits, fashion_mnist
-from dovetail.data.federated import Datasource, leaf_synthetic
 from dovetail.data.models import logistic, mlp
-from dovetail.data.partition import iid, label_quantity
 from dovetail.errors import DataError
 from dovetail.federated import ServerCallback
+from dovetail.federated.data.partition import iid, label_quantity
+from dovetail.federated.data.sources import Datasource, leaf_synthetic
 from dovetail.federated.postprocess import Weighting
 from dovetail.servers.fedavg import Server
 from dovetail.trainers import CompiledTrainer

@@ -16,9 +16,9 @@ import torch
 from dovetail.algorithms import FedAvg
 from dovetail.clients.simple import Client
 from dovetail.data.datasets import digits
-from dovetail.data.federated import PartitionedData
 from dovetail.data.models import mlp
-from dovetail.data.partition import iid
+from dovetail.federated.data.partition import iid
+from dovetail.federated.data.sources import PartitionedData
 from dovetail.federated.messages import Task, Update, Weights
 from dovetail.federated.postprocess import Chain, Gathering
 from dovetail.trainers.composable import ComposableTrainer

@@ -53,12 +53,12 @@ from torch.optim import SGD
 from dovetail.algorithms import FedAvg
 from dovetail.clients.simple import Client
 from dovetail.data import DataLoader
-from dovetail.data.federated import Datasource, PartitionedData, leaf_synthetic
 from dovetail.data.models import cnn, logistic, mlp
-from dovetail.data.partition import dirichlet
 from dovetail.errors import DataError
 from dovetail.federated.averaging import weighted_mean
 from dovetail.federated.backends import Backend, Done, backends
+from dovetail.federated.data.partition import dirichlet
+from dovetail.federated.data.sources import Datasource, PartitionedData, leaf_synthetic
 from dovetail.federated.messages import Task, Update
 from dovetail.federated.seeds import mix
 from dovetail.trainers import CompiledTrainer

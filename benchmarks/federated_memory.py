@@ -30,7 +30,7 @@ def measured(population: int, rounds: int, per_round: int, backend: str) -> dict
     import torch
 
     from dovetail.clients import simple
-    from dovetail.data.federated import GeneratedData
+    from dovetail.federated.data.sources import GeneratedData
     from dovetail.servers import fedavg
     from dovetail.trainers.composable import ComposableTrainer
 

@@ -20,9 +20,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dovetail.callbacks import Callback
 from dovetail.clients import simple
-from dovetail.data.federated import GeneratedData
 from dovetail.data.models import cnn, logistic, mlp
 from dovetail.federated.config import ClientsConfig
+from dovetail.federated.data.sources import GeneratedData
 from dovetail.servers import fedavg
 from dovetail.trainers import CompiledTrainer, Trainer
 from dovetail.trainers.composable import ComposableTrainer

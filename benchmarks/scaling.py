@@ -100,7 +100,7 @@ def federation(per_round: int, shape: tuple[int, int], rounds: int) -> Any:
     """Return a server of a linear model of that shape, whose clients have one batch each."""
     import torch
 
-    from dovetail.data.federated import GeneratedData
+    from dovetail.federated.data.sources import GeneratedData
     from dovetail.servers import fedavg
 
     def samples(client_id: int) -> tuple[Any, Any]:

@@ -147,6 +147,10 @@ def write_pages(app: Sphinx) -> None:
     modules = {name: importlib.import_module(name) for name in public_modules()}
     for name, module in modules.items():
         write(DOCS / "api" / f"{name}.rst", "\n".join(reference(module, modules)) + "\n")
+    for page in DOCS.joinpath("api").glob("*.rst"):
+        if page.stem not in modules:
+            # A module that was moved or removed since the last build; Sphinx would fail to import it.
+            page.unlink()
 
 
 def write(path: Path, text: str) -> None:

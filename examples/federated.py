@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from dovetail.clients import simple
-from dovetail.data import datasource
+from dovetail.federated.data import datasource
+from dovetail.federated.servers.display import RoundDisplay
+from dovetail.federated.servers.results import WriteResults
 from dovetail.servers import fedavg
-from dovetail.servers.display import RoundDisplay
-from dovetail.servers.results import WriteResults
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 

@@ -12,10 +12,10 @@ import torch
 from federation import Blobs, make_model, make_trainer
 
 from dovetail.algorithms import Algorithm
-from dovetail.algorithms.fedavg import FedAvg
 from dovetail.clients import simple
 from dovetail.errors import ConfigError, FederationError
 from dovetail.federated import ServerCallback
+from dovetail.federated.algorithms.fedavg import FedAvg
 from dovetail.federated.messages import Task, Update
 from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.servers import fedavg

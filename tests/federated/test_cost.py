@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dovetail.algorithms import FedAvg
 from dovetail.callbacks import Callback
 from dovetail.clients.simple import Client
-from dovetail.data.federated import Datasource
+from dovetail.federated.data.sources import Datasource
 from dovetail.federated.messages import Task, Update
 from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.base import Trainer

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from dovetail.algorithms import Algorithm, FedBuff
 from dovetail.checkpoint.encoding import encode
 from dovetail.clients.simple import Client
-from dovetail.data.federated import Datasource
 from dovetail.federated.averaging import Average, moved
+from dovetail.federated.data.sources import Datasource
 from dovetail.federated.messages import Update, Weights
 from dovetail.servers.fedavg import Server
 from dovetail.trainers.composable import ComposableTrainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from flwr.app import Context
 
 from dovetail.clients import simple
+from dovetail.federated.servers.display import RoundDisplay
 from dovetail.servers import fedavg
-from dovetail.servers.display import RoundDisplay
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import SGDOptimizerStrategy
 

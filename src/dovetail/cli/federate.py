@@ -35,10 +35,10 @@ def federate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rounds as JSON, and nothing else.")] = False,
 ) -> None:
     """Run a federation of simulated clients. Without a file it is ten clients with handwritten digits."""
-    from dovetail.servers.building import federation
-    from dovetail.servers.display import RoundDisplay
-    from dovetail.servers.reading import read_federated
-    from dovetail.servers.results import Personalized
+    from dovetail.federated.servers.building import federation
+    from dovetail.federated.servers.display import RoundDisplay
+    from dovetail.federated.servers.reading import read_federated
+    from dovetail.federated.servers.results import Personalized
 
     told = read_federated(config if config is not None else _DIGITS, settings or [])
     if checkpoints is not None:
@@ -52,7 +52,7 @@ def federate(
     writing = [personal]
     if on_flower:
         require("flwr", "flower")
-        from dovetail.servers.flower import run_on_flower
+        from dovetail.federated.servers.flower import run_on_flower
 
         records = run_on_flower(told, [*watching, *writing])
     else:

@@ -1,8 +1,8 @@
-"""Clients: who trains."""
+"""Federated clients: the public import path of `dovetail.federated.clients`."""
 
 from __future__ import annotations
 
 from dovetail.clients import simple
-from dovetail.clients.simple import Client
+from dovetail.federated.clients import Client
 
 __all__ = ["Client", "simple"]

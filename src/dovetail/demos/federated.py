@@ -12,13 +12,13 @@ from torch import Tensor
 from dovetail.algorithms import SCAFFOLD, Algorithm, FedAvg
 from dovetail.clients import simple
 from dovetail.data.datasets import digits
-from dovetail.data.federated import PartitionedData
 from dovetail.data.models import mlp
-from dovetail.data.partition import label_quantity
 from dovetail.demos.catalogue import Outcome
 from dovetail.demos.pictures import BLUE, INK, ORANGE, picture, tidy
+from dovetail.federated.data.partition import label_quantity
+from dovetail.federated.data.sources import PartitionedData
+from dovetail.federated.servers.display import RoundDisplay
 from dovetail.servers import fedavg
-from dovetail.servers.display import RoundDisplay
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 from dovetail.units import counted

@@ -1,8 +1,8 @@
-"""Servers: who makes one model of many."""
+"""Federated servers: the public import path of `dovetail.federated.servers`."""
 
 from __future__ import annotations
 
+from dovetail.federated.servers import Server
 from dovetail.servers import fedavg
-from dovetail.servers.fedavg import Server
 
 __all__ = ["Server", "fedavg"]

@@ -11,12 +11,12 @@ Subclass the contract of a kind in a test file, and say how yours is made:
 pytest collects the subclass and runs every test of the contract. The problem is a tiny classifier; a strategy that
 needs another one overrides `make_model`, `make_data` or `make_options`. The contracts of searchers, of backends and of
 algorithms lie beside what they test: `dovetail.search.contract`, `dovetail.federated.backends.contract` and
-`dovetail.servers.contract`. Nothing here imports pytest.
+`dovetail.federated.servers.contract`. Nothing here imports pytest.
 """
 
 from dovetail.federated.backends.contract import BackendContract
+from dovetail.federated.servers.contract import AlgorithmContract
 from dovetail.search.contract import SearcherContract
-from dovetail.servers.contract import AlgorithmContract
 from dovetail.testing.callbacks import CallbackContract
 from dovetail.testing.strategies import (
     DataLoaderStrategyContract,

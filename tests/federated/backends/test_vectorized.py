@@ -14,13 +14,13 @@ from rich.console import Console
 from torch import nn
 
 from dovetail.clients import simple
-from dovetail.data.federated import GeneratedData
 from dovetail.data.models import cnn, logistic, mlp
 from dovetail.federated.config import ClientsConfig
+from dovetail.federated.data.sources import GeneratedData
 from dovetail.federated.selection import RoundRobinSelection
+from dovetail.federated.servers.display import RoundDisplay
+from dovetail.federated.servers.results import WriteResults, rows_of
 from dovetail.servers import fedavg
-from dovetail.servers.display import RoundDisplay
-from dovetail.servers.results import WriteResults, rows_of
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 

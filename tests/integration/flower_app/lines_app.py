@@ -12,8 +12,8 @@ from torch import nn
 
 from dovetail.algorithms import Algorithm
 from dovetail.clients import simple
-from dovetail.data.federated import Datasource
 from dovetail.federated import ServerCallback
+from dovetail.federated.data.sources import Datasource
 from dovetail.federated.flower import client_app, server_app
 from dovetail.servers import fedavg
 from dovetail.trainers.composable import ComposableTrainer

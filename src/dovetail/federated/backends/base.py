@@ -18,7 +18,7 @@ Work = tuple[Task, ClientState]
 
 
 class Worker(Protocol):
-    """Whoever can do the work of any client: `dovetail.clients.simple.Client`."""
+    """Whoever can do the work of any client: `dovetail.federated.clients.simple.Client`."""
 
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
         """Return the client's answer, and its new state; what is given is left as it is."""

@@ -35,7 +35,7 @@ class Vectorized(Backend):
         timeout: Has no meaning here.
 
     Example:
-        >>> from dovetail.servers import fedavg
+        >>> from dovetail.federated.servers import fedavg
         >>> len(fedavg.Server(rounds=1, total_clients=4, per_round=3, backend="vectorized").run())
         1
     """

@@ -20,8 +20,8 @@ from dovetail.federated.states import ClientState
 from dovetail.trainers.pieces import as_module
 
 if TYPE_CHECKING:
-    from dovetail.clients.simple import Client
-    from dovetail.servers.fedavg import Server
+    from dovetail.federated.clients.simple import Client
+    from dovetail.federated.servers.fedavg import Server
 
 __all__ = ["client_app", "server_app", "worker_app"]
 
@@ -46,8 +46,8 @@ def server_app(
         states: Where clients' states are kept, at the `nodes` or by the `server`; see `FlowerBackend`.
 
     Example:
-        >>> from dovetail.clients import simple
-        >>> from dovetail.servers import fedavg
+        >>> from dovetail.federated.clients import simple
+        >>> from dovetail.federated.servers import fedavg
         >>> app = server_app(fedavg.Server(rounds=3, total_clients=2, per_round=2), simple.Client())
         >>> type(app).__name__
         'ServerApp'
@@ -81,8 +81,8 @@ def client_app(
             model, datasource and algorithm.
 
     Example:
-        >>> from dovetail.clients import simple
-        >>> from dovetail.servers import fedavg
+        >>> from dovetail.federated.clients import simple
+        >>> from dovetail.federated.servers import fedavg
         >>> app = client_app(simple.Client(), fedavg.Server(rounds=3, total_clients=2, per_round=2))
         >>> type(app).__name__
         'ClientApp'
@@ -108,7 +108,7 @@ def worker_app(make: Callable[[Context], Worker]) -> ClientApp:
         make: Makes the worker, when the first task comes.
 
     Example:
-        >>> from dovetail.clients import simple
+        >>> from dovetail.federated.clients import simple
         >>> type(worker_app(lambda context: simple.Client())).__name__
         'ClientApp'
     """

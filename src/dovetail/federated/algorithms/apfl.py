@@ -1,0 +1,308 @@
+"""APFL: a client uses a mixture of the model that it sends and of one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import SGD, Optimizer
+
+from dovetail.data.batches import map_tensors
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.own_model import ModelFunction, WithWeights, first_own_model
+from dovetail.federated.messages import Weights
+from dovetail.trainers.pieces import twin_of
+from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.nesting import Described
+from dovetail.trainers.strategies.penalty import trained
+from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy, Options, SplitStepStrategy
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["APFL", "APFLStepStrategy", "APFLUpdateStrategy", "APFLUpdateStrategyFromConfig"]
+
+# Under this key a client keeps v and α, and under this one the strategies of a run agree whether α moves.
+_KEY, _ADAPTS = "apfl", "apfl_adapts_alpha"
+_MIXES = ("parameters", "outputs")
+
+
+@dataclass(eq=False, repr=False)
+class APFLUpdateStrategy(Described, ModelUpdateStrategy):
+    """What a client of APFL keeps: its own model v, and α, by which it is mixed with the one that is sent.
+
+    It goes together with `APFLStepStrategy`, which trains both. The client uses v̄ = α v + (1 − α) w: α = 1 is its own
+    model alone, α = 0 the one of all.
+
+    Args:
+        alpha: The α that a client begins with, from 0 to 1.
+        adaptive_alpha: Whether α follows its own gradient, by one step in every round.
+        model_fn: Makes the v that a client begins with; None for the first model that it is sent.
+
+    Example:
+        >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> trainer = ComposableTrainer(nn.Linear(2, 2), verbose=False)
+        >>> trainer.equip(model_update=APFLUpdateStrategy(alpha=0.3), training_step=APFLStepStrategy())
+        >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
+        >>> sorted(trainer.context.client_state["apfl"])
+        ['alpha', 'v']
+    """
+
+    serves_fleets = True
+
+    alpha: float = 0.5
+    adaptive_alpha: bool = True
+    model_fn: ModelFunction | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha: expected a number from 0 to 1, got {self.alpha!r}")
+
+    def on_client_start(self, context: TrainingContext) -> None:
+        """A client begins with v = w."""
+        if _KEY not in context.client_state:
+            own = first_own_model(context, self.model_fn)
+            first = next(iter(trained(context).values()))
+            # Steps of α are smaller than half precision can tell.
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            context.client_state[_KEY] = {"v": own, "alpha": torch.tensor(self.alpha, dtype=dtype, device=first.device)}
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Say whether α moves."""
+        context.state[_ADAPTS] = self.adaptive_alpha
+
+    def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
+        """Return the mixture; its buffers, such as the statistics of BatchNorm, are its own."""
+        kept = context.client_state.get(_KEY)
+        if kept is None:
+            return None
+        sent = {name: value.detach() for name, value in trained(context).items()}
+        own = {name: kept["v"][name] for name in sent}
+        return {**kept["v"], **context.each(_mixed, own, sent, kept["alpha"])}
+
+
+@dataclass(eq=False, repr=False)
+class APFLUpdateStrategyFromConfig(APFLUpdateStrategy):
+    """APFL with the `alpha` and `adaptive_alpha` of the configuration, under `algorithm`.
+
+    Example:
+        >>> APFLUpdateStrategyFromConfig()
+        APFLUpdateStrategyFromConfig()
+    """
+
+    def on_client_start(self, context: TrainingContext) -> None:
+        """Read the configuration of the run."""
+        told = context.config.get("algorithm", {})
+        self.alpha = float(told.get("alpha", self.alpha))
+        self.adaptive_alpha = bool(told.get("adaptive_alpha", self.adaptive_alpha))
+        super().on_client_start(context)
+
+
+@dataclass(eq=False, repr=False)
+class APFLStepStrategy(NestingStepStrategy):
+    """Trains w by ∇f(w) and v by α ∇f(v̄), on the same batch; v̄ = α v + (1 − α) w, with the w of before the step.
+
+    With the first update of a round, α ← α − η ⟨v − w, ∇f(v̄)⟩, held between 0 and 1, if the `APFLUpdateStrategy`
+    beside this one says so. w is trained exactly as without APFL, by a model that draws no random numbers.
+
+    v has an optimizer like that of w, with the same rate, which begins anew in every round.
+
+    Args:
+        mix: `"parameters"`, as in the paper, or `"outputs"`: α v(x) + (1 − α) w(x).
+        base_strategy: The step that both models make; None for a plain one. It is called with w and with v̄, and what
+            it does besides must follow from the loss that it returns.
+
+    Example:
+        >>> APFLStepStrategy(mix="outputs")
+        APFLStepStrategy(mix='outputs')
+    """
+
+    serves_fleets = True
+
+    mix: Literal["parameters", "outputs"] = "parameters"
+
+    # v and α as leaves, which share their memory with what the client keeps, and what steps them.
+    _own: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _alpha: Tensor = field(default_factory=lambda: torch.zeros(1), init=False)
+    _twins: list[Optimizer] = field(default_factory=list, init=False)
+    _alpha_optimizer: SGD | None = field(default=None, init=False)
+    # What a checkpoint says of the twins, until a run goes on with it.
+    _loaded: list[Any] | None = field(default=None, init=False)
+    _run_id: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        if self.mix not in _MIXES:
+            raise UnknownNameError("mix", self.mix, _MIXES)
+
+    def setup(self, context: TrainingContext) -> None:
+        """Look at the step inside.
+
+        Raises:
+            ConfigError: It cannot be asked for the loss of two models.
+        """
+        base = self.base_strategy
+        if base is not None and not isinstance(base, SplitStepStrategy):
+            raise ConfigError(
+                f"base_strategy: {base!r} computes the whole step, and APFL needs the loss of two models; give a "
+                "SplitStepStrategy, or none"
+            )
+        super().setup(context)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Make v and α what optimizers step, and make these."""
+        super().on_train_start(context)
+        if _KEY not in context.client_state:
+            raise ConfigError(f"{self!r}: give the trainer an APFLUpdateStrategy, too, which keeps v and α")
+        if context.needs_closure:
+            raise ConfigError(f"{self!r}: an optimizer that evaluates the loss itself (LBFGS) knows one model only")
+        states = self._states() if context.run_id and context.run_id == self._run_id else []
+        kept = context.client_state[_KEY] = map_tensors(
+            lambda it: it.detach().to(context.device, copy=True), context.client_state[_KEY]
+        )
+        parameters = trained(context)
+        self._own = {name: kept["v"][name].detach().requires_grad_(it.requires_grad) for name, it in parameters.items()}
+        twins = {parameter: self._own[name] for name, parameter in parameters.items()}
+        self._twins = [twin_of(optimizer, twins) for optimizer in context.optimizers]
+        for twin, state in zip(self._twins, states, strict=False):
+            twin.load_state_dict(state)
+        # With a dimension more, so that a fleet can clip every member's for itself.
+        self._alpha = kept["alpha"].detach().unsqueeze(-1).requires_grad_()
+        self._alpha_optimizer = SGD([self._alpha])
+        self._run_id, self._loaded = context.run_id, None
+
+    def loss(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Criterion,
+        context: TrainingContext,
+    ) -> Tensor:
+        """Return the loss of w, with the gradients of both losses."""
+        sent = super().loss(model, optimizer, examples, labels, loss_criterion, context)
+        with context.personally():
+            mixture = self._mixture(model, context)
+            own = super().loss(mixture, optimizer, examples, labels, loss_criterion, context)
+        # What is added is 0. Its gradient is not.
+        return sent + (own - own.detach())
+
+    def differentiate(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Tensor,
+        context: TrainingContext,
+        options: Options,
+    ) -> None:
+        """Differentiate both losses at once, and step w, v and, with the first update, α."""
+        super().differentiate(model, optimizer, loss, context, options)
+        if not context.notes.optimized:
+            context.backward(loss)
+        stepped = context.notes.stepped
+        context.step(*(it for it in context.optimizers if it not in stepped), *self._following(context))
+        with torch.no_grad():
+            self._alpha.clamp_(0, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run in its middle needs to go on; v and α are in the client's state."""
+        own = {"run_id": self._run_id, "twins": self._states()} if self._run_id else {}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        super().load_state_dict(state)
+        if "run_id" in state:
+            self._run_id, self._loaded = state["run_id"], list(state["twins"])
+
+    def _states(self) -> list[Any]:
+        return [twin.state_dict() for twin in self._twins] if self._loaded is None else self._loaded
+
+    def _adapts(self, context: TrainingContext) -> bool:
+        """Whether α moves with the running update."""
+        return bool(context.state[_ADAPTS]) and context.progress.updates == 0
+
+    def _following(self, context: TrainingContext) -> list[Optimizer]:
+        """The optimizers of v, and of α where it moves, with the settings that those of w have now."""
+        for optimizer, twin in zip(context.optimizers, self._twins, strict=True):
+            for group, own in zip(optimizer.param_groups, twin.param_groups, strict=True):
+                own.update({name: value for name, value in group.items() if name != "params"})
+        if not self._adapts(context):
+            return self._twins
+        assert self._alpha_optimizer is not None
+        self._alpha_optimizer.param_groups[0]["lr"] = context.optimizers[0].param_groups[0]["lr"]
+        return [*self._twins, self._alpha_optimizer]
+
+    def _mixture(self, model: nn.Module, context: TrainingContext) -> nn.Module:
+        alpha = (self._alpha if self._adapts(context) else self._alpha.detach()).squeeze(-1)
+        buffers = {name: it for name, it in context.client_state[_KEY]["v"].items() if name not in self._own}
+        if self.mix == "outputs":
+            return _OutputMixture(model, {**self._own, **buffers}, alpha, context)
+        sent = {name: value.detach() for name, value in trained(context).items()}
+        return WithWeights(model, {**context.each(_mixed, self._own, sent, alpha), **buffers})
+
+
+@dataclass(eq=False, repr=False)
+class APFL(Described, Algorithm):
+    """FedAvg whose clients use α v + (1 − α) w, with a v and an α of their own (Deng et al., 2020).
+
+    Args:
+        alpha: The α that clients begin with, from 0 to 1.
+        adaptive_alpha: Whether α follows its own gradient, by one step in every round.
+        mix: `"parameters"`, as in the paper, or `"outputs"`.
+
+    Example:
+        >>> APFL(alpha=0.75)
+        APFL(alpha=0.75)
+    """
+
+    alpha: float = 0.5
+    adaptive_alpha: bool = True
+    mix: Literal["parameters", "outputs"] = "parameters"
+
+    decides = ("the client's own model", "how a batch is computed")
+
+    def __post_init__(self) -> None:
+        # Say at once what is wrong.
+        APFLUpdateStrategy(self.alpha)
+        APFLStepStrategy(self.mix)
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Give clients a model of their own, and a step that trains it."""
+        kept = APFLUpdateStrategy(self.alpha, self.adaptive_alpha)
+        return {
+            "model_update": beside(kept, strategies.model_update),
+            "training_step": APFLStepStrategy(self.mix, base_strategy=strategies.training_step),
+        }
+
+
+class _OutputMixture(WithWeights):
+    """Mixes what v says with what w says."""
+
+    def __init__(self, model: nn.Module, weights: Weights, alpha: Tensor, context: TrainingContext) -> None:
+        super().__init__(model, weights)
+        self._alpha, self._context = alpha, context
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = super().forward(*args, **kwargs)
+        (model,) = self._model
+        with torch.no_grad():
+            # w has seen this batch: its statistics must not count it twice.
+            sent = functional_call(model, {name: it.clone() for name, it in model.named_buffers()}, args, kwargs)
+        return self._context.each(_mixed_tensor, own, sent, self._alpha)
+
+
+def _mixed(own: Weights, sent: Weights, alpha: Tensor) -> dict[str, Tensor]:
+    return {name: _mixed_tensor(value, sent[name], alpha) for name, value in own.items()}
+
+
+def _mixed_tensor(own: Tensor, sent: Tensor, alpha: Tensor) -> Tensor:
+    alpha = alpha.to(own.dtype)
+    return alpha * own + (1 - alpha) * sent

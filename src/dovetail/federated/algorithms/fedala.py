@@ -1,0 +1,221 @@
+"""FedALA: a client takes over from the model of all what is good for its own data, element by element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import pstdev
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dovetail.data import num_batches
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.messages import Weights
+from dovetail.trainers.context import Phase
+from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.nesting import Described
+from dovetail.trainers.strategies.own_phase import model_state, optimizers_of, put_back, put_into
+from dovetail.trainers.strategies.penalty import Anchored, trained
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["FedALA", "FedALAUpdateStrategy"]
+
+_KEY = "fedala"
+# Epochs of a client's first adaptation, if it does not settle before.
+_FIRST_EPOCHS = 20
+
+
+@dataclass(eq=False, repr=False)
+class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
+    """Before it is trained, the model becomes θ̂ = θ_l + (θ_g − θ_l) ⊙ W: between the client's last one and the new one.
+
+    W is learned, in epochs of the same loop that come first and in which nothing else moves:
+    W ← W − η ∇θ̂ ⊙ (θ_g − θ_l), held between 0 and 1. The first time a client adapts, it does so until the loss settles,
+    for 20 epochs at most; from then on, for one epoch in every round. In its first round it has no last model, and
+    trains as without FedALA. What comes after begins with optimizers and schedules as new.
+
+    Args:
+        eta: η of W.
+        rand_percent: How many percent of an epoch's updates move W: the first ones. They are of random samples if the
+            loader shuffles.
+        layer_idx: How many of the last parameters are adapted; 0 for all. The others are those of the new model.
+        threshold: The first adaptation ends where the standard deviation of the last losses is below this.
+        num_pre_loss: How many losses those are, each the mean of an epoch.
+
+    Example:
+        >>> FedALAUpdateStrategy(layer_idx=2)
+        FedALAUpdateStrategy(layer_idx=2)
+    """
+
+    eta: float = 1.0
+    rand_percent: float = 80
+    layer_idx: int = 0
+    threshold: float = 0.1
+    num_pre_loss: int = 10
+
+    def __post_init__(self) -> None:
+        if not self.eta > 0:
+            raise ConfigError(f"eta: expected a number above 0, got {self.eta!r}")
+        if not 0 < self.rand_percent <= 100:
+            raise ConfigError(f"rand_percent: expected a number above 0 and up to 100, got {self.rand_percent!r}")
+        for name, least in (("layer_idx", 0), ("threshold", 0), ("num_pre_loss", 1)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name}: expected a number that is at least {least}, got {getattr(self, name)!r}")
+
+    def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
+        """Return the epochs of W, if there is something to adapt, and those of the model."""
+        return Phase(self._adaptation(context), "adapt", is_personal=True), Phase(epochs)
+
+    def capture(self, context: TrainingContext) -> dict[str, Any]:
+        """Keep the new model, W, and optimizers and schedules as they are before the first step."""
+        known = context.client_state.get(_KEY)
+        adapted = self._adapted(context)
+        return {
+            "received": model_state(context),
+            "mix": {name: torch.ones_like(it) for name, it in adapted.items()} if known is None else dict(known["mix"]),
+            "losses": [],
+            "adaptation": _adaptation_of(context),
+            **optimizers_of(context),
+        }
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Capture, or go on where a run was left."""
+        super().on_train_start(context)
+        context.is_personal = context.phase.is_personal
+
+    def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
+        """Adapt, or train what came of it."""
+        if phase.is_personal:
+            put_into(
+                context, self._between(context.client_state[_KEY]["local"], self.kept["received"], self.kept["mix"])
+            )
+        elif self.kept["adaptation"]:
+            parameters = trained(context)
+            put_into(context, {name: it for name, it in self.kept["received"].items() if name not in parameters})
+            put_back(context, self.kept)
+
+    def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
+        """While W is learned, move it in place of the model."""
+        if not context.is_personal:
+            return
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        local, received, mix = context.client_state[_KEY]["local"], self.kept["received"], self.kept["mix"]
+        counts = self._counts(context)
+        for name, parameter in trained(context).items():
+            if id(parameter) not in stepped or parameter.grad is None:
+                continue
+            if counts and name in mix:
+                # What half precision has overflowed would be NaN in W for ever.
+                slope = parameter.grad.nan_to_num(0.0, 0.0, 0.0) * (received[name] - local[name])
+                mix[name] = (mix[name] - self.eta * slope).clamp(0, 1)
+            parameter.grad = None
+        put_into(context, self._between(local, received, mix))
+
+    def on_epoch_end(self, context: TrainingContext) -> None:
+        """Go on with the training once the loss has settled."""
+        if not context.is_personal:
+            return
+        losses = self.kept["losses"]
+        losses.append(context.history.get_latest_metric("train_loss"))
+        if len(losses) > self.num_pre_loss and pstdev(losses[-self.num_pre_loss :]) < self.threshold:
+            context.progress.epoch = self.kept["adaptation"]
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Keep the client's model, and W."""
+        super().on_train_end(context)
+        context.is_personal = False
+        context.client_state[_KEY] = {
+            "local": model_state(context),
+            "mix": dict(self.kept["mix"]),
+            "has_adapted": torch.tensor(self.kept["adaptation"] > 0),
+        }
+
+    def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
+        """Return what the client would begin the next round with, by the W that it has."""
+        known = context.client_state.get(_KEY)
+        if known is None:
+            return None
+        now = model_state(context)
+        return {**now, **self._between(known["local"], now, known["mix"])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        super().load_state_dict(state)
+        if isinstance(self.kept, Mapping):
+            self.kept = {**self.kept, "mix": dict(self.kept["mix"]), "losses": list(self.kept["losses"])}
+
+    def _adaptation(self, context: TrainingContext) -> int:
+        """Return the epochs of W in the run that is planned."""
+        if context.progress.batches and context.run_id == self._run_id:
+            # A run that goes on is what it was, though the client has a model by now.
+            return int(self.kept["adaptation"])
+        known = context.client_state.get(_KEY)
+        return 0 if known is None else 1 if known["has_adapted"] else _FIRST_EPOCHS
+
+    def _adapted(self, context: TrainingContext) -> dict[str, Tensor]:
+        """Return the parameters that are adapted."""
+        every = trained(context)
+        if self.layer_idx > len(every):
+            raise ConfigError(
+                f"layer_idx: expected at most the {len(every)} parameters of the model, got {self.layer_idx}"
+            )
+        return {name: every[name].detach() for name in list(every)[-self.layer_idx :]}
+
+    def _counts(self, context: TrainingContext) -> bool:
+        """Whether the running update moves W."""
+        total, size = num_batches(context.state["train_loader"]), context.window.size
+        return total is None or context.progress.batch // size * 100 < self.rand_percent * math.ceil(total / size)
+
+    def _between(self, local: Weights, received: Weights, mix: Weights) -> dict[str, Tensor]:
+        return {name: local[name] + (received[name] - local[name]) * it for name, it in mix.items()}
+
+
+@dataclass(eq=False, repr=False)
+class FedALA(Described, Algorithm):
+    """FedAvg whose clients begin between their last model and the new one, as suits their data (Zhang et al., 2023).
+
+    Args:
+        eta: η of W.
+        rand_percent: How many percent of an epoch's updates move W.
+        layer_idx: How many of the last parameters are adapted; 0 for all.
+        threshold: A client's first adaptation ends where the standard deviation of its last losses is below this.
+        num_pre_loss: How many losses those are.
+
+    Example:
+        >>> FedALA(eta=0.5)
+        FedALA(eta=0.5)
+    """
+
+    eta: float = 1.0
+    rand_percent: float = 80
+    layer_idx: int = 0
+    threshold: float = 0.1
+    num_pre_loss: int = 10
+
+    decides = ("the client's own model", "where a client's steps begin")
+
+    def __post_init__(self) -> None:
+        # Says at once what is wrong.
+        self._strategy()
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Let clients adapt before they train."""
+        return {"model_update": beside(self._strategy(), strategies.model_update)}
+
+    def _strategy(self) -> FedALAUpdateStrategy:
+        return FedALAUpdateStrategy(self.eta, self.rand_percent, self.layer_idx, self.threshold, self.num_pre_loss)
+
+
+def _adaptation_of(context: TrainingContext) -> int:
+    """Return the epochs of W in the running run."""
+    first = context.phases[0]
+    return first.epochs if first.is_personal else 0

@@ -1,0 +1,87 @@
+"""FedAtt: layer by layer, the server attends to the clients that are farthest away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.parameters import ParameterAware
+from dovetail.federated.averaging import Average, moved
+from dovetail.federated.messages import Update, Weights
+from dovetail.federated.seeds import mix
+from dovetail.trainers.strategies.nesting import Described
+
+__all__ = ["FedAtt"]
+
+
+@dataclass(eq=False, repr=False)
+class FedAtt(Described, ParameterAware):
+    """w ← w − ε Σ a_k (w − w_k) + noise, for every tensor with a = softmax over clients of ‖w − w_k‖ (Ji et al., 2019).
+
+    w − w_k is −Δ_k. Samples count for nothing, also in the mean of buffers. A tensor that no client has changed stays
+    as it is, without noise.
+
+    Args:
+        epsilon: ε, the step.
+        magnitude: The standard deviation of the noise; 0 for none. It protects nobody by itself: for differential
+            privacy, updates have to be clipped, as the `gaussian_noise` postprocessor does.
+        seed: The noise is drawn anew in every round from this seed and the number of the round, which is part of the
+            server's checkpoints: a run that is repeated or resumed has the same noise.
+
+    Example:
+        >>> from dovetail.federated.averaging import weighted_mean
+        >>> updates = [Update(k, 1, 10, delta={"w": torch.tensor([1.0])}) for k in (1, 2)]
+        >>> FedAtt(magnitude=0.0).aggregate({"w": torch.zeros(1)}, updates, weighted_mean)
+        {'w': tensor([1.2000])}
+    """
+
+    epsilon: float = 1.2
+    magnitude: float = 0.001
+    seed: int = 0
+    rounds: int = field(default=0, init=False)
+
+    decides = ("how much each update counts", "how the server steps")
+    needs_each_update = True
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:
+            raise ConfigError(f"epsilon: expected a number above 0, got {self.epsilon!r}")
+        if not self.magnitude >= 0:
+            raise ConfigError(f"magnitude: expected a number that is at least 0, got {self.magnitude!r}")
+
+    def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
+        """Return the weights a step nearer to the clients, the farthest first."""
+        self.rounds += 1
+        own = [self.parameters_of(update.delta) for update in updates]
+        norms = {name: torch.stack([delta[name].double().norm() for delta in own]) for name in own[0]}
+        # By how much a_k differs from what a plain mean would give to client k.
+        scales = {name: (torch.softmax(norm, dim=0) * len(updates)).tolist() for name, norm in norms.items()}
+        alike = [
+            replace(update, num_samples=1, delta={**update.delta, **_scaled(delta, scales, place)})
+            for place, (update, delta) in enumerate(zip(updates, own, strict=True))
+        ]
+        mean = average(alike)
+        steps = {name: self.epsilon * mean[name] for name in norms}
+        changed = [name for name, norm in norms.items() if norm.any()]
+        generator = torch.Generator().manual_seed(mix(self.seed, "fedatt", self.rounds))
+        for name in changed if self.magnitude else ():
+            noise = torch.randn(steps[name].shape, generator=generator, dtype=steps[name].dtype)
+            steps[name] = steps[name] + self.magnitude * noise.to(steps[name].device)
+        return moved(weights, {**mean, **steps})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of rounds."""
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.rounds = int(state["rounds"])
+
+
+def _scaled(delta: Weights, scales: Mapping[str, list[float]], place: int) -> dict[str, Tensor]:
+    return {name: change * scales[name][place] for name, change in delta.items()}

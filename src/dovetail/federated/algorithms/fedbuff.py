@@ -1,0 +1,53 @@
+"""Buffered asynchronous aggregation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.averaging import Average, moved
+from dovetail.federated.messages import Update, Weights
+
+__all__ = ["FedBuff"]
+
+
+class FedBuff(Algorithm):
+    """w ← w + η (1/K) Σ s(τ_k) Δ_k over the K updates that have come (Nguyen et al., 2022).
+
+    The buffer is the server's: it is not synchronous, and K is its `minimum_clients_aggregated`. All updates count the
+    same.
+
+    Args:
+        server_learning_rate: η.
+        scale_stale_updates: Whether s(τ) is 1 / √(1 + τ) for an update of staleness τ, as in the paper's experiments;
+            else it is 1.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.federated.averaging import weighted_mean
+        >>> updates = [Update(k, 1, n, delta={"w": torch.tensor(v)}) for k, n, v in [(1, 1, 2.0), (2, 99, 4.0)]]
+        >>> FedBuff().aggregate({"w": torch.tensor(0.0)}, updates, weighted_mean)
+        {'w': tensor(3.)}
+    """
+
+    def __init__(self, server_learning_rate: float = 1.0, scale_stale_updates: bool = False) -> None:
+        if not server_learning_rate > 0:
+            raise ConfigError(f"server_learning_rate: expected a number above 0, got {server_learning_rate!r}")
+        self.server_learning_rate = server_learning_rate
+        self.scale_stale_updates = scale_stale_updates
+
+    def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
+        """Return weights that have moved by the mean of the buffer."""
+        buffer = [replace(update, num_samples=1, delta=self._scaled(update)) for update in updates]
+        return moved(weights, average(buffer), self.server_learning_rate)
+
+    def _scaled(self, update: Update) -> Weights:
+        if not self.scale_stale_updates or not update.staleness:
+            return update.delta
+        scale = 1 / math.sqrt(1 + update.staleness)
+        return {name: value * scale for name, value in update.delta.items()}

@@ -1,0 +1,212 @@
+"""FedDyn: a linear term moves every client's minimum to that of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.parameters import ParameterAware
+from dovetail.federated.averaging import Average, moved
+from dovetail.federated.messages import Update, Weights
+from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.nesting import Described
+from dovetail.trainers.strategies.penalty import Anchored, PenalizedLossStrategy, copied, sent
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["FedDyn", "FedDynLossStrategy", "FedDynLossStrategyFromConfig", "FedDynUpdateStrategy"]
+
+# Where a client keeps λ_k, and where the server says how large a client is.
+_KEY = "feddyn"
+_SIZE = "relative_size"
+
+
+@dataclass(eq=False, repr=False)
+class FedDynLossStrategy(PenalizedLossStrategy):
+    """The loss of the task plus α⟨θ, λ_k⟩ + α/2 ‖θ − θᵗ‖², whose gradient is α (λ_k + θ − θᵗ).
+
+    θᵗ is what the run began with, and λ_k what the client keeps: the sum of all its differences so far, which
+    `FedDynUpdateStrategy` makes. Without that one, λ_k stays 0.
+
+    Args:
+        alpha: α, above 0.
+        adaptive_alpha: Divide α by N n_k / n, how many times the samples of an average client this one has. A server
+            says so; without one, the client is an average one.
+
+    Example:
+        >>> FedDynLossStrategy(alpha=0.1)
+        FedDynLossStrategy(alpha=0.1)
+    """
+
+    alpha: float = 0.01
+    adaptive_alpha: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.alpha)
+        super().__post_init__()
+
+    def capture(self, context: TrainingContext) -> dict[str, Any]:
+        """Keep θᵗ, λ_k, and the size of the client if α depends on it."""
+        told = context.received.get(_KEY, {}) if self.adaptive_alpha else {}
+        return _beginning(context) | {name: value.to(context.device) for name, value in told.items()}
+
+    def penalty(self, weights: Weights, kept: Any) -> Tensor:
+        """Return both terms."""
+        start, pull = kept["start"], kept["pull"]
+        terms = [
+            (value * pull[name]).sum() + (value - start[name]).square().sum() / 2 for name, value in weights.items()
+        ]
+        penalty: Tensor = self.alpha * sum(terms[1:], start=terms[0])
+        if _SIZE in kept:
+            penalty = penalty / kept[_SIZE].to(penalty.dtype)
+        return penalty
+
+
+@dataclass(eq=False, repr=False)
+class FedDynLossStrategyFromConfig(FedDynLossStrategy):
+    """FedDyn's loss with the α of the configuration.
+
+    It is `feddyn_alpha`, or `alpha_coef`, under `algorithm`.
+
+    Example:
+        >>> FedDynLossStrategyFromConfig()
+        FedDynLossStrategyFromConfig()
+    """
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Read the configuration of the run."""
+        told = context.config.get("algorithm", {})
+        self.alpha = float(told.get("feddyn_alpha", told.get("alpha_coef", self.alpha)))
+        _check(self.alpha)
+        super().on_train_start(context)
+
+
+@dataclass(eq=False, repr=False)
+class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
+    """Makes λ_k ← λ_k + θ_k − θᵗ at the end of a run.
+
+    λ_k is the client's, `context.client_state["feddyn"]`. The loss that uses it is `FedDynLossStrategy`.
+
+    Example:
+        >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> trainer = ComposableTrainer(
+        ...     torch.nn.Linear(2, 2),
+        ...     loss_strategy=FedDynLossStrategy(alpha=0.1),
+        ...     model_update_strategy=FedDynUpdateStrategy(),
+        ...     verbose=False,
+        ... )
+        >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
+        >>> sorted(trainer.context.client_state["feddyn"])
+        ['bias', 'weight']
+    """
+
+    serves_fleets = True
+
+    def on_client_start(self, context: TrainingContext) -> None:
+        """A client begins with λ_k = 0."""
+        if _KEY not in context.client_state:
+            context.client_state[_KEY] = _zeros(context)
+
+    def capture(self, context: TrainingContext) -> dict[str, Any]:
+        """Keep θᵗ and λ_k."""
+        return _beginning(context)
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Make the new λ_k of the one at the beginning, so that a run that goes on counts once."""
+        if context.personalizes:
+            # The server hears nothing of this run, and the mean of all λ_k is what its h stands for.
+            return
+        start, pull = self.kept["start"], self.kept["pull"]
+        context.client_state[_KEY] = {
+            name: pull[name] + value.detach() - start[name] for name, value in sent(context).items()
+        }
+
+
+@dataclass(eq=False, repr=False)
+class FedDyn(Described, ParameterAware):
+    """Clients minimise F_k(θ) + α⟨θ, λ_k⟩ + α/2 ‖θ − θᵗ‖², and the server keeps h (Acar et al., 2021).
+
+    h ← h − (α/N) Σ (θ_k − θᵗ), with N of all clients; θ ← mean of θ_k − h/α, every client of the round counting the
+    same. Buffers, such as the statistics of BatchNorm, are averaged as they are.
+
+    What is reached is the minimum of the mean of all F_k; with `adaptive_alpha`, of their mean by samples.
+
+    Args:
+        alpha: α, above 0.
+        adaptive_alpha: Whether α of a client is α / (N n_k / n), with n_k its samples, and N and n of all clients. The
+            server knows of a client's samples once it has heard of it: it counts those whom it knows, and a client that
+            it does not know has α.
+
+    Example:
+        >>> FedDyn(alpha=0.1)
+        FedDyn(alpha=0.1)
+    """
+
+    alpha: float = 0.01
+    adaptive_alpha: bool = False
+    h: dict[str, Tensor] = field(default_factory=dict, init=False)
+    # The samples of every client that was heard of, by its id.
+    samples: dict[str, int] = field(default_factory=dict, init=False)
+
+    decides = ("the drift of clients",)
+    # A sum of masked updates does not say of how many it is, and counts by samples.
+    needs_each_update = True
+
+    def __post_init__(self) -> None:
+        _check(self.alpha)
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Put the terms around the client's loss, and let it keep λ_k."""
+        return {
+            "loss": FedDynLossStrategy(self.alpha, self.adaptive_alpha, base_loss_fn=strategies.loss),
+            "model_update": beside(FedDynUpdateStrategy(), strategies.model_update),
+        }
+
+    def payload(self, client_id: int) -> Mapping[str, Any]:
+        """Return N n_k / n, if α depends on it."""
+        if not self.adaptive_alpha:
+            return {}
+        known = self.samples.get(str(client_id))
+        mean = sum(self.samples.values()) / max(len(self.samples), 1)
+        size = 1.0 if known is None else known / mean
+        return {_KEY: {_SIZE: torch.tensor(size, dtype=torch.float64)}}
+
+    def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
+        """Return the mean of the models less h/α, and move h."""
+        if self.adaptive_alpha:
+            self.samples = self.samples | {str(update.client_id): update.num_samples for update in updates}
+        # Once: whoever adds noise to the mean adds it, and counts it, at every call.
+        mean = dict(average([replace(update, num_samples=1) for update in updates]))
+        share = self.alpha * len(updates) / self.num_clients
+        moves = self.parameters_of(mean)
+        self.h = self.h | {name: self.h.get(name, 0.0) - share * move for name, move in moves.items()}
+        return moved(weights, mean | {name: move - self.h[name] / self.alpha for name, move in moves.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return h, and the samples that are known."""
+        return {"h": dict(self.h), "samples": dict(self.samples)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.h, self.samples = dict(state["h"]), dict(state["samples"])
+
+
+def _check(alpha: float) -> None:
+    if not alpha > 0:
+        raise ConfigError(f"alpha: expected a number above 0, got {alpha!r}")
+
+
+def _beginning(context: TrainingContext) -> dict[str, Any]:
+    return {"start": copied(sent(context)), "pull": context.client_state.get(_KEY) or _zeros(context)}
+
+
+def _zeros(context: TrainingContext) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(value, requires_grad=False) for name, value in sent(context).items()}

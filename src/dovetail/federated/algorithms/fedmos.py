@@ -1,0 +1,291 @@
+"""FedMos: a momentum with less variance for local steps, and a pull to where they began."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.elsewhere import loss_elsewhere
+from dovetail.trainers.strategies.base import ModelUpdateStrategy, OptimizerStrategy, Strategy
+from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.nesting import Described, Nesting
+from dovetail.trainers.strategies.optimizer import learning_rate
+from dovetail.trainers.strategies.penalty import Anchored
+from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = [
+    "FedMos",
+    "FedMosOptimizer",
+    "FedMosOptimizerStrategy",
+    "FedMosOptimizerStrategyFromConfig",
+    "FedMosStepStrategy",
+    "FedMosUpdateStrategy",
+]
+
+
+class FedMosOptimizer(Optimizer):
+    """x ← x − η d_t, then x ← x − μ (x − x₀), where x₀ is what a parameter was before its first step.
+
+    d₀ is the first gradient, and d_t = a g_t + (1 − a) d_{t−1}: a moving average. Where `is_corrected`, the gradients
+    that come are g_t − (1 − a) g'_t already, with g'_t that of the same batch at x_{t−1}, and d_t is what they and
+    (1 − a) d_{t−1} add up to; `FedMosStepStrategy` makes them.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: η.
+        a: How much of d is new in a step, from 0 to 1.
+        mu: μ: how far back a step is pulled, from 0 to 1.
+
+    Attributes:
+        is_corrected: Whether gradients come with their correction.
+        pulls: Whether parameters are pulled back.
+
+    Example:
+        >>> weight = nn.Parameter(torch.tensor(1.0))
+        >>> optimizer = FedMosOptimizer([weight], lr=0.5, a=0.5, mu=0.5)
+        >>> weight.grad = torch.tensor(1.0)
+        >>> optimizer.step()
+        >>> weight.item()
+        0.75
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float, a: float = 1.0, mu: float = 0.0
+    ) -> None:
+        _check(a, mu)
+        if not lr >= 0:
+            raise ConfigError(f"lr: expected a number that is at least 0, got {lr!r}")
+        super().__init__(params, {"lr": lr, "a": a, "mu": mu})
+        self.is_corrected = False
+        self.pulls = True
+
+    def previous(self) -> dict[Tensor, tuple[Tensor, float]]:
+        """Return x_{t−1} and a of every parameter that has made a step; nothing of those for which it is of no use."""
+        return {
+            parameter: (self.state[parameter]["previous"], group["a"])
+            for group in self.param_groups
+            for parameter in group["params"]
+            if group["a"] != 1 and parameter in self.state
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "is_corrected": self.is_corrected, "pulls": self.pulls}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, **{name: group[name] for name in ("lr", "a", "mu")})
+        return loss
+
+    def _move(self, parameter: Tensor, gradient: Tensor, lr: float, a: float, mu: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = gradient.clone()
+            state["start"], state["previous"] = parameter.clone(), parameter.clone()
+        else:
+            state["momentum"].mul_(1 - a).add_(gradient, alpha=1 if self.is_corrected else a)
+            state["previous"].copy_(parameter)
+        parameter.add_(state["momentum"], alpha=-lr)
+        if mu and self.pulls:
+            parameter.lerp_(state["start"], mu)
+
+
+@dataclass(eq=False, repr=False)
+class FedMosOptimizerStrategy(Nesting, OptimizerStrategy):
+    """`FedMosOptimizer`; a learning rate of None is that of the optimizer inside, or else of the configuration.
+
+    Args:
+        lr: η.
+        a: How much of the momentum is new in a step, from 0 to 1; 1 is SGD.
+        mu: μ: how far back a step is pulled, from 0 to 1.
+        base_strategy: Whose optimizer's groups and learning rates are taken, and nothing else of it; None for all
+            parameters of the model in one group.
+
+    Example:
+        >>> FedMosOptimizerStrategy(lr=0.1, a=0.5).create_optimizer(nn.Linear(1, 1), None).defaults["a"]
+        0.5
+    """
+
+    lr: float | None = None
+    a: float = 0.9
+    mu: float = 0.9
+    base_strategy: OptimizerStrategy | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check(self.a, self.mu)
+
+    @property
+    def parts(self) -> Sequence[Strategy]:
+        """The strategy inside, if there is one."""
+        return () if self.base_strategy is None else (self.base_strategy,)
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        if self.base_strategy is None:
+            return FedMosOptimizer(model.parameters(), learning_rate(self.lr, context), self.a, self.mu)
+        groups = [
+            {"params": group["params"], "lr": group["lr"] if self.lr is None else self.lr}
+            for group in self.base_strategy.create_optimizer(model, context).param_groups
+        ]
+        return FedMosOptimizer(groups, groups[0]["lr"], self.a, self.mu)
+
+    def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
+        """Pass on."""
+        if self.base_strategy is not None:
+            self.base_strategy.on_optimizer_step(optimizer, context)
+
+
+@dataclass(eq=False, repr=False)
+class FedMosOptimizerStrategyFromConfig(FedMosOptimizerStrategy):
+    """`FedMosOptimizer` with the `a` and `mu` of the configuration, under `algorithm`.
+
+    Example:
+        >>> FedMosOptimizerStrategyFromConfig(lr=0.1)
+        FedMosOptimizerStrategyFromConfig(lr=0.1)
+    """
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model, as the configuration of the run says."""
+        told = context.config.get("algorithm", {})
+        self.a, self.mu = float(told.get("a", self.a)), float(told.get("mu", self.mu))
+        return super().create_optimizer(model, context)
+
+
+@dataclass(eq=False, repr=False)
+class FedMosUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
+    """Lets `FedMosOptimizer` begin anew with every run: no momentum, and pulled to what the run begins with.
+
+    While a client trains a model of its own, nothing is pulled.
+
+    Example:
+        >>> FedMosUpdateStrategy()
+        FedMosUpdateStrategy()
+    """
+
+    def capture(self, context: TrainingContext) -> bool:
+        """Forget what an optimizer remembers of another run."""
+        for optimizer in context.optimizers:
+            if isinstance(optimizer, FedMosOptimizer):
+                optimizer.state.clear()
+        return True
+
+    def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
+        """Say whether the step that follows is one of the model that is sent."""
+        if isinstance(optimizer, FedMosOptimizer):
+            optimizer.pulls = not context.is_personal
+
+
+@dataclass(eq=False, repr=False)
+class FedMosStepStrategy(NestingStepStrategy):
+    """Every batch is computed at the weights of the step before, too: d_t = g_t + (1 − a)(d_{t−1} − g'_t).
+
+    One backward pass makes g_t − (1 − a) g'_t of both losses: at x_{t−1} the weights are constants plus (1 − a) times
+    a difference of the present ones with themselves. So accumulation, precision and clipping see one gradient, and
+    `FedMosOptimizer` adds (1 − a) d_{t−1}. With another optimizer it is a plain step.
+
+    Args:
+        reuse_gradient: Let g_t stand for g'_t, too, which costs nothing: d_t = a g_t + (1 − a) d_{t−1}. The gradient of
+            the batch before could not: d_t − g_t = (1 − a)(d_{t−1} − g_{t−1}) is 0 for ever, and d_t that of SGD.
+        base_strategy: The step inside; None for a plain one.
+
+    Example:
+        >>> FedMosStepStrategy(reuse_gradient=True)
+        FedMosStepStrategy(reuse_gradient=True)
+    """
+
+    reuse_gradient: bool = False
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Tell the optimizer which gradients will come."""
+        super().on_train_start(context)
+        for optimizer in context.optimizers:
+            if isinstance(optimizer, FedMosOptimizer):
+                optimizer.is_corrected = not self.reuse_gradient
+
+    def loss(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Criterion,
+        context: TrainingContext,
+    ) -> Tensor:
+        """Return the loss of a batch; its gradient is that of the correction, too."""
+        step = (model, optimizer, examples, labels, loss_criterion, context)
+        now = super().loss(*step)
+        previous = optimizer.previous() if isinstance(optimizer, FedMosOptimizer) and not self.reuse_gradient else {}
+        if not previous:
+            return now
+        if context.notes.optimized:
+            raise ConfigError(
+                f"FedMosStepStrategy: {self.base_strategy!r} differentiates by itself, and its loss is needed at two "
+                "places; let it return the loss"
+            )
+        there = {}
+        for name, parameter in model.named_parameters():
+            if parameter in previous:
+                value, a = previous[parameter]
+                there[name] = value + (1 - a) * (parameter - parameter.detach())
+        before = loss_elsewhere(model, there, super().loss, *step)
+        return now - (before - before.detach())
+
+
+@dataclass(eq=False, repr=False)
+class FedMos(Described, Algorithm):
+    """FedAvg whose clients have two momenta: one with less variance, and one to where they began (Wang et al., 2023).
+
+    d_t = g(x_t; ξ_t) + (1 − a)(d_{t−1} − g(x_{t−1}; ξ_t)), x ← x − η d_t, x ← x − μ (x − wᵗ).
+
+    Args:
+        lr: η; None for the learning rates of the client's own optimizer, whose place this one takes.
+        a: How much of d is new in a step, from 0 to 1.
+        mu: μ, from 0 to 1; `a=1, mu=0` is FedAvg with SGD.
+        reuse_gradient: Compute every batch once only: d is then a moving average of gradients.
+
+    Example:
+        >>> FedMos(a=0.5)
+        FedMos(a=0.5)
+    """
+
+    lr: float | None = None
+    a: float = 0.1
+    mu: float = 0.001
+    reuse_gradient: bool = False
+
+    decides = ("which optimizer clients use", "how a batch is computed")
+
+    def __post_init__(self) -> None:
+        _check(self.a, self.mu)
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Give clients the optimizer, and the step that it needs."""
+        return {
+            "optimizer": FedMosOptimizerStrategy(self.lr, self.a, self.mu, base_strategy=strategies.optimizer),
+            "training_step": FedMosStepStrategy(self.reuse_gradient, base_strategy=strategies.training_step),
+            "model_update": beside(FedMosUpdateStrategy(), strategies.model_update),
+        }
+
+
+def _check(a: float, mu: float) -> None:
+    for name, value in (("a", a), ("mu", mu)):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name}: expected a number from 0 to 1, got {value!r}")

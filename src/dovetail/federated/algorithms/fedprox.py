@@ -1,0 +1,102 @@
+"""FedProx: clients stay close to the model that they were sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.messages import Weights
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.nesting import Described
+from dovetail.trainers.strategies.penalty import PenalizedLossStrategy
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["FedProx", "FedProxLossStrategy", "FedProxLossStrategyFromConfig"]
+
+_NORMS = ("l2", "l1")
+
+
+@dataclass(eq=False, repr=False)
+class FedProxLossStrategy(PenalizedLossStrategy):
+    """The loss of the task plus μ/2 ‖w − wᵗ‖², whose gradient is μ (w − wᵗ).
+
+    wᵗ is what the run began with: in a federation, the model that the client was sent.
+
+    Args:
+        mu: μ, at least 0.
+        norm_type: `"l2"` for the square of the distance, as in the paper; `"l1"` for the sum of absolute differences.
+
+    Example:
+        >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> trainer = ComposableTrainer(loss_strategy=FedProxLossStrategy(mu=0.1), verbose=False)
+        >>> trainer.strategies.loss
+        FedProxLossStrategy(mu=0.1)
+    """
+
+    mu: float = 0.01
+    norm_type: Literal["l2", "l1"] = "l2"
+
+    def __post_init__(self) -> None:
+        if not self.mu >= 0:
+            raise ConfigError(f"mu: expected a number that is at least 0, got {self.mu!r}")
+        if self.norm_type not in _NORMS:
+            raise UnknownNameError("norm_type", self.norm_type, _NORMS)
+        super().__post_init__()
+
+    def penalty(self, weights: Weights, kept: Weights) -> Tensor:
+        """Return μ/2 times the distance from the beginning."""
+        away = [value - kept[name] for name, value in weights.items()]
+        terms = [it.square().sum() if self.norm_type == "l2" else it.abs().sum() for it in away]
+        return self.mu / 2 * sum(terms[1:], start=terms[0])
+
+
+@dataclass(eq=False, repr=False)
+class FedProxLossStrategyFromConfig(FedProxLossStrategy):
+    """FedProx's loss with the μ of the configuration.
+
+    It is `fedprox_mu`, or `proximal_term_penalty_constant`, under `algorithm`.
+
+    Example:
+        >>> FedProxLossStrategyFromConfig()
+        FedProxLossStrategyFromConfig()
+    """
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Read the configuration of the run."""
+        told = context.config.get("algorithm", {})
+        self.mu = float(told.get("fedprox_mu", told.get("proximal_term_penalty_constant", self.mu)))
+        super().on_train_start(context)
+
+
+@dataclass(eq=False, repr=False)
+class FedProx(Described, Algorithm):
+    """FedAvg whose clients minimise F_k(w) + μ/2 ‖w − wᵗ‖² (Li et al., 2020).
+
+    Args:
+        mu: μ, at least 0; 0 is FedAvg.
+        norm_type: `"l2"`, or `"l1"` for another distance.
+
+    Example:
+        >>> FedProx(mu=0.1)
+        FedProx(mu=0.1)
+    """
+
+    mu: float = 0.01
+    norm_type: Literal["l2", "l1"] = "l2"
+
+    def __post_init__(self) -> None:
+        # Says at once what is wrong.
+        FedProxLossStrategy(self.mu, self.norm_type)
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Put the term around the client's loss."""
+        wrapped: Any = FedProxLossStrategy(self.mu, self.norm_type, base_loss_fn=strategies.loss)
+        return {"loss": wrapped}

@@ -1,0 +1,137 @@
+"""FedRep: in every round first the client's own head, then the body that all share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.layers import LayerNames
+from dovetail.federated.algorithms.partial import LayersFromConfig, Part, PartialAlgorithm, PartialUpdateStrategy
+from dovetail.trainers.context import Phase
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.nesting import Described
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["FedRep", "FedRepUpdateStrategy", "FedRepUpdateStrategyFromConfig"]
+
+_HEAD, _BODY = "head", "body"
+
+
+@dataclass(eq=False, repr=False)
+class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
+    """Trains the head in the first epochs of a run, and the body in the others; after the last round, the head alone.
+
+    A round must have epochs for both. A run of a trainer on its own may end with the head: a longer `fit` goes on.
+
+    Args:
+        global_layer_names: Patterns of the body; none for what is not the head's.
+        local_layer_names: Patterns of the head; none for what is not the body's, or the last layer.
+        local_epochs: How many epochs are the head's.
+
+    Example:
+        >>> strategy = FedRepUpdateStrategy(["body"], ["head"], local_epochs=4)
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> [(phase.name, phase.epochs) for phase in strategy.phases(5, TrainingContext())]
+        [('head', 4), ('body', 1)]
+    """
+
+    global_layer_names: LayerNames = ()
+    local_layer_names: LayerNames = ()
+    local_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.local_epochs)
+
+    def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
+        """Return the epochs of the head, and those of the body.
+
+        Raises:
+            ConfigError: A round has no epoch left for the body, so that nothing of what is sent would be trained.
+        """
+        if context.personalizes:
+            return (_head(epochs),)
+        if context.current_round and self.local_epochs >= epochs:
+            raise ConfigError(
+                f"local_epochs: expected fewer than the epochs of a round, {epochs}, got {self.local_epochs}: the body "
+                "would never be trained"
+            )
+        own = min(self.local_epochs, epochs)
+        return _head(own), Phase(epochs - own, _BODY)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Begin with the head, or go on in the phase in which a run was left."""
+        super().on_train_start(context)
+        context.is_personal = context.phase.is_personal
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Leave the model as it was."""
+        context.is_personal = False
+        super().on_train_end(context)
+
+    def still(self, context: TrainingContext) -> Part:
+        """Return the body while the head is trained, and the head while the body is."""
+        return "global" if context.phase.name == _HEAD else "local"
+
+
+@dataclass(eq=False, repr=False)
+class FedRepUpdateStrategyFromConfig(LayersFromConfig, FedRepUpdateStrategy):
+    """FedRep's strategy with what the configuration says.
+
+    That is `global_layer_names`, `local_layer_names` and `local_epochs` under `algorithm`.
+
+    Example:
+        >>> FedRepUpdateStrategyFromConfig()
+        FedRepUpdateStrategyFromConfig()
+    """
+
+    def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
+        """Return the epochs of the head, as many as the configuration says, and those of the body."""
+        self.local_epochs = context.config.get("algorithm", {}).get("local_epochs", self.local_epochs)
+        _check(self.local_epochs)
+        return super().phases(epochs, context)
+
+
+@dataclass(eq=False, repr=False)
+class FedRep(Described, PartialAlgorithm):
+    """FedAvg of the body; the head stays with its client, and is trained before it (Collins et al., 2021).
+
+    Args:
+        local_layer_names: Patterns of the layers that stay.
+        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
+        local_epochs: How many epochs of a round are the head's; the others are the body's.
+        num_local_layers: Where no names are given, the last so many layers stay.
+
+    Example:
+        >>> FedRep(local_epochs=4)
+        FedRep(local_epochs=4)
+    """
+
+    local_layer_names: LayerNames = None
+    global_layer_names: LayerNames = None
+    local_epochs: int = 1
+    num_local_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.local_epochs)
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Divide the rounds of clients."""
+        own = FedRepUpdateStrategy(self._global, local_epochs=self.local_epochs)
+        return {"model_update": beside(own, strategies.model_update)}
+
+
+def _head(epochs: int) -> Phase:
+    # Nothing of what is sent is trained then: terms that hold it back, and counts of its steps, are of the body alone.
+    return Phase(epochs, _HEAD, is_personal=True)
+
+
+def _check(local_epochs: int) -> None:
+    if not local_epochs >= 1:
+        raise ConfigError(f"local_epochs: expected a whole number that is at least 1, got {local_epochs!r}")

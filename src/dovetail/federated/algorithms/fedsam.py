@@ -1,0 +1,120 @@
+"""FedSAM: clients look for flat minima."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.elsewhere import loss_elsewhere
+from dovetail.federated.messages import Weights
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.nesting import Described
+from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["FedSAM", "FedSAMStepStrategy"]
+
+# What the norm of a gradient is at least.
+_LEAST = 1e-12
+
+
+@dataclass(eq=False, repr=False)
+class FedSAMStepStrategy(NestingStepStrategy):
+    """The gradient of a batch is taken at w + ρ g/‖g‖, where g is the gradient of the same batch at w.
+
+    Every batch is computed twice. The loss that is told is that at the second place, and it is differentiated and
+    accumulated as any other: of accumulated batches each has a second place of its own. Statistics of BatchNorm are
+    those at w.
+
+    Args:
+        rho: ρ, at least 0; 0 for a plain step.
+        base_strategy: The step inside; None for a plain one.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.constant_(model.weight, 2.0)
+        >>> step = FedSAMStepStrategy(rho=0.5)
+        >>> squares = lambda outputs, labels: outputs.square().sum() / 2
+        >>> loss = step.training_step(model, None, torch.ones(1, 1), None, squares, TrainingContext(model))
+        >>> loss.backward()
+        >>> model.weight.grad
+        tensor([[2.5000]])
+    """
+
+    rho: float = 0.05
+
+    serves_fleets = True
+
+    def __post_init__(self) -> None:
+        if not self.rho >= 0:
+            raise ConfigError(f"rho: expected a number that is at least 0, got {self.rho!r}")
+
+    def loss(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Criterion,
+        context: TrainingContext,
+    ) -> Tensor:
+        """Return the loss at the second place."""
+        step = (model, optimizer, examples, labels, loss_criterion, context)
+        here = super().loss(*step)
+        if not self.rho or context.is_personal:
+            return here
+        if context.notes.optimized:
+            raise ConfigError(
+                f"FedSAMStepStrategy: {self.base_strategy!r} differentiates by itself, and its loss is needed at two "
+                "places; let it return the loss"
+            )
+        if context.precision is not None:
+            # Only its direction counts, and in float16 a gradient that is not scaled may vanish.
+            here = context.precision.scale(here)
+        moving = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        found = torch.autograd.grad(here.sum(), list(moving.values()), allow_unused=True)
+        gradients = {name: it for name, it in zip(moving, found, strict=True) if it is not None}
+        away = context.each(self._shift, gradients)
+        there = {name: moving[name] + shift for name, shift in away.items()}
+        return loss_elsewhere(model, there, super().loss, *step)
+
+    def _shift(self, gradients: Weights) -> dict[str, Tensor]:
+        squares = [gradient.square().sum() for gradient in gradients.values()]
+        norm = sum(squares[1:], start=squares[0]).sqrt()
+        return {name: gradient * (self.rho / norm.clamp(min=_LEAST)) for name, gradient in gradients.items()}
+
+
+@dataclass(eq=False, repr=False)
+class FedSAM(Described, Algorithm):
+    """FedAvg whose clients step with the gradient at w + ρ g/‖g‖ (Qu et al., 2022).
+
+    Args:
+        rho: ρ, at least 0; 0 is FedAvg.
+
+    Example:
+        >>> FedSAM(rho=0.1)
+        FedSAM(rho=0.1)
+    """
+
+    rho: float = 0.05
+
+    decides = ("how a batch is computed",)
+
+    def __post_init__(self) -> None:
+        # Says at once what is wrong.
+        FedSAMStepStrategy(self.rho)
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Put the two places around the client's step."""
+        return {"training_step": FedSAMStepStrategy(self.rho, base_strategy=strategies.training_step)}

@@ -1,0 +1,176 @@
+"""LG-FedAvg: every batch trains the client's own layers, and then the layers that all share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.layers import LayerNames, last_layers, local_names
+from dovetail.federated.algorithms.partial import DividedModel, LayersFromConfig, PartialAlgorithm
+from dovetail.trainers.pieces import forward
+from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
+from dovetail.trainers.strategies.nesting import Described
+from dovetail.trainers.strategies.penalty import trained
+from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy, compose_steps
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["LGFedAvg", "LGFedAvgStepStrategy", "LGFedAvgStepStrategyAuto", "LGFedAvgStepStrategyFromConfig"]
+
+
+class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
+    """Two passes over every batch: the second one sees what the first has made of its layers.
+
+    A pass differentiates by its own layers alone, so that nothing moves the others: neither momentum nor decay. Where
+    several batches share an update, the second pass is over all of them once the first layers have moved. So a window
+    is one large batch.
+
+    Attributes:
+        train_local_first: Whether the client's own layers come first.
+    """
+
+    serves_fleets = True
+
+    train_local_first: bool = True
+    _passes: Sequence[Sequence[Tensor]] = ()
+    _window: Sequence[tuple[Any, Any, Any]] = ()
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Find the layers. After the last round, only the client's own are trained."""
+        super().on_train_start(context)
+        local = self.local(context)
+        own: list[Tensor] = []
+        shared: list[Tensor] = []
+        for name, parameter in trained(context).items():
+            if parameter.requires_grad:
+                (own if name in local else shared).append(parameter)
+        order = [own, shared] if self.train_local_first else [shared, own]
+        self._passes = [it for it in order if it and (it is own or not context.personalizes)]
+        if not self._passes:
+            raise ConfigError(f"{self!r} finds nothing to train: the layers that it would train require no gradient")
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Let go of the model."""
+        self._passes, self._window = (), ()
+        super().on_train_end(context)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Callable[[Any, Any], Tensor],
+        context: TrainingContext,
+    ) -> Tensor:
+        """Return the loss of the last pass; inside of a window, that of the first."""
+        batch = (examples, labels, context.num_items)
+        self._window = [batch] if context.window.opens else [*self._window, batch]
+        first, *later = self._passes
+        loss = loss_criterion(forward(model, examples), labels)
+        context.backward(loss, inputs=first)
+        context.step(optimizer)
+        if not context.window.closes:
+            return loss.detach()
+        for parameters in later:
+            if context.precision is not None:
+                # A scaler knows one step of an optimizer between two updates, and no gradient waits for this one.
+                context.precision.update()
+            for examples, labels, context.num_items in self._window:
+                loss = loss_criterion(forward(model, examples), labels)
+                context.backward(loss, inputs=parameters)
+            context.step(optimizer)
+        return loss.detach()
+
+
+@dataclass(eq=False, repr=False)
+class LGFedAvgStepStrategy(Described, TwoPassStepStrategy):
+    """A step for the client's own layers, and one for those that all share.
+
+    Args:
+        global_layer_names: Patterns of the layers that all share; none for what is not the client's own.
+        local_layer_names: Patterns of the client's own; none for what is not shared, or the last layer.
+        train_local_first: Whether the client's own come first.
+
+    Example:
+        >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> step = LGFedAvgStepStrategy(global_layer_names=["head"], local_layer_names=["body"])
+        >>> ComposableTrainer(training_step_strategy=step, verbose=False).strategies.training_step
+        LGFedAvgStepStrategy(global_layer_names=['head'], local_layer_names=['body'])
+    """
+
+    global_layer_names: LayerNames = ()
+    local_layer_names: LayerNames = ()
+    train_local_first: bool = True
+
+
+@dataclass(eq=False, repr=False)
+class LGFedAvgStepStrategyFromConfig(LayersFromConfig, LGFedAvgStepStrategy):
+    """LG-FedAvg's step with the layers of the configuration.
+
+    They are `global_layer_names` and `local_layer_names` under `algorithm`.
+
+    Example:
+        >>> LGFedAvgStepStrategyFromConfig()
+        LGFedAvgStepStrategyFromConfig()
+    """
+
+
+@dataclass(eq=False, repr=False)
+class LGFedAvgStepStrategyAuto(Described, TwoPassStepStrategy):
+    """LG-FedAvg's step, with the last layers for the client's own.
+
+    Args:
+        num_local_layers: How many layers with parameters.
+        train_local_first: Whether the client's own come first.
+
+    Example:
+        >>> LGFedAvgStepStrategyAuto(num_local_layers=2)
+        LGFedAvgStepStrategyAuto(num_local_layers=2)
+    """
+
+    num_local_layers: int = 1
+    train_local_first: bool = True
+
+    def local(self, context: TrainingContext) -> frozenset[str]:
+        """Return the names of what the last layers hold."""
+        assert context.model is not None
+        return local_names(context.model, last_layers(context.model, self.num_local_layers))
+
+
+@dataclass(eq=False, repr=False)
+class LGFedAvg(Described, PartialAlgorithm):
+    """FedAvg of some layers, whose clients keep the others and train both in turn, batch by batch (Liang et al., 2020).
+
+    Args:
+        local_layer_names: Patterns of the layers that stay; in the paper, those that make a representation.
+        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
+        num_local_layers: Where no names are given, the last so many layers stay.
+        train_local_first: Whether the layers that stay come first.
+
+    Example:
+        >>> LGFedAvg(local_layer_names=["body"])
+        LGFedAvg(local_layer_names=['body'])
+    """
+
+    local_layer_names: LayerNames = None
+    global_layer_names: LayerNames = None
+    num_local_layers: int = 1
+    train_local_first: bool = True
+
+    decides = ("which layers stay with clients", "how a batch is computed")
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Put the two passes into the client's step."""
+        own = LGFedAvgStepStrategy(self._global, train_local_first=self.train_local_first)
+        present = strategies.training_step
+        if present is None or type(present) is DefaultTrainingStepStrategy:
+            return {"training_step": own}
+        return {"training_step": compose_steps(present, own)}

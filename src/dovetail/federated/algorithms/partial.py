@@ -1,0 +1,212 @@
+"""What algorithms have in common that divide a model: into layers of the client's own, and layers that all share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor, nn
+
+from dovetail.callbacks import Callback
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.layers import LayerNames, as_patterns, local_names
+from dovetail.trainers.strategies.base import ModelUpdateStrategy, Phase, Strategy
+from dovetail.trainers.strategies.own_phase import model_state
+from dovetail.trainers.strategies.penalty import trained
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["DividedModel", "LayersFromConfig", "PartialAlgorithm", "PartialUpdateStrategy", "PersonalCopy"]
+
+Part = Literal["local", "global"]
+
+_KEY = "personal"
+
+
+class DividedModel(Strategy):
+    """A strategy that knows which layers are a client's own. Where no names are given, the last layer is.
+
+    Attributes:
+        global_layer_names: Patterns of the layers that all share.
+        local_layer_names: Patterns of a client's own.
+    """
+
+    global_layer_names: LayerNames = ()
+    local_layer_names: LayerNames = ()
+
+    def local(self, context: TrainingContext) -> frozenset[str]:
+        """Return the names of what is a client's own."""
+        assert context.model is not None
+        return local_names(context.model, as_patterns(self.local_layer_names), as_patterns(self.global_layer_names))
+
+
+class LayersFromConfig(DividedModel):
+    """Takes the names of the layers from the configuration of a run.
+
+    They are `global_layer_names` and `local_layer_names` under `algorithm`.
+    """
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Read the configuration of the run."""
+        told = context.config.get("algorithm", {})
+        self.global_layer_names = told.get("global_layer_names", self.global_layer_names)
+        self.local_layer_names = told.get("local_layer_names", self.local_layer_names)
+        super().on_train_start(context)
+
+
+class PartialUpdateStrategy(DividedModel, ModelUpdateStrategy, ABC):
+    """Trains a part of the model at a time.
+
+    The other part requires no gradient meanwhile, so that nothing moves it: neither momentum nor decay. What required
+    one before does so again after the run, however it ends. Buffers, such as the statistics of BatchNorm, follow the
+    data in both parts.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> class HeadOnly(PartialUpdateStrategy):
+        ...     def still(self, context):
+        ...         return "global"
+        >>> context = TrainingContext(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        >>> HeadOnly().on_train_start(context)
+        >>> [name for name, parameter in context.model.named_parameters() if parameter.requires_grad]
+        ['1.weight', '1.bias']
+    """
+
+    serves_fleets = True
+
+    _local: frozenset[str] = frozenset()
+    _still: tuple[Tensor, ...] = ()
+    _watch: Callback | None = None
+
+    @abstractmethod
+    def still(self, context: TrainingContext) -> Part | None:
+        """Return which layers are not trained in the running phase; None if all are."""
+
+    def setup(self, context: TrainingContext) -> None:
+        """Hear of errors: the optimizer of the next run is made before that run starts."""
+        super().setup(context)
+        self._watch = _AfterErrors(self)
+        context.callbacks.add(self._watch)
+
+    def teardown(self, context: TrainingContext) -> None:
+        """Leave the model as it was."""
+        self.thaw()
+        if self._watch is not None:
+            context.callbacks.remove(self._watch)
+        super().teardown(context)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Find the layers, and freeze those of the phase in which the run starts, or goes on."""
+        super().on_train_start(context)
+        self._local = self.local(context)
+        self.freeze(context)
+
+    def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
+        """Freeze other layers."""
+        self.freeze(context)
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Leave the model as it was."""
+        self.thaw()
+        super().on_train_end(context)
+
+    def freeze(self, context: TrainingContext) -> None:
+        """Freeze what stands still now, and nothing else."""
+        self.thaw()
+        part = self.still(context)
+        if part is None:
+            return
+        self._still = tuple(
+            parameter
+            for name, parameter in trained(context).items()
+            if (name in self._local) == (part == "local") and parameter.requires_grad
+        )
+        for parameter in self._still:
+            parameter.requires_grad_(False)
+
+    def thaw(self) -> None:
+        """Let what this strategy has frozen be trained again."""
+        for parameter in self._still:
+            parameter.requires_grad_(True)
+        self._still = ()
+
+
+class PersonalCopy(ModelUpdateStrategy):
+    """Keeps what a client's personalisation round has made: it is the client's model until it takes part in a round."""
+
+    serves_fleets = True
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Keep what was trained after all rounds; forget it once the client trains for all again."""
+        if context.personalizes:
+            frozen = {name for name, value in trained(context).items() if not value.requires_grad}
+            context.client_state[_KEY] = {
+                name: value for name, value in model_state(context).items() if name not in frozen
+            }
+        else:
+            context.client_state.pop(_KEY, None)
+        super().on_train_end(context)
+
+    def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
+        """Return what the client has trained for itself, if it has."""
+        return context.client_state.get(_KEY)
+
+
+class PartialAlgorithm(Algorithm):
+    """An algorithm whose clients keep some layers, which are never sent.
+
+    Attributes:
+        local_layer_names: Patterns of the layers that stay.
+        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
+        num_local_layers: Where no names are given, the last so many layers stay.
+
+    Example:
+        >>> from dovetail.federated.algorithms.fedper import FedPer
+        >>> algorithm = FedPer()
+        >>> algorithm.begin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_clients=4)
+        >>> algorithm.stays("0.weight"), algorithm.stays("1.weight")
+        (False, True)
+    """
+
+    decides: tuple[str, ...] = ("which layers stay with clients",)
+
+    local_layer_names: LayerNames
+    global_layer_names: LayerNames
+    num_local_layers: int
+
+    _local: frozenset[str] = frozenset()
+    _global: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.num_local_layers >= 1:
+            raise ConfigError(
+                f"num_local_layers: expected a whole number that is at least 1, got {self.num_local_layers!r}"
+            )
+
+    def begin(self, model: nn.Module, num_clients: int) -> None:
+        """Find the layers.
+
+        Raises:
+            ConfigError: The model has no such layers.
+        """
+        super().begin(model, num_clients)
+        patterns = as_patterns(self.local_layer_names), as_patterns(self.global_layer_names)
+        self._local = local_names(model, *patterns, self.num_local_layers)
+        self._global = tuple(name for name in model.state_dict() if name not in self._local)
+
+    def stays(self, name: str) -> bool:
+        """Whether an entry is of a layer that stays."""
+        return name in self._local
+
+
+class _AfterErrors(Callback):
+    """Thaws a model whose training an error has ended."""
+
+    def __init__(self, strategy: PartialUpdateStrategy) -> None:
+        self._strategy = strategy
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        self._strategy.thaw()

@@ -1,0 +1,267 @@
+"""SCAFFOLD: control variates take the drift out of local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.averaging import Average, moved
+from dovetail.federated.messages import Fault, Update, Weights
+from dovetail.federated.validation import check_sent
+from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.nesting import Described
+from dovetail.trainers.strategies.own_phase import OwnPhaseStrategy
+from dovetail.trainers.strategies.penalty import Anchored, copied, sent
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+    from dovetail.trainers.strategies.bundle import Strategies
+
+__all__ = ["SCAFFOLD", "SCAFFOLDUpdateStrategy", "SCAFFOLDUpdateStrategyV2"]
+
+_KEY = "scaffold"
+_DELTA = "control_variate_delta"
+
+
+@dataclass(eq=False, repr=False)
+class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
+    """Every gradient g becomes g − c_i + c, before the optimizer steps; the new c_i is option II of the paper.
+
+    c_i ← c_i − c + (x − y) / Σ η_k, where x is what the run began with, y what it ended with, and η_k the rate of its
+    k-th real step: (x − y) / (K η) for a constant rate. That is the mean gradient along the way for plain SGD; with
+    momentum, or an optimizer that scales, it is an estimate.
+
+    The client keeps c_i, and sends the change of it as `control_variate_delta`. The server's c comes with the weights.
+
+    Example:
+        >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> strategy = SCAFFOLDUpdateStrategy()
+        >>> trainer = ComposableTrainer(torch.nn.Linear(2, 2), model_update_strategy=strategy, verbose=False)
+        >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
+        >>> sorted(trainer.context.client_state["scaffold"])
+        ['bias', 'weight']
+    """
+
+    serves_fleets = True
+
+    # Σ η_k so far.
+    _travelled: Any = field(default=0.0, init=False)
+    _delta: dict[str, Tensor] = field(default_factory=dict, init=False)
+    # What every optimizer steps, with the correction of its gradient; found once per run.
+    _corrected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
+
+    def on_client_start(self, context: TrainingContext) -> None:
+        """A client begins with c_i = 0."""
+        if _KEY not in context.client_state:
+            context.client_state[_KEY] = _zeros(sent(context))
+
+    def capture(self, context: TrainingContext) -> dict[str, Any]:
+        """Keep x and c − c_i."""
+        self._travelled, self._delta = 0.0, {}
+        own = context.client_state[_KEY]
+        server = context.received.get(_KEY) or _zeros(own)
+        server = {name: value.to(own[name].device) for name, value in server.items()}
+        return {
+            "start": copied(sent(context)),
+            "server": server,
+            "correction": {name: server[name] - value for name, value in own.items()},
+        }
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Capture x, c and c_i."""
+        super().on_train_start(context)
+        self._corrected = {}
+
+    def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
+        """Correct the gradients of the model that is sent."""
+        if context.is_personal or context.personalizes:
+            return
+        if id(optimizer) not in self._corrected:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            self._corrected[id(optimizer)] = [
+                (parameter, self.kept["correction"][name])
+                for name, parameter in sent(context).items()
+                if id(parameter) in stepped
+            ]
+        pairs = [(it.grad, change) for it, change in self._corrected[id(optimizer)] if it.grad is not None]
+        if pairs:
+            torch._foreach_add_([gradient for gradient, _ in pairs], [change for _, change in pairs])
+
+    def after_step(self, context: TrainingContext) -> None:
+        """Count the rate of a real step."""
+        if not context.is_personal:
+            assert context.optimizer is not None
+            self._travelled = self._travelled + context.optimizer.param_groups[0]["lr"] * context.working
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Make the new c_i, and what is sent of it; a client that trained for itself alone keeps the one it has."""
+        if context.personalizes:
+            return
+        before = context.client_state[_KEY]
+        after = self.renewed(context, before)
+        self._delta = {name: value - before[name] for name, value in after.items()}
+        context.client_state[_KEY] = after
+
+    def renewed(self, context: TrainingContext, control: Weights) -> dict[str, Tensor]:
+        """Return the new c_i."""
+        now = {name: value.detach() for name, value in sent(context).items()}
+        travelled = torch.as_tensor(self._travelled, dtype=torch.float64)
+        return context.each(_option_two, control, self.kept["server"], self.kept["start"], now, travelled)
+
+    def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
+        """Return the change of c_i."""
+        return {_DELTA: self._delta}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run in its middle needs to go on."""
+        return {**super().state_dict(), "travelled": self._travelled} if self._run_id else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        super().load_state_dict(state)
+        self._travelled = state.get("travelled", 0.0)
+
+
+@dataclass(eq=False, repr=False)
+class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
+    """SCAFFOLD with option I: the new c_i is the gradient of all the client's data at the weights that it was sent.
+
+    That takes one more epoch in every round, after the others, in which no step is made.
+
+    Example:
+        >>> SCAFFOLDUpdateStrategyV2()
+        SCAFFOLDUpdateStrategyV2()
+    """
+
+    phase_name = "gradient at the beginning"
+
+    def capture(self, context: TrainingContext) -> dict[str, Any]:
+        """Keep what both halves need."""
+        return SCAFFOLDUpdateStrategy.capture(self, context) | OwnPhaseStrategy.capture(self, context)
+
+    def own_epochs(self, context: TrainingContext) -> int:
+        """One pass over the data, where something is sent."""
+        return 0 if context.personalizes else 1
+
+    def own_start(self, context: TrainingContext) -> Weights:
+        """Look at what the run began with."""
+        start: Weights = self.kept["start"]
+        self.kept |= {"gradient": _zeros(start), "items": 0}
+        return start
+
+    def own_end(self, context: TrainingContext) -> None:
+        """Nothing: the gradients are there."""
+
+    def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
+        """Correct the gradients of the model that is sent; of the look at its beginning, make a sum and no step."""
+        super().on_gradients(optimizer, context)
+        if not context.is_personal:
+            return
+        items = torch.as_tensor(context.window.items if context.window.size > 1 else context.num_items)
+        total = self.kept["gradient"]
+        for name, parameter in sent(context).items():
+            if parameter.grad is not None:
+                total[name] = total[name] + context.each(torch.mul, parameter.grad, items)
+                parameter.grad = None
+        self.kept["items"] = self.kept["items"] + items
+
+    def renewed(self, context: TrainingContext, control: Weights) -> dict[str, Tensor]:
+        """Return the gradient at the beginning."""
+        return context.each(_divided, self.kept["gradient"], self.kept["items"])
+
+
+@dataclass(eq=False, repr=False)
+class SCAFFOLD(Described, Algorithm):
+    """Local steps with g − c_i + c, and a server that keeps c (Karimireddy et al., 2020).
+
+    x ← x + η_g · mean of Δy, every client of the round counting the same; c ← c + (1/N) Σ Δc_i, with N of all clients.
+
+    Args:
+        option: 2 for the paper's option II, which is cheap; 1 for option I, the gradient at the beginning, which takes
+            one more pass over the data and is steadier.
+        server_learning_rate: η_g.
+
+    Example:
+        >>> SCAFFOLD(server_learning_rate=0.5)
+        SCAFFOLD(server_learning_rate=0.5)
+    """
+
+    option: int = 2
+    server_learning_rate: float = 1.0
+    control: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _trained: frozenset[str] = field(default=frozenset(), init=False)
+
+    decides = ("the drift of clients", "where a client's steps begin")
+    needs_each_update = True
+
+    def __post_init__(self) -> None:
+        if self.option not in (1, 2):
+            raise ConfigError(f"option: expected 1 or 2, got {self.option!r}")
+        if not self.server_learning_rate > 0:
+            raise ConfigError(f"server_learning_rate: expected a number above 0, got {self.server_learning_rate!r}")
+
+    def begin(self, model: nn.Module, num_clients: int) -> None:
+        """Note what has a gradient."""
+        super().begin(model, num_clients)
+        self._trained = frozenset(name for name, _ in model.named_parameters())
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        """Correct the gradients of clients."""
+        kind = SCAFFOLDUpdateStrategyV2 if self.option == 1 else SCAFFOLDUpdateStrategy
+        return {"model_update": beside(kind(), strategies.model_update)}
+
+    def payload(self, client_id: int) -> Mapping[str, Any]:
+        """Return c."""
+        return {_KEY: self.control}
+
+    def check(self, update: Update) -> Fault | None:
+        """Refuse a change that c cannot be moved by: it would stay in the gradients of all clients."""
+        expected = {name: value for name, value in update.sent.items() if name in self._trained}
+        return check_sent(update, update.payload.get(_DELTA), expected, _DELTA)
+
+    def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
+        """Return the weights moved by the mean, and move c."""
+        control = dict(self.control)
+        for update in updates:
+            for name, change in update.payload[_DELTA].items():
+                share = change / self.num_clients
+                control[name] = control[name] + share if name in control else share
+        self.control = control
+        alike = [replace(update, num_samples=1) for update in updates]
+        return moved(weights, average(alike), self.server_learning_rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return c."""
+        return {"control": dict(self.control)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.control = dict(state["control"])
+
+
+def _zeros(weights: Weights) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(value, requires_grad=False) for name, value in weights.items()}
+
+
+def _option_two(
+    control: Weights, server: Weights, start: Weights, now: Weights, travelled: Tensor
+) -> dict[str, Tensor]:
+    # Who made no step, because a scaler skipped them all, has learned nothing of its gradient.
+    has_moved = travelled > 0
+    rate = torch.where(has_moved, travelled, 1.0)
+    return {
+        name: torch.where(has_moved, value - server[name] + (start[name] - now[name]) / rate.to(value.dtype), value)
+        for name, value in control.items()
+    }
+
+
+def _divided(total: Weights, items: Tensor) -> dict[str, Tensor]:
+    return {name: value / items.to(value.dtype) for name, value in total.items()}

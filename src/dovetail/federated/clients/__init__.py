@@ -1,0 +1,8 @@
+"""Clients: who trains."""
+
+from __future__ import annotations
+
+from dovetail.federated.clients import simple
+from dovetail.federated.clients.simple import Client
+
+__all__ = ["Client", "simple"]

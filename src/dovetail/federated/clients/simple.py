@@ -1,0 +1,572 @@
+"""A client: whoever has data, trains on them, and sends what came of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.callbacks import Callback, NonFiniteLoss, ProgressDisplay
+from dovetail.data import as_loader
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.backends import Done
+from dovetail.federated.callbacks import ClientCallback
+from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
+from dovetail.federated.postprocess import Chain
+from dovetail.federated.seeds import mix
+from dovetail.federated.states import ClientState
+from dovetail.overrides import defines, is_ours, reject_lost_overrides
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.core import CoreTrainer
+from dovetail.trainers.fleet import FleetTrainer, Member, why_alone
+from dovetail.trainers.pieces import as_module
+from dovetail.trainers.randomness import seed_everything
+from dovetail.trainers.strategies import DefaultLRSchedulerStrategy, DefaultTestingStrategy
+from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.untouched import layers, with_parts
+
+__all__ = ["Client", "as_trainer"]
+
+# Where a client's own part of the model is kept in its state, and what its postprocessors keep.
+_OWN, _POSTPROCESSORS = "model", "postprocessors"
+# Methods of plato's trainers that train a model, and that a client does not call.
+_NEVER_CALLED = ("train", "train_model", "obtain_model_update")
+_WORK = "override work(task, state), which returns the update and the client's new state"
+# What plato's clients define and nothing here calls.
+_INSTEAD = {
+    "configure": "give the client its model, trainer, algorithm and datasource as arguments",
+    "inbound_processed": _WORK,
+    "_train": _WORK,
+    "_load_payload": _WORK,
+    "_load_data": "give the client a datasource",
+    "_allocate_data": "give the client a datasource",
+    "_obtain_model_update": "a simulated client has no half-trained model to send",
+    "start_client": "a server runs its clients: server.run(client)",
+    "add_callbacks": "give the client callbacks=[…]",
+}
+# Counted in numbers, of whatever type: so many of them end at a boundary of torch's memory.
+_ALIGNMENT = 64
+
+
+class Client:
+    """Does the work of any client of a federation, one at a time.
+
+    It is a template: a federation of a thousand clients needs one. What belongs to a single client is its data, by its
+    id, and its state, which comes with every task and goes with every answer. Nothing else is left behind by a task.
+
+    Args:
+        model: A module, or a class or function that makes one; None for the trainer's, or one that fits the data.
+        datasource: The data of all clients; None for the server's.
+        algorithm: The client's half of it; None for the server's.
+        trainer: A trainer, of which a copy is used, or a class or function that makes one; None for the
+            server's, or a plain one if the server has none.
+        callbacks: Who hears what happens here.
+        trainer_callbacks: Callbacks for the trainer.
+
+    Example:
+        >>> from dovetail.federated.servers import fedavg
+        >>> client = Client(trainer=ComposableTrainer(num_epochs=1, batch_size=16, learning_rate=0.1))
+        >>> records = fedavg.Server(rounds=2, total_clients=4, per_round=2).run(client)
+        >>> [record.round for record in records]
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        datasource: Any = None,
+        algorithm: Algorithm | None = None,
+        trainer: Trainer | Callable[..., Trainer] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        *,
+        trainer_callbacks: Iterable[Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.datasource = datasource
+        self.algorithm = algorithm
+        self.callbacks = [_as_client_callback(it) for it in callbacks or ()]
+        self.client_id = 0
+        self.current_round = 0
+        self._given_trainer = trainer
+        self._trainer_callbacks = list(trainer_callbacks or ())
+        self._trainer: Trainer | None = None
+        self._initial: dict[str, Tensor] = {}
+        self._fresh: Mapping[str, Any] = {}
+        # Whether strategies keep something of a client from round to round.
+        self._keeps = False
+        self.tests_every = 0
+        self.inbound, self.outbound = Chain(), Chain()
+        self._started = 0.0
+        self._customizes = False
+        # The settings of training that the trainer does not read, because it has its own optimizer, schedule or loss.
+        self.unread: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        reject_lost_overrides(cls, _INSTEAD)
+
+    def process_server_response(self, server_response: dict[str, Any]) -> None:
+        """Override to use what the server's `customize_server_response` sent; called before the client trains.
+
+        Args:
+            server_response: `id` and `current_round`, with what the server has added for this client.
+        """
+
+    def customize_report(self, report: SimpleNamespace) -> SimpleNamespace:
+        """Override to add to a client's report, and return it; the server has it as `update.report`.
+
+        Args:
+            report: `client_id`, `num_samples`, `accuracy` and `training_time`; tensors and plain values may be added.
+        """
+        return report
+
+    def inbound_received(self, inbound_processor: Chain) -> None:
+        """Override to act when a task has come, before callbacks are called."""
+
+    def outbound_ready(self, report: Any, outbound_processor: Chain) -> None:
+        """Override to act when an update is ready, before callbacks are called and its processors change it."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that works for every client in turn."""
+        assert self._trainer is not None, "a server begins a client before it is asked for anything"
+        return self._trainer
+
+    def begin(
+        self,
+        model: nn.Module,
+        datasource: Any,
+        algorithm: Algorithm,
+        tests_every: int = 0,
+        *,
+        inbound: Chain | None = None,
+        outbound: Chain | None = None,
+    ) -> None:
+        """Take part in a federation; called by the server, once, before the first task.
+
+        Args:
+            model: The server's; copied unless this client was given its own.
+            datasource: The server's, for a client without its own.
+            algorithm: The server's, for a client without its own.
+            tests_every: Test the trained model on the client's own data at every n-th round; 0 for never.
+            inbound: What the server did to the weights, to be undone here.
+            outbound: What is done to an update here, to be undone by the server.
+        """
+        self.datasource = self.datasource if self.datasource is not None else datasource
+        self.algorithm = self.algorithm or algorithm
+        self.tests_every = tests_every
+        self.inbound, self.outbound = inbound or Chain(), outbound or Chain()
+        own = copy.deepcopy(as_module(self.model) or model)
+        self._trainer = trainer = as_trainer(self._given_trainer, own)
+        core: Any = trainer
+        self._customizes = defines(self, "customize_report")
+        self.unread = _unread(core.strategies)
+        for layer in layers(trainer):
+            for name in _NEVER_CALLED:
+                if defines(layer, name):
+                    raise ConfigError(
+                        f"{type(layer).__name__}.{name}: a client trains with fit, which does not call it: override "
+                        "train_step, perform_forward_and_backward_passes, a hook such as train_run_start, or fit itself"
+                    )
+        self.algorithm.begin(model, self.datasource.num_clients)
+        core.equip(**self.algorithm.equip(core.as_strategies()))
+        # A trainer with a seed begins every run with it: all clients would draw the same numbers.
+        core.options = replace(core.options, seed=None)
+        context = trainer.context
+        context.callbacks.add(*copy.deepcopy(self._trainer_callbacks))
+        # What strategies and callbacks remember of one client is no business of the next.
+        self._fresh = {
+            "shared": dict(context.state),
+            "strategies": copy.deepcopy(core.strategies.state_dict()),
+            # With those that have nothing to remember yet.
+            "callbacks": [
+                (it, copy.deepcopy(it.state_dict()))
+                for it in context.callbacks
+                if type(it).state_dict is not Callback.state_dict
+            ],
+        }
+        self._keeps = bool(core.strategies.hearing("on_client_start"))
+        # Whatever stays with a client begins as it does in the server's model.
+        self._initial = {
+            name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
+        }
+        context.stays = frozenset(self._initial)
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        """Return the answer to a task, and the client's new state; the given state is left as it is.
+
+        Args:
+            task: What is asked: to train, or to judge the model.
+            state: What the client has kept; empty for one that was never asked.
+        """
+        self._started = started = time.perf_counter()
+        self.client_id, self.current_round = task.client_id, task.round
+        if task.kind != "evaluate":
+            response = {"id": task.client_id, "current_round": task.round}
+            self.process_server_response({**response, **task.payload.get(SERVER_RESPONSE, {})})
+        self.inbound_received(self.inbound)
+        for heard in self.callbacks:
+            heard.on_inbound_received(self, self.inbound)
+        if len(self.inbound):
+            task = replace(task, weights=self.inbound.unpack(task.weights))
+        for heard in self.callbacks:
+            heard.on_inbound_processed(self, task)
+        before = self._get_ready(task, state)
+        if task.kind == "evaluate":
+            return self._judged(task), state
+        num_samples = self.datasource.num_samples(task.client_id)
+        if task.kind == "personalize":
+            return self._personalized(task, state, num_samples)
+        if num_samples == 0:
+            # Whoever has nothing to learn from has nothing to say, but has not failed either.
+            nothing = {name: torch.zeros_like(value) for name, value in task.weights.items()}
+            return self.outbound.encode(Update(task.client_id, task.round, 0, delta=nothing), task, dict(state)), state
+        context = self.trainer.context
+        self.trainer.fit(self.datasource.train_data(task.client_id))
+        assert context.model is not None
+        after = {name: value.detach() for name, value in context.model.state_dict().items()}
+        num_updates, loss = _told_of_training(context)
+        update, kept = self._answer(task, state, before, after, num_samples, num_updates, loss)
+        return replace(update, seconds=time.perf_counter() - started), kept
+
+    def effort(self, task: Task) -> float | None:
+        """Return how much work a task is: its samples times its epochs; None where sizes are not known."""
+        if not self.datasource.knows_sizes:
+            return None
+        core: Any = self.trainer
+        return float(self.datasource.num_samples(task.client_id) * task.config.get("epochs", core.num_epochs))
+
+    def why_alone(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
+        """Return what keeps clients from training as one fleet; None if nothing does, and nothing if none trains."""
+        if any(task.kind != "train" for task, _ in work):
+            return ""
+        if self.callbacks:
+            return f"{type(self.callbacks[0]).__name__} hears of one client at a time"
+        for name in ("work", "process_server_response", "customize_report", "inbound_received", "outbound_ready"):
+            if defines(self, name):
+                return f"{type(self).__name__}.{name} is called for one client at a time"
+        for task, _ in work:
+            if self.datasource.num_samples(task.client_id) == 0:
+                return f"client {task.client_id} has no samples"
+        configs = [task.config for task, _ in work]
+        if any(config != configs[0] for config in configs):
+            return "clients are told different things"
+        core: Any = self.trainer
+        core.reset()
+        core.configure(configs[0])
+        reason = why_alone(self.trainer)
+        if reason is None and self._keeps and any(True for _ in core.model.buffers()):
+            reason = "a fleet shares the buffers of its model, and its clients keep models of their own"
+        return reason
+
+    def work_together(self, work: Sequence[tuple[Task, ClientState]]) -> list[Done]:
+        """Return what `work` would for each of some clients, which train as one fleet."""
+        started = time.perf_counter()
+        work = [(replace(task, weights=self.inbound.unpack(task.weights)), state) for task, state in work]
+        members = [self._member(task, state) for task, state in work]
+        trainer = copy.deepcopy(self.trainer)
+        assert isinstance(trainer, CoreTrainer), "`why_alone` has said so"
+        callbacks = trainer.context.callbacks
+        # One client's loss that is not finite is no reason to end the others.
+        callbacks.remove(*[it for it in callbacks if isinstance(it, NonFiniteLoss)])
+        fleet = FleetTrainer(trainer, members)
+        fleet.train_together()
+        seconds = (time.perf_counter() - started) / len(work)
+        done = []
+        for position, ((task, state), member) in enumerate(zip(work, members, strict=True)):
+            self._get_ready(task, state)
+            after = fleet.state_of(position)
+            context = self.trainer.context
+            assert context.model is not None
+            load_weights(context.model, after)
+            context.client_state = fleet.kept_by(position)
+            num_samples = self.datasource.num_samples(task.client_id)
+            num_updates, loss = fleet.num_updates[position], fleet.losses[position]
+            sent = fleet.sent_by(position)
+            update, kept = self._answer(task, state, member.state, after, num_samples, num_updates, loss, sent)
+            done.append(Done(replace(update, seconds=seconds), kept))
+        return done
+
+    def _member(self, task: Task, state: ClientState) -> Member:
+        """Return a client as one of a fleet, with all that it lacks so far."""
+        before = self._get_ready(task, state)
+        core: Any = self.trainer
+        core.strategies.begin_client(core.context)
+        data = self.datasource.train_data(task.client_id)
+        return Member(before, data, mix(task.seed, "order"), core.context.client_state, task.payload)
+
+    def _answer(
+        self,
+        task: Task,
+        state: ClientState,
+        before: Weights,
+        after: Weights,
+        num_samples: int,
+        num_updates: int,
+        loss: float,
+        sent: Mapping[str, Any] | None = None,
+    ) -> tuple[Update, ClientState]:
+        """Return what a client sends and what it keeps, once its model is trained."""
+        sent = _payload(self.trainer) if sent is None else sent
+        update = Update(
+            task.client_id,
+            task.round,
+            num_samples=num_samples,
+            num_updates=num_updates,
+            delta=_difference({name: after[name] for name in task.weights}, before),
+            payload=_copied(sent),
+            metrics={"loss": loss, **self._tested(task)},
+            seconds=time.perf_counter() - self._started,
+        )
+        if self._customizes:
+            update = self._customized(update)
+        kept = self._kept(state, after)
+        self.outbound_ready(update, self.outbound)
+        for heard in self.callbacks:
+            heard.on_outbound_ready(self, update, self.outbound)
+        return self.outbound.encode(update, task, kept), kept
+
+    def _customized(self, update: Update) -> Update:
+        report = self.customize_report(update.report)
+        if not isinstance(report, SimpleNamespace):
+            raise ConfigError(f"{type(self).__name__}.customize_report: expected the report, got {report!r}: return it")
+        return update.with_report(report)
+
+    def _kept(self, state: ClientState, after: Weights) -> ClientState:
+        """Return what a client keeps, once its model is trained."""
+        kept: ClientState = _copied(self.trainer.context.client_state)
+        if self._initial:
+            kept[_OWN] = _copied({name: after[name] for name in self._initial})
+        if _POSTPROCESSORS in state:
+            kept[_POSTPROCESSORS] = state[_POSTPROCESSORS]
+        return kept
+
+    def _get_ready(self, task: Task, state: ClientState) -> dict[str, Tensor]:
+        """Make of the trainer that of one client, whatever the last one was, and return the weights it begins with."""
+        core: Any = self.trainer
+        context = self.trainer.context
+        assert context.model is not None
+        received = {**task.weights, **self._initial, **state.get(_OWN, {})}
+        before = {name: value.to(context.device) for name, value in received.items()}
+        load_weights(context.model, before)
+        context.client_id, context.current_round = task.client_id, task.round
+        own = {name: value for name, value in state.items() if name not in (_OWN, _POSTPROCESSORS)}
+        # A copy: strategies may change it in place, and the server keeps the state if the update is not used.
+        context.client_state = _copied(own, context.device)
+        context.received = task.payload
+        core.reset()
+        core.forget_loaders()
+        core.configure(task.config)
+        context.state.clear()
+        context.state.update(self._fresh["shared"], order_seed=mix(task.seed, "order"))
+        if self._fresh["strategies"]:
+            core.strategies.load_state_dict(copy.deepcopy(self._fresh["strategies"]))
+        for callback, first in self._fresh["callbacks"]:
+            if first or callback.state_dict():
+                callback.load_state_dict(copy.deepcopy(first))
+        seed_everything(task.seed)
+        return before
+
+    def _judged(self, task: Task) -> Update:
+        core: Any = self.trainer
+        core.strategies.begin_client(core.context)
+        num_samples = self.datasource.num_samples(task.client_id)
+        return Update(task.client_id, task.round, num_samples, metrics=self._evaluated(task.client_id))
+
+    def _personalized(self, task: Task, state: ClientState, num_samples: int) -> tuple[Update, ClientState]:
+        """Train for the client alone, and judge what it would use; what it keeps of that is its own."""
+        context = self.trainer.context
+        if num_samples:
+            self.trainer.fit(self.datasource.train_data(task.client_id))
+        assert context.model is not None
+        kept = self._kept(state, context.model.state_dict()) if num_samples else state
+        metrics = self._evaluated(task.client_id)
+        return Update(task.client_id, task.round, num_samples, metrics=metrics), kept
+
+    def _tested(self, task: Task) -> dict[str, float]:
+        if not self.tests_every or task.round % self.tests_every:
+            return {}
+        return {f"test_{name}": value for name, value in self._evaluated(task.client_id).items()}
+
+    def _evaluated(self, client_id: int) -> dict[str, float]:
+        """Return the metrics of the weights that the client would use itself, on its own test data."""
+        data = self.datasource.test_data(client_id)
+        if data is None:
+            return {}
+        core: Any = self.trainer
+        context, update = core.context, core.strategies.model_update
+        own = None if update is None else update.personal_weights(context)
+        if own is None:
+            return judged(core, data)
+        sent = _copied(context.model.state_dict(), context.device)
+        load_weights(context.model, own)
+        try:
+            return judged(core, data)
+        finally:
+            load_weights(context.model, sent)
+
+
+def as_trainer(trainer: Any, model: nn.Module | None = None) -> Trainer:
+    """Return a trainer of one's own: a copy, or one that is made now.
+
+    Args:
+        trainer: A trainer, a class or function that makes one, or None for a plain one.
+        model: What it trains; None to leave one that is made now with the model it has, and a copy without.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if trainer is None:
+        # The default schedule reads the settings; a trainer has none otherwise.
+        return ComposableTrainer(model=model, lr_scheduler_strategy=DefaultLRSchedulerStrategy(), verbose=False)
+    if isinstance(trainer, Trainer):
+        # Its model, if it has one, is what the federation began with. A copy of it is of no use.
+        mine, given = trainer.context, trainer.context.model
+        mine.model = None
+        try:
+            made = copy.deepcopy(trainer)
+        finally:
+            mine.model = given
+    else:
+        made = trainer() if callable(trainer) else trainer
+    if not isinstance(made, Trainer):
+        raise ConfigError(f"trainer: expected a trainer, or a class or function that makes one, got {trainer!r}")
+    core: Any = made
+    if model is not None:
+        core.model = model
+    # A federation shows its own progress.
+    callbacks = made.context.callbacks
+    callbacks.remove(*[it for it in callbacks if isinstance(it, ProgressDisplay)])
+    return made
+
+
+def judged(trainer: Any, data: Any) -> dict[str, float]:
+    """Return the metrics of a trainer's model; `accuracy` is by its testing strategy or test method, if it has one.
+
+    Args:
+        trainer: A trainer with its model.
+        data: Test data, as a data source gives them.
+    """
+    metrics = dict(trainer.evaluate(data))
+    testing = trainer.strategies.testing
+    has_strategy = testing is not None and type(testing) is not DefaultTestingStrategy
+    own = next((layer for layer in layers(trainer) if defines(layer, "test") or defines(layer, "test_model")), None)
+    if has_strategy or own is not None:
+        # Plato's test methods make a loader themselves.
+        testset = getattr(as_loader(data, batch_size=1), "dataset", data)
+        tester: Any = own or trainer
+        test = tester.test if defines(tester, "test") else partial(tester.test_model, {})
+        metrics["accuracy"] = float(test(testset, None))
+    return metrics
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Copy weights into a model, in place.
+
+    Raises:
+        ConfigError: The model has no such entry, or one of another shape.
+    """
+    state = model.state_dict()
+    try:
+        targets = [state[name] for name in weights]
+    except KeyError as error:
+        raise ConfigError(f"weights: the model has no {error.args[0]!r}") from None
+    for name, value in weights.items():
+        if state[name].shape != value.shape:
+            raise ConfigError(
+                f"weights: {name!r} has shape {tuple(value.shape)}, the model's has {tuple(state[name].shape)}"
+            )
+    with torch.no_grad():
+        torch._foreach_copy_(targets, list(weights.values()))
+
+
+def _difference(after: Weights, before: Weights) -> dict[str, Tensor]:
+    """Return what training has changed, all of one type in one piece of memory: it is packed and sent as one."""
+    ends: dict[torch.dtype, int] = {}
+    places = {}
+    for name, value in after.items():
+        dtype = torch.promote_types(value.dtype, before[name].dtype)
+        start = ends.get(dtype, 0)
+        places[name] = dtype, start, start + value.numel()
+        # Each begins where torch would let it begin.
+        ends[dtype] = start + -(-value.numel() // _ALIGNMENT) * _ALIGNMENT
+    device = next(iter(after.values())).device if after else None
+    memory = {dtype: torch.empty(end, dtype=dtype, device=device) for dtype, end in ends.items()}
+    parts = {name: memory[dtype][start:end].view(after[name].shape) for name, (dtype, start, end) in places.items()}
+    for name, part in parts.items():
+        torch.sub(after[name], before[name], out=part)
+    if device is None or device.type == "cpu":
+        return parts
+    sent = {dtype: whole.cpu() for dtype, whole in memory.items()}
+    return {name: sent[dtype][start:end].view(after[name].shape) for name, (dtype, start, end) in places.items()}
+
+
+def _copied(content: Any, device: str | torch.device = "cpu") -> Any:
+    """Return containers and tensors of one's own, which nobody else's training changes."""
+    if isinstance(content, Tensor):
+        return content.detach().to(device, copy=True)
+    if isinstance(content, Mapping):
+        return {name: _copied(value, device) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(_copied(value, device) for value in content)
+    return copy.deepcopy(content)
+
+
+def _told_of_training(context: TrainingContext) -> tuple[int, float]:
+    """Return the updates that the model to be sent has got, and the mean loss of its last epoch."""
+    if len(context.phases) == 1:
+        return context.progress.updates, context.history.get_latest_metric("train_loss")
+    rows: list[Any] = [{"epoch": 0, "updates": 0, "loss": math.nan}]
+    rows += [row for row in context.history.rows if row["stage"] == "train"]
+    num_updates, loss, begin = 0, math.nan, 0
+    for phase in context.phases:
+        end = begin + phase.epochs
+        if not phase.is_personal:
+            # A strategy may have left out the rest of a phase.
+            first, last = (max((row for row in rows if row["epoch"] <= at), key=_epoch_of) for at in (begin, end))
+            num_updates, loss = num_updates + last["updates"] - first["updates"], last["loss"]
+        begin = end
+    return num_updates, loss
+
+
+def _epoch_of(row: Mapping[str, Any]) -> int:
+    return int(row["epoch"])
+
+
+def _payload(trainer: Any) -> dict[str, Any]:
+    update = trainer.strategies.model_update
+    return {} if update is None else update.get_update_payload(trainer.context)
+
+
+def _unread(strategies: Strategies) -> tuple[str, ...]:
+    """Return the settings that name an optimizer, a schedule or a loss, and that these strategies do not read."""
+    found = []
+    for name, strategy, own in (
+        ("optimizer", strategies.optimizer, "optimizer_fn"),
+        ("lr_scheduler", strategies.lr_scheduler, "scheduler_fn"),
+        ("loss_criterion", strategies.loss, "loss_fn"),
+    ):
+        parts = [] if strategy is None else list(with_parts([strategy]))
+        # A strategy from outside of this library may read what it likes.
+        reads = any((own in vars(part) and vars(part)[own] is None) or not is_ours(type(part)) for part in parts)
+        if not reads:
+            found.append(name)
+    return tuple(found)
+
+
+def _as_client_callback(candidate: Any) -> ClientCallback:
+    made = candidate() if isinstance(candidate, type) else candidate
+    if not isinstance(made, ClientCallback):
+        raise ConfigError(f"callbacks: expected a ClientCallback (class or instance), got {candidate!r}")
+    return made

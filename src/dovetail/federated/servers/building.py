@@ -1,0 +1,65 @@
+"""A federation from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from dovetail.data.models import models
+from dovetail.errors import ConfigError
+from dovetail.federated.clients.simple import Client
+from dovetail.federated.config import FederatedConfig
+from dovetail.federated.servers.fedavg import Server
+from dovetail.federated.specs import prepared
+from dovetail.registry import Registry
+from dovetail.trainers.registry import trainers
+from dovetail.trainers.strategies import (
+    DefaultLossCriterionStrategy,
+    DefaultLRSchedulerStrategy,
+    DefaultOptimizerStrategy,
+)
+
+__all__ = ["clients", "federation", "servers"]
+
+servers: Registry[type[Server]] = Registry("server", lambda: {"fedavg": Server})
+clients: Registry[type[Client]] = Registry("client", lambda: {"simple": Client})
+
+
+def federation(config: FederatedConfig, callbacks: Iterable[Any] = ()) -> tuple[Server, Client]:
+    """Return the server and the client that a configuration describes: `server.run(client)` does the rest.
+
+    Args:
+        config: What `dovetail.federated.servers.reading.read_federated` returns.
+        callbacks: Who hears what happens at the server.
+
+    Raises:
+        ConfigError: The algorithm or the model does not take what the configuration says.
+
+    Example:
+        >>> server, client = federation(FederatedConfig().with_settings(rounds=2, total_clients=4, per_round=2))
+        >>> len(server.run(client))
+        2
+    """
+    kind: Any = trainers.get(config.trainer.type)
+    trainer = partial(
+        kind,
+        # What the configuration names reaches these with every task.
+        loss_strategy=DefaultLossCriterionStrategy(),
+        optimizer_strategy=DefaultOptimizerStrategy(),
+        lr_scheduler_strategy=DefaultLRSchedulerStrategy(),
+        verbose=False,
+    )
+    server = servers.get(config.server.type)(model=_model(config), trainer=trainer, callbacks=callbacks, config=config)
+    return server, clients.get(config.clients.type)(trainer=trainer)
+
+
+def _model(config: FederatedConfig) -> Callable[[], nn.Module] | None:
+    kind, arguments = config.trainer.model_type, dict(config.parameters.model)
+    if kind is None:
+        if arguments:
+            raise ConfigError("parameters.model: give trainer.model_type, too: whose parameters are these?")
+        return None
+    return prepared(models, {kind: arguments})

@@ -1,0 +1,217 @@
+"""Edge servers: they aggregate what their own clients send, and report to the server above as one client."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dovetail.errors import ConfigError
+from dovetail.federated.algorithms import Algorithm
+from dovetail.federated.clients.simple import Client
+from dovetail.federated.config import FederatedConfig, ResultsConfig
+from dovetail.federated.messages import Fault, Task, Update
+from dovetail.federated.seeds import mix
+from dovetail.federated.selection import ClientSelection
+from dovetail.federated.states import ClientState
+
+if TYPE_CHECKING:
+    from dovetail.federated.servers.fedavg import Server
+
+__all__ = ["Edge", "Silos"]
+
+# What an edge server goes on with when it is asked again.
+_KEPT = ("algorithm", "selection", "postprocessors", "clients")
+# Under this key of its payload it tells of its clients.
+_FAULTS = "faults"
+
+
+@dataclass(frozen=True)
+class Silos:
+    """How the clients of a federation are divided among edge servers: evenly, and in the order of their ids.
+
+    Attributes:
+        config: Of the whole federation; `per_round` is divided as evenly.
+        algorithm: What each edge server makes of its clients' updates, and what those do.
+        selection: Whom an edge server asks.
+    """
+
+    config: FederatedConfig
+    algorithm: Algorithm
+    selection: ClientSelection
+
+    def __post_init__(self) -> None:
+        total = self.config.algorithm.total_silos
+        if self.config.clients.per_round < total:
+            raise ConfigError(
+                f"per_round: expected at least one for each of {total} silos, got {self.config.clients.per_round}"
+            )
+        if not self.config.server.synchronous:
+            raise ConfigError("cross_silo: a server of edge servers waits for all of them: give synchronous=True")
+
+    @property
+    def ids(self) -> range:
+        """The ids of the edge servers, from 1."""
+        return range(1, self.config.algorithm.total_silos + 1)
+
+    def edge(self, client: Client, model: nn.Module, datasource: Any) -> Edge:
+        """Return who does the work of any edge server."""
+        if datasource.num_clients < len(self.ids):
+            raise ConfigError(
+                f"total_silos: expected at most one per client, {datasource.num_clients}, got {len(self.ids)}"
+            )
+        return Edge(self, client, model, datasource)
+
+    def faults(self, own: Iterable[Fault], updates: Iterable[Update]) -> list[Fault]:
+        """Return the faults of edge servers, and those that they tell of their clients: ids alone could be of either.
+
+        Args:
+            own: Whom the server above has left out.
+            updates: What it has heard.
+        """
+        found = list(own)
+        told: list[Fault] = []
+        for update in updates:
+            try:
+                told += [_of_client(plain, update.client_id) for plain in update.payload.get(_FAULTS, ())]
+            except (LookupError, TypeError, ValueError):
+                reason = "what it says of its clients cannot be read"
+                found.append(Fault(update.client_id, update.round, "wrong shape", reason))
+        return [replace(fault, reason=f"{fault.reason} (edge server {fault.client_id})") for fault in found] + told
+
+
+class Edge:
+    """Does the work of any edge server: some rounds of its own, over the clients of its silo.
+
+    Between two tasks, an edge server keeps what its clients keep, and the state of its algorithm. That is its state at
+    the server above.
+
+    Args:
+        silos: Who belongs to which.
+        client: Does the work of all clients.
+        model: Gives the model its form.
+        datasource: The data of all clients.
+
+    Example:
+        >>> from dovetail.federated.servers import fedavg
+        >>> server = fedavg.Server(
+        ...     total_clients=6, per_round=6, rounds=2, cross_silo=True, total_silos=3, local_rounds=2
+        ... )
+        >>> [sorted(record.reported) for record in server.run()]
+        [[1, 2, 3], [1, 2, 3]]
+    """
+
+    def __init__(self, silos: Silos, client: Client, model: nn.Module, datasource: Any) -> None:
+        self._silos, self._client, self._model, self._datasource = silos, client, model, datasource
+
+    def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
+        """Return what came of a silo's rounds, and what its edge server keeps.
+
+        Args:
+            task: What the server above asks, of the silo `task.client_id`.
+            state: What the edge server has kept.
+        """
+        server = self._server(task)
+        present = server.state_dict()
+        # Whoever is to judge does so after the rounds that have been, and begins none.
+        rounds = task.round if task.kind == "evaluate" else task.round - 1
+        done = rounds * self._silos.config.algorithm.local_rounds
+        server.load_state_dict(
+            {**present, **state, "round": done, "weights": {**present["weights"], **task.weights}, "records": []}
+        )
+        if task.kind != "train":
+            epochs = task.config.get("epochs")
+            found = server.evaluate_clients() if task.kind == "evaluate" else server.personalize(epochs=epochs)
+            names = sorted({name for each in found.metrics.values() for name in each})
+            metrics = {name: found.mean(name) for name in names}
+            answer = Update(
+                task.client_id,
+                task.round,
+                sum(found.num_samples.values()),
+                payload=_told(found.faults),
+                metrics=metrics,
+            )
+            if task.kind == "evaluate":
+                return answer, state
+            after = server.state_dict()
+            return answer, {name: after[name] for name in _KEPT}
+        records = server.run()
+        after = server.state_dict()
+        last = records[-1]
+        names_above = {"train_loss": "loss", "accuracy": "test_accuracy"}
+        metrics = {above: last.metrics[name] for name, above in names_above.items() if name in last.metrics}
+        if self._silos.config.server.simulate_wall_time:
+            metrics["simulated_seconds"] = server.clock.now
+        update = Update(
+            task.client_id,
+            task.round,
+            num_samples=sum(self._datasource.num_samples(client_id) for client_id in last.reported),
+            delta={name: after["weights"][name] - value for name, value in task.weights.items()},
+            payload=_told([fault for record in records for fault in record.faults]),
+            metrics=metrics,
+        )
+        return update, {name: after[name] for name in _KEPT}
+
+    def _server(self, task: Task) -> Server:
+        from dovetail.federated.servers.fedavg import Server
+
+        config, silo = self._silos.config, task.client_id
+        selection = copy.deepcopy(self._silos.selection)
+        if silo > 1:
+            # Or else all would ask the same places of their lists.
+            selection.seed = mix(selection.seed, "silo", silo)
+        rounds = task.round * config.algorithm.local_rounds
+        server = Server(
+            self._model,
+            self._datasource,
+            copy.deepcopy(self._silos.algorithm),
+            callbacks=(),
+            selection=selection,
+            config=replace(
+                config,
+                clients=replace(
+                    config.clients,
+                    per_round=len(_part(range(config.clients.per_round), silo, len(self._silos.ids))),
+                    outbound_processors=copy.deepcopy(config.clients.outbound_processors),
+                ),
+                server=replace(
+                    config.server,
+                    do_test=False,
+                    backend="sequential",
+                    min_clients=1,
+                    checkpoint_path=None,
+                    states_path=None,
+                    # Only the server above can stop an edge server that takes too long.
+                    timeout=config.server.timeout if config.server.simulate_wall_time else None,
+                ),
+                trainer=replace(config.trainer, rounds=rounds, target_accuracy=None, target_perplexity=None),
+                results=ResultsConfig(),
+                # Clients train for themselves once, when the server above says so.
+                algorithm=replace(
+                    config.algorithm, cross_silo=False, total_silos=2, local_rounds=1, personalization={}
+                ),
+            ),
+        )
+        server.members = _part(range(1, self._datasource.num_clients + 1), silo, len(self._silos.ids))
+        server.prepare(self._client)
+        return server
+
+
+def _told(faults: Sequence[Fault]) -> dict[str, Any]:
+    """What an edge server sends of its clients' faults; nothing where there are none."""
+    return {_FAULTS: [asdict(fault) for fault in faults]} if faults else {}
+
+
+def _of_client(plain: Mapping[str, Any], silo: int) -> Fault:
+    reason = f"{plain['reason']} (a client of edge server {silo})"
+    return Fault(int(plain["client_id"]), int(plain["round"]), plain["kind"], reason)
+
+
+def _part(items: range, number: int, total: int) -> range:
+    """Return one of `total` parts that differ by one item at most, the first ones being the larger."""
+    size, more = divmod(len(items), total)
+    first = (number - 1) * size + min(number - 1, more)
+    return items[first : first + size + (number <= more)]

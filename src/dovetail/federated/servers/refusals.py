@@ -1,0 +1,147 @@
+"""What a federation refuses before anybody trains: settings, algorithm and model that do not go together."""
+
+from __future__ import annotations
+
+import copy
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.data import as_loader, split_batch
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.federated.algorithms import Algorithm
+from dovetail.federated.backends import Backend
+from dovetail.federated.config import FederatedConfig
+from dovetail.federated.data.sources import Datasource
+from dovetail.federated.postprocess import Chain
+
+__all__ = ["check_algorithm", "check_epochs", "check_model", "check_settings", "idle_settings"]
+
+
+def check_settings(config: FederatedConfig, outbound: Chain) -> None:
+    """Refuse settings that cannot be meant together.
+
+    Raises:
+        ConfigError: With the setting, and why not.
+    """
+    server = config.server
+    if server.request_update:
+        raise ConfigError(
+            "request_update: a simulated client has no half-trained model to send; staleness_bound alone waits for it"
+        )
+    if config.results.record_clients_accuracy and not config.clients.do_test:
+        raise ConfigError("record_clients_accuracy: clients measure no accuracy unless do_test of clients is true")
+    if not server.synchronous and outbound.needs_cohort:
+        raise ConfigError("synchronous: masks cancel among the clients of one round, so every round must wait for all")
+    is_divided = config.algorithm.cross_silo
+    most = config.algorithm.total_silos if is_divided else config.clients.per_round
+    if server.min_clients > most:
+        raise ConfigError(
+            f"min_clients: expected at most {'total_silos' if is_divided else 'per_round'}, {most}, got "
+            f"{server.min_clients}: no round would ever count"
+        )
+    unknown = sorted(set(config.algorithm.personalization) - {"epochs"})
+    if unknown:
+        raise UnknownNameError("setting of personalization", unknown[0], ["epochs"])
+    check_epochs(config.algorithm.personalization.get("epochs"))
+
+
+def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
+    """Return the settings that differ from their defaults and have no effect beside the others, each with the reason.
+
+    Args:
+        config: The settings.
+        backend: The backend of the server, which may have been given as an object.
+
+    Example:
+        >>> from dovetail.federated.backends import Sequential
+        >>> idle_settings(FederatedConfig().with_settings(staleness_bound=3), Sequential())
+        {'server.staleness_bound': 'needs synchronous: false'}
+    """
+    server, clients = config.server, config.clients
+    is_simulated = server.simulate_wall_time or not server.synchronous
+    groups = {
+        "needs synchronous: false": (
+            server.synchronous,
+            ("server.minimum_clients_aggregated", "server.staleness_bound", "server.periodic_interval"),
+        ),
+        "needs simulate_wall_time: true": (
+            not is_simulated,
+            (
+                *("clients.speed_simulation", "clients.avg_training_time"),
+                *("server.downlink_bandwidth", "server.uplink_bandwidth"),
+            ),
+        ),
+        "needs speed_simulation: true": (not clients.speed_simulation, ("clients.simulation_distribution",)),
+        "needs do_test: true": (not clients.do_test, ("clients.test_interval",)),
+        "needs cross_silo: true": (
+            not config.algorithm.cross_silo,
+            ("algorithm.total_silos", "algorithm.local_rounds"),
+        ),
+        "the backend cannot stop a client; process can": (
+            not is_simulated and backend.name in ("sequential", "vectorized"),
+            ("server.timeout",),
+        ),
+        "give it to the backend, which is an object": (
+            not is_simulated and backend.timeout != server.timeout,
+            ("server.timeout",),
+        ),
+    }
+    default = FederatedConfig()
+    return {
+        name: reason
+        for reason, (is_idle, names) in groups.items()
+        for name in names
+        if is_idle and attrgetter(name)(config) != attrgetter(name)(default)
+    }
+
+
+def check_algorithm(algorithm: Algorithm, outbound: Chain) -> None:
+    """Refuse what an algorithm cannot work with.
+
+    Raises:
+        ConfigError: With the algorithm, and why not.
+    """
+    name = algorithm.title
+    if algorithm.needs_each_update and outbound.needs_cohort:
+        raise ConfigError(f"algorithm: {name} looks at every update, and masks let the server see their sum only")
+    if algorithm.needs_each_update and outbound.needs_plain_mean:
+        raise ConfigError(f"algorithm: {name} makes more of updates than their mean, which is all that noise protects")
+
+
+def check_epochs(epochs: int | None) -> None:
+    """Refuse to let clients train for themselves in no epoch.
+
+    Raises:
+        ConfigError: There is less than one.
+    """
+    if epochs is not None and epochs < 1:
+        raise ConfigError(f"personalization: expected at least 1 epoch, or None for those of a round, got {epochs!r}")
+
+
+def check_model(name: str, model: nn.Module, datasource: Datasource) -> None:
+    """Refuse a model of a configuration that does not take the data of it.
+
+    Args:
+        name: What the configuration calls the model.
+        model: It is not changed.
+        datasource: The data.
+
+    Raises:
+        ConfigError: With the shape of the data, and what the model says of it.
+    """
+    # A loader with a seed leaves all randomness as it is.
+    batch = next(iter(as_loader(datasource.train_data(1), batch_size=2, seed=0)), None)
+    inputs = split_batch(batch)[0]
+    if not isinstance(inputs, Tensor):
+        return
+    try:
+        with torch.inference_mode():
+            copy.deepcopy(model).eval()(inputs)
+    except (RuntimeError, TypeError, IndexError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"trainer.model_type: {name} does not take samples of shape {tuple(inputs.shape[1:])}, which the data "
+            f"are made of; give another one, or its parameters.model ({reason})"
+        ) from error
