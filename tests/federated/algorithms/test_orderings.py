@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from dovetail.data.models import logistic
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "algorithms.py"
 
 
 @pytest.fixture(scope="module")
