@@ -113,7 +113,7 @@ def train(options: argparse.Namespace, root: Path) -> None:
     ema.apply_to(trainer.model)
     trainer.save_model("runs/imagenet/model.safetensors")
     metrics = trainer.evaluate(validation)
-    if trainer.context.is_main:
+    if trainer.context.process.is_main:
         print(f"\n{__doc__}")
         print(f"result: top-1 {metrics['accuracy']:.1%}, top-5 {metrics['top5']:.1%} of {len(unseen)} images")
     assert options.data or metrics["accuracy"] > 0.7

@@ -17,7 +17,7 @@ def test_it_stops_after_so_many_values_without_an_improvement(scripted):
     trainer = scripted(EarlyStopping(patience=2)).script(3.0, 2.0, 2.5, 2.2, 1.0)
     trainer.fit(max_length=Epochs(5))
     assert trainer.context.progress.epoch == 4
-    assert trainer.context.stop_reason == "valid_loss has not improved 2 times in a row (best: 2 in epoch 2)"
+    assert trainer.context.run.stop_reason == "valid_loss has not improved 2 times in a row (best: 2 in epoch 2)"
 
 
 def test_an_improvement_starts_the_count_anew(scripted):
@@ -83,7 +83,7 @@ def test_the_window_has_its_known_answer(scripted):
     trainer = scripted(ImprovementWindow(num_epochs=3, improv=0.01)).script(*ACCURACIES, name="accuracy")
     trainer.fit(max_length=Epochs(8))
     assert trainer.context.progress.epoch == 6
-    assert trainer.context.stop_reason == "valid_accuracy has gained 0 over the last 3 values, 0.01 was wanted"
+    assert trainer.context.run.stop_reason == "valid_accuracy has gained 0 over the last 3 values, 0.01 was wanted"
 
 
 def test_the_gain_of_a_loss_is_its_decrease(scripted):
@@ -102,7 +102,7 @@ def test_stop_when_includes_the_threshold(scripted):
     trainer = scripted(StopWhen("valid_accuracy", 0.75)).script(0.5, 0.74, 0.75, 0.9, name="accuracy")
     trainer.fit(max_length=Epochs(4))
     assert trainer.context.progress.epoch == 3
-    assert trainer.context.stop_reason == "valid_accuracy is 0.75, 0.75 was wanted"
+    assert trainer.context.run.stop_reason == "valid_accuracy is 0.75, 0.75 was wanted"
 
 
 def test_stop_when_waits_for_a_small_loss(scripted):
@@ -130,7 +130,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(scripted, kind):
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     second.fit(max_length=Epochs(8))
     assert second.context.progress == straight.context.progress
-    assert second.context.stop_reason == straight.context.stop_reason
+    assert second.context.run.stop_reason == straight.context.run.stop_reason
     assert torch.equal(second.model[0].weight, straight.model[0].weight)
 
 
@@ -139,14 +139,16 @@ def test_a_run_that_had_stopped_trains_nothing_when_resumed(scripted, kind):
     make, values, name = STOPPERS[kind]
     states = []
     # Where the loop writes its last checkpoint.
-    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    keep = LambdaCallback(
+        on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
+    )
     first = scripted(make(), keep).script(*values, name=name)
     first.fit(max_length=Epochs(8))
     second = scripted(make()).script()
     second.load_state_dict(states[-1])
     second.fit(max_length=Epochs(8))
     assert second.context.progress == first.context.progress
-    assert second.context.stop_reason == first.context.stop_reason
+    assert second.context.run.stop_reason == first.context.run.stop_reason
 
 
 @pytest.mark.parametrize("kind", STOPPERS)
@@ -179,7 +181,7 @@ def test_the_window_of_a_new_run_is_empty(scripted):
 def test_a_run_resumed_from_the_validation_before_its_first_batch_keeps_what_it_saw(scripted):
     stopping = EarlyStopping()
     trainer = scripted(stopping).script(3.0)
-    trainer.context.validated_at = 0
+    trainer.context.run.validated_at = 0
     stopping.load_state_dict({"best": 2.0, "best_epoch": 0, "num_worse": 0, "weights": None})
     trainer.fit(max_length=Epochs(1))
     assert stopping.best == 2.0

@@ -152,7 +152,7 @@ def test_tied_weights_have_one_average(make):
 def test_the_average_of_half_precision_weights_is_kept_in_full(make):
     model = nn.Linear(3, 2).bfloat16()
     trainer = make(ema := EMA(), model=model)
-    x, y = trainer.context.data["train"]
+    x, y = trainer.context.run.data["train"]
     trainer.fit((x.bfloat16(), y), (x.bfloat16(), y), max_length=Epochs(1))
     assert {average.dtype for average in ema.state_dict()["averages"].values()} == {torch.float32}
     assert {value.dtype for value in ema.average_state_dict().values()} == {torch.bfloat16}

@@ -15,7 +15,7 @@ from dovetail.units import Batches, Epochs
 def by_hand(trainer, clip, num_epochs=2, accumulate=1):
     """A hand-written loop over the trainer's own model, optimizer and batches."""
     model, optimizer, sizes = trainer.model, trainer.optimizer, []
-    x, y = trainer.context.data["train"]
+    x, y = trainer.context.run.data["train"]
     for _ in range(num_epochs):
         for inputs, targets in zip(x.split(8 * accumulate), y.split(8 * accumulate), strict=True):
             optimizer.zero_grad()

@@ -81,7 +81,9 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(scripted, tmp_pat
     values = ({"loss": 4.0}, {"loss": 3.0}, {"loss": 2.0, "f1": 0.5}, {"loss": math.nan})
     scripted(kind(tmp_path / f"straight-{name}")).script(*values).fit(max_length=Epochs(4))
     states = []
-    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    keep = LambdaCallback(
+        on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
+    )
     # This run goes on after the checkpoint, and its further rows are lost.
     scripted(kind(tmp_path / name), keep).script(*values).fit(max_length=Epochs(3))
     resumed = scripted(kind(tmp_path / name)).script(*values[cut:])

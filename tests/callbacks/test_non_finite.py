@@ -45,7 +45,7 @@ def test_it_can_stop_in_good_order(make):
     )
     trainer.fit(max_length=Epochs(3))
     assert trainer.context.progress.batches == 3
-    assert trainer.context.stop_reason.startswith("the loss of batch 3 is nan")
+    assert trainer.context.run.stop_reason.startswith("the loss of batch 3 is nan")
     assert len(ended) == 1
 
 

@@ -229,7 +229,7 @@ class Seen(Callback):
 
     def on_step_end(self, context: Any, output: Any) -> None:
         self.batches += 1
-        if context.notes.num_samples:
+        if context.run.batch.num_samples:
             self.samples += context.state["inputs"]
 
 
@@ -318,7 +318,7 @@ def stop(folder: Path) -> Any:
         settings = {**SETTINGS, "batch_size": 2, "callbacks": [StopsAlone(hook)]}
         trainer = layer(Trainer(model(), "cpu", **settings))
         trainer.fit(data(48), max_length=Epochs(4))
-        found.append([trainer.context.stop_reason, trainer.context.progress.state_dict()])
+        found.append([trainer.context.run.stop_reason, trainer.context.progress.state_dict()])
     return found
 
 

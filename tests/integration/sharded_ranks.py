@@ -403,7 +403,7 @@ class LoadsInside(Callback):
 
     def on_train_start(self, context: Any) -> None:
         try:
-            context.trainer.load_checkpoint(self.path)
+            context.run.trainer.load_checkpoint(self.path)
         except CheckpointError as error:
             self.error = str(error)
 

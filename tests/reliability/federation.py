@@ -72,20 +72,20 @@ class Remembering(ModelUpdateStrategy):
     def on_train_start(self, context: Any) -> None:
         assert context.model is not None
         shape = next(context.model.parameters())
-        context.client_state.setdefault("remembering", {"rounds": 0, "drift": torch.zeros_like(shape)})
+        context.client.state.setdefault("remembering", {"rounds": 0, "drift": torch.zeros_like(shape)})
         self._start = shape.detach().clone()
 
     def on_gradients(self, optimizer: Any, context: Any) -> None:
         first = next(context.model.parameters())
-        first.grad.add_(0.1 * context.received["momentum"] - 0.1 * context.client_state["remembering"]["drift"])
+        first.grad.add_(0.1 * context.client.payload["momentum"] - 0.1 * context.client.state["remembering"]["drift"])
 
     def on_train_end(self, context: Any) -> None:
-        own = context.client_state["remembering"]
+        own = context.client.state["remembering"]
         own["rounds"] += 1
         own["drift"].add_(next(context.model.parameters()).detach() - self._start)
 
     def get_update_payload(self, context: Any) -> dict[str, Any]:
-        return {"drift": context.client_state["remembering"]["drift"]}
+        return {"drift": context.client.state["remembering"]["drift"]}
 
 
 class Everything(Algorithm):

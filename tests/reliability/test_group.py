@@ -106,7 +106,7 @@ class Killed(Callback):
 
     def on_step_end(self, context: Any, output: Any) -> None:
         """Leave without a word."""
-        here = (context.share.rank, context.progress.batches, os.environ["TORCHELASTIC_RESTART_COUNT"])
+        here = (context.process.share.rank, context.progress.batches, os.environ["TORCHELASTIC_RESTART_COUNT"])
         if here == (self.rank, self.batch, "0"):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -144,7 +144,7 @@ def test_without_restarts_the_caller_hears_which_process_was_killed(tmp_path: Pa
 
 
 def _terminate_second(context: Any, output: Any) -> None:
-    if context.share.rank == 1 and context.progress.batches == 5:
+    if context.process.share.rank == 1 and context.progress.batches == 5:
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -40,7 +40,9 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(make, tmp_path, 
     straight, cut_off, resumed = (FolderLogger(tmp_path / name, format) for name in ("straight", "cut", "cut"))
     make(Tracker(straight, histograms_every=2)).fit(max_length=Epochs(3))
     states = []
-    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    keep = LambdaCallback(
+        on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
+    )
     make(Tracker(cut_off, histograms_every=2), keep).fit(max_length=Epochs(3))
     trainer = make(Tracker(resumed, histograms_every=2))
     trainer.load_state_dict(states[cut - 1])

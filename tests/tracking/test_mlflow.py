@@ -104,7 +104,9 @@ def test_histograms_and_figures_are_artifacts(make_logger, tmp_path, figure):
 
 def test_a_resumed_run_is_the_same_run_with_nothing_twice(make, make_logger, runs):
     states = []
-    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    keep = LambdaCallback(
+        on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
+    )
     history = make(Tracker(make_logger()), keep).fit(max_length=Epochs(2))
     trainer = make(Tracker(make_logger(), hyperparameters={"new": 1}))
     trainer.load_state_dict(states[0])

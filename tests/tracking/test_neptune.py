@@ -100,7 +100,9 @@ def test_numbers_that_neptune_refuses_are_left_out(read):
 
 def test_a_resumed_run_goes_on_where_it_was(read, make):
     states = []
-    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    keep = LambdaCallback(
+        on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
+    )
     make(Tracker(NeptuneLogger(mode="offline")), keep).fit(max_length=Epochs(1))
     trainer = make(Tracker(NeptuneLogger(mode="offline")))
     trainer.load_state_dict(states[0])

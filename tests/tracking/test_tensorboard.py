@@ -83,7 +83,9 @@ def test_a_figure_is_an_image(tmp_path, figure):
 
 def test_a_resumed_run_shows_nothing_twice(make, tmp_path):
     states, logger = [], TensorBoardLogger(tmp_path)
-    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    keep = LambdaCallback(
+        on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
+    )
     history = make(Tracker(logger), keep).fit(max_length=Epochs(3))
     resumed = TensorBoardLogger(tmp_path)
     trainer = make(Tracker(resumed))

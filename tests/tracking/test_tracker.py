@@ -200,7 +200,9 @@ def test_a_further_fit_goes_on_in_the_same_run(make, memory):
 
 def test_a_resumed_run_is_the_same_run(make, memory):
     states, before, after = [], memory(), memory()
-    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    keep = LambdaCallback(
+        on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
+    )
     make(Tracker(before), keep).fit(max_length=Epochs(2))
     resumed = make(Tracker(after))
     resumed.load_state_dict(states[0])

@@ -125,13 +125,15 @@ def test_histograms_and_figures_are_shown(make_logger, read, figure):
 
 def test_a_resumed_run_has_the_same_id(make, make_logger, read):
     states = []
-    keep = LambdaCallback(on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.trainer.state_dict())))
+    keep = LambdaCallback(
+        on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
+    )
     make(Tracker(make_logger()), keep).fit(max_length=Epochs(1))
     trainer = make(Tracker(make_logger()))
     trainer.load_state_dict(states[0])
     trainer.fit(max_length=Epochs(2))
     runs = read()
-    assert {run.run.run_id for run in runs} == {trainer.context.run_id}
+    assert {run.run.run_id for run in runs} == {trainer.context.run.id}
     assert [step for run in runs for step, _ in run.series("train_loss")] == [5, 10]
 
 

@@ -154,20 +154,20 @@ def test_checkpoints_follow_assignments_between_runs(problem: Problem, tmp_path:
 def test_values_of_two_metrics_are_not_compared_for_the_best(problem: Problem, tmp_path: Path, resumes: bool) -> None:
     trainer = make(problem, checkpoint_dir=tmp_path, best_metric="valid_accuracy")
     trainer.fit(max_length=Epochs(1))
-    assert trainer.context.saver.best == trainer.best_acc
+    assert trainer.context.run.saver.best == trainer.best_acc
     if resumes:
         trainer = make(problem, checkpoint_dir=tmp_path)
     trainer.best_metric, trainer.best_mode = "valid_loss", "max"
     trainer.fit(max_length=Epochs(3), resume="auto" if resumes else None)
-    assert trainer.context.saver.best == max(trainer.val_loss_history[1:])
+    assert trainer.context.run.saver.best == max(trainer.val_loss_history[1:])
 
 
 def test_the_best_so_far_is_kept_when_something_else_is_assigned(problem: Problem, tmp_path: Path) -> None:
     trainer = make(problem, checkpoint_dir=tmp_path)
     trainer.fit(max_length=Epochs(1))
-    best = trainer.context.saver.best
+    best = trainer.context.run.saver.best
     trainer.keep_last = 1
-    assert trainer.context.saver.best == best is not None
+    assert trainer.context.run.saver.best == best is not None
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -177,7 +177,7 @@ def test_a_plateau_sees_the_validation(problem: Problem) -> None:
     class Observed(ReduceLROnPlateauSchedulerStrategy):
         def step(self, scheduler: Any, context: TrainingContext) -> None:
             super().step(scheduler, context)
-            seen.append(context.validation["valid_loss"])
+            seen.append(context.run.validation["valid_loss"])
             assert scheduler.best == min(seen)
 
     seen: list[float] = []
@@ -770,7 +770,7 @@ def test_a_loss_that_the_configuration_names_decides_whether_there_is_an_accurac
     found = []
     for loss, labels in (("MSELoss", targets), ("CrossEntropyLoss", problem.y), ("MSELoss", targets)):
         data = (problem.x, labels)
-        trainer.context.data["valid"] = data
+        trainer.context.run.data["valid"] = data
         trainer.train_model({"epochs": 1, "loss_criterion": loss}, data)
         found.append("valid_accuracy" in trainer.history.get_metric_names())
     assert found == [False, True, False]

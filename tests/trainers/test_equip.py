@@ -164,7 +164,7 @@ def test_what_cannot_be_meant_is_refused_and_nothing_changes(strategies: dict[st
 def test_a_trainer_that_runs_or_is_closed_cannot_be_equipped() -> None:
     class Equipping(ModelUpdateStrategy):
         def on_train_start(self, context: Any) -> None:
-            context.trainer.equip(loss=Squared())
+            context.run.trainer.equip(loss=Squared())
 
     trainer = _trainer(model_update_strategy=Equipping())
     with pytest.raises(ConfigError, match="a trainer that runs keeps its strategies"):
@@ -176,10 +176,10 @@ def test_a_trainer_that_runs_or_is_closed_cannot_be_equipped() -> None:
 
 def test_what_a_client_keeps_is_in_its_trainers_checkpoints(tmp_path: Path) -> None:
     trainer = _trainer()
-    trainer.context.client_state = {"drift": {"w": torch.ones(2)}, "rounds": 3}
+    trainer.context.client.state = {"drift": {"w": torch.ones(2)}, "rounds": 3}
     trainer.fit(DATA)
     trainer.save_checkpoint(tmp_path / "checkpoint")
     other = _trainer()
     other.load_checkpoint(tmp_path / "checkpoint")
-    assert other.context.client_state["rounds"] == 3
-    assert torch.equal(other.context.client_state["drift"]["w"], torch.ones(2))
+    assert other.context.client.state["rounds"] == 3
+    assert torch.equal(other.context.client.state["drift"]["w"], torch.ones(2))

@@ -423,7 +423,7 @@ def test_a_decorated_trainer_is_tried_through_its_layers(problem: Problem) -> No
 def test_data_lent_to_a_dry_run_is_not_kept(problem: Problem) -> None:
     trainer = trainer_of(problem, train_dataset=None, val_dataset=None)
     trainer.fit(problem.batches, problem.batches, dry_run=True)
-    assert trainer.context.data == {"train": None, "valid": None, "test": None}
+    assert trainer.context.run.data == {"train": None, "valid": None, "test": None}
 
 
 def test_the_history_is_that_of_one_window_and_one_validation_batch(problem: Problem) -> None:
@@ -453,7 +453,7 @@ def test_one_validation_batch_and_a_checkpoint_elsewhere(
             return super().test_step(batch)
 
         def state_dict(self) -> dict[str, Any]:
-            folders.append(self.context.saver and self.context.saver.directory)
+            folders.append(self.context.run.saver and self.context.run.saver.directory)
             return super().state_dict()
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -95,7 +95,7 @@ def test_workers_compute_as_the_caller_does_with_their_share_of_the_cores(
 
 def test_an_error_of_a_worker_arrives_with_its_own_traceback(problem: Problem, data: Any) -> None:
     def fails_in_the_second(trainer: Any, batch: Any) -> Any:
-        if trainer.context.share.rank == 1:
+        if trainer.context.process.share.rank == 1:
             raise LookupError("a worker has lost its way")
         return {"loss": trainer.model(batch[0]).sum()}
 

@@ -272,7 +272,7 @@ def test_an_optimizer_that_asked_early_steps_when_the_window_closes(problem: Pro
         x, y = batch
         loss = nn.functional.cross_entropy(trainer.model(x), y)
         trainer.context.backward(loss)
-        if trainer.context.window.opens:
+        if trainer.context.run.window.opens:
             trainer.context.step()
         return {"loss": loss}
 
@@ -374,7 +374,7 @@ def test_a_stop_waits_for_the_running_update(problem: Problem) -> None:
     trainer = quiet(problem.model(), accumulation_steps=4, callbacks=[StopAt])
     trainer.fit(problem.batches, max_length=Epochs(9))
     assert trainer.context.progress.batches == 8
-    assert trainer.context.stop_reason == "six is enough"
+    assert trainer.context.run.stop_reason == "six is enough"
 
 
 def test_a_stop_at_the_last_batch_still_ends_the_epoch(problem: Problem) -> None:
@@ -505,7 +505,7 @@ def test_evaluate_and_predict_leave_counters_modes_logs_and_randomness(problem: 
     assert trainer.history.rows == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
     assert [module.training for module in trainer.model] == [True, True, False, True]
-    assert trainer.context.trainer is None
+    assert trainer.context.run.trainer is None
 
 
 def test_evaluation_is_weighted_by_samples(problem: Problem) -> None:
@@ -553,8 +553,8 @@ def test_predictions_come_in_order_and_joined(problem: Problem) -> None:
 def test_evaluating_inside_a_callback_does_not_disturb_training(problem: Problem) -> None:
     class Look(Callback):
         def on_epoch_end(self, context: TrainingContext, metrics: Any) -> None:
-            assert context.trainer is not None
-            context.trainer.evaluate(problem.batches[:1])
+            assert context.run.trainer is not None
+            context.run.trainer.evaluate(problem.batches[:1])
 
     with_look, without = problem.model(dropout=0.5), problem.model(dropout=0.5)
     for model, callbacks in ((with_look, [Look]), (without, [])):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.errors import ConfigError
+from dovetail.federated.algorithms import OwnPhaseStrategy
 from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies import (
     CompositeUpdateStrategy,
     ModelUpdateStrategy,
-    OwnPhaseStrategy,
     SGDOptimizerStrategy,
     StateTrackingUpdateStrategy,
     StepLRSchedulerStrategy,
@@ -37,7 +37,7 @@ class Parts(ModelUpdateStrategy):
         return (*self.parts, Phase(epochs, "rest"))
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        self.heard.append((context.progress.epoch, phase.name, context.is_personal))
+        self.heard.append((context.progress.epoch, phase.name, context.run.is_personal))
 
 
 def trained(strategy: Any, **options: Any) -> ComposableTrainer:
@@ -123,17 +123,15 @@ def test_a_run_in_phases_is_not_compiled_as_one_step() -> None:
         trainer.fit(DATA)
 
 
-def test_phases_are_found_by_the_running_epoch() -> None:
-    context = TrainingContext()
-    context.phases = (Phase(2, "a"), Phase(1, "b"))
-    found = []
-    for context.progress.epoch in range(4):
-        found.append((context.phase.name, context.phase_begins))
+def test_phases_are_found_by_the_epoch() -> None:
+    run = TrainingContext().run
+    run.phases = (Phase(2, "a"), Phase(1, "b"))
+    found = [(run.phase_at(epoch).name, run.starts_phase(epoch)) for epoch in range(4)]
     assert found == [("a", True), ("a", False), ("b", True), ("b", False)]
 
 
 def test_personally_is_only_for_a_while() -> None:
     context = TrainingContext()
-    with context.personally():
-        assert context.is_personal
-    assert not context.is_personal
+    with context.run.personally():
+        assert context.run.is_personal
+    assert not context.run.is_personal

@@ -220,7 +220,7 @@ class Callbacks:
 
 def is_new_run(context: TrainingContext) -> bool:
     """Whether the run that starts has seen nothing yet: all that a callback remembers is of another one."""
-    return context.progress.batches == 0 and context.validated_at < 0
+    return context.progress.batches == 0 and context.run.validated_at < 0
 
 
 # What Lightning, Keras and Transformers call these moments.

@@ -80,7 +80,7 @@ class EarlyStopping(_Stopper):
         >>> for loss in (3.0, 2.0, 2.5, 2.2):
         ...     context.progress.epoch += 1
         ...     stopping.on_validation_end(context, {"valid_loss": loss})
-        >>> context.stop_reason
+        >>> context.run.stop_reason
         'valid_loss has not improved 2 times in a row (best: 2 in epoch 2)'
     """
 
@@ -169,7 +169,7 @@ class StopWhen(_Stopper):
         >>> from dovetail.trainers.context import TrainingContext
         >>> context = TrainingContext()
         >>> StopWhen("valid_accuracy", 0.9).on_validation_end(context, {"valid_accuracy": 0.95})
-        >>> context.stop_reason
+        >>> context.run.stop_reason
         'valid_accuracy is 0.95, 0.9 was wanted'
     """
 
@@ -215,9 +215,9 @@ class ImprovementWindow(_Stopper):
         >>> from dovetail.trainers.context import TrainingContext
         >>> window, context = ImprovementWindow(num_epochs=3, improv=0.01), TrainingContext()
         >>> for accuracy in (0.1, 0.2, 0.3, 0.3, 0.3, 0.3):
-        ...     assert context.stop_reason is None
+        ...     assert context.run.stop_reason is None
         ...     window.on_validation_end(context, {"valid_accuracy": accuracy})
-        >>> context.stop_reason
+        >>> context.run.stop_reason
         'valid_accuracy has gained 0 over the last 3 values, 0.01 was wanted'
     """
 

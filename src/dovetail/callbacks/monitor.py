@@ -39,7 +39,7 @@ class Monitor(Callback, ABC):
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Refuse a metric of validation where nothing is ever validated."""
-        if self._of_validation and context.plan is not None and context.plan.validate is None:
+        if self._of_validation and context.run.plan is not None and context.run.plan.validate is None:
             raise ConfigError(
                 f"{type(self).__name__} monitors {self.monitor!r}, but this run validates nothing: "
                 "pass validation data, or monitor a metric of training such as 'train_loss'"
@@ -54,7 +54,7 @@ class Monitor(Callback, ABC):
         """Look at any other metric."""
         if not self._of_validation:
             self.observe(context, self._pick(metrics))
-        elif context.validated_at == context.progress.batches:
+        elif context.run.validated_at == context.progress.batches:
             # A validation pass that measured nothing has no on_validation_end.
             self._pick(metrics)
 

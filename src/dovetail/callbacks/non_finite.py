@@ -31,7 +31,7 @@ class NonFiniteLoss(Callback):
         >>> context = TrainingContext()
         >>> context.progress.batch = context.progress.batches = 3
         >>> NonFiniteLoss("stop").on_report(context, Report({}, [0.5, float("nan"), 0.5], first_batch=0))
-        >>> context.stop_reason.partition(":")[0]
+        >>> context.run.stop_reason.partition(":")[0]
         'the loss of batch 2 is nan (batch 2 of epoch 1)'
     """
 

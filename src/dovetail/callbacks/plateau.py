@@ -42,7 +42,7 @@ class ReduceOnPlateau(Monitor):
         >>> plateau.on_train_start(context)
         >>> for loss in (2.0, 2.0):
         ...     plateau.on_validation_end(context, {"valid_loss": loss})
-        >>> context.optimizer.param_groups[0]["lr"]
+        >>> context.optimizers[0].param_groups[0]["lr"]
         0.05
     """
 

@@ -132,8 +132,8 @@ class ProgressDisplay(Callback):
             self._print_partial(context)
         elif self._validation:
             self._print_line(context, {})
-        if context.stop_reason is not None:
-            self._surface.print(Text.assemble(("stopped: ", "bold yellow"), context.stop_reason))
+        if context.run.stop_reason is not None:
+            self._surface.print(Text.assemble(("stopped: ", "bold yellow"), context.run.stop_reason))
         self._close()
 
     def _close(self) -> None:
@@ -144,14 +144,14 @@ class ProgressDisplay(Callback):
 
     def _begin_epoch(self, context: TrainingContext) -> None:
         self._clear_epoch()
-        trainer, has_data = context.trainer, context.data.get("train") is not None
+        trainer, has_data = context.run.trainer, context.run.data.get("train") is not None
         self._total = trainer.num_batches("train") if trainer is not None and has_data else None
         self._first_batch = context.progress.batch
         number, last = context.progress.epoch + 1, self._last_epoch(context)
         self._label = f"epoch {number}" if last is None else f"epoch {number:>{len(str(last))}}/{last}"
 
     def _last_epoch(self, context: TrainingContext) -> int | None:
-        length = context.plan.max_length if context.plan is not None else None
+        length = context.run.plan.max_length if context.run.plan is not None else None
         if isinstance(length, Epochs):
             return length.length
         if isinstance(length, Batches) and self._total:
@@ -197,8 +197,8 @@ class ProgressDisplay(Callback):
 
     def _speed(self, context: TrainingContext, now: float) -> list[Text]:
         shown = []
-        if context.optimizer is not None:
-            shown.append(_pair("lr", f"{float(context.optimizer.param_groups[0]['lr']):.2g}"))
+        if context.optimizers:
+            shown.append(_pair("lr", f"{float(context.optimizers[0].param_groups[0]['lr']):.2g}"))
         seconds, batches = now - self._training_began, context.progress.batch - self._first_batch
         if batches and seconds > 0:
             rate = batches / seconds
@@ -211,9 +211,9 @@ class ProgressDisplay(Callback):
 
     def _done(self, context: TrainingContext) -> float | None:
         """The share of the planned training that is done, or None where that is not known."""
-        if context.plan is None:
+        if context.run.plan is None:
             return None
-        length, progress = context.plan.max_length, context.progress
+        length, progress = context.run.plan.max_length, context.progress
         done: float = length.count(progress)
         if isinstance(length, Epochs):
             if not self._total:

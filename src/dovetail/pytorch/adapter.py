@@ -128,7 +128,7 @@ class TrialTrainer(CoreTrainer):
 
     def loader(self, stage: Stage) -> Any:
         """Return the batches of a stage: those that were given, or those that the trial builds."""
-        data, build = self.context.data, _BUILDERS.get(stage)
+        data, build = self.context.run.data, _BUILDERS.get(stage)
         if data.get(stage) is None and build is not None and defines(self.trial, build):
             data[stage] = getattr(self.trial, build)()
         source = data.get(stage)
@@ -145,10 +145,10 @@ class TrialTrainer(CoreTrainer):
         if self.trial_context.directory is None:
             filled["checkpoint_period"] = Batches(0)
         plan = super().plan(max_length=wishes.get("max_length"), **filled)
-        if context.saver is not None:
-            context.saver.keep_best = ours.policy == "best"
-            context.saver.after_validation = ours.policy == "all"
-        can_validate = context.data.get("valid") is not None or defines(self.trial, "build_validation_data_loader")
+        if context.run.saver is not None:
+            context.run.saver.keep_best = ours.policy == "best"
+            context.run.saver.after_validation = ours.policy == "all"
+        can_validate = context.run.data.get("valid") is not None or defines(self.trial, "build_validation_data_loader")
         evaluates = defines(self.trial, "evaluate_batch", "evaluate_full_dataset")
         if can_validate and not evaluates:
             raise ConfigError(
@@ -171,7 +171,7 @@ class TrialTrainer(CoreTrainer):
             batches, name = self._origin()
             for callback in self.trial_callbacks.values():
                 callback.on_trial_startup(batches, name)
-            if trial_context.directory is not None and context.is_main:
+            if trial_context.directory is not None and context.process.is_main:
                 self._reports = TrainContext(trial_context.directory, is_chief=True)
             self._profilers = self._wanted_profilers()
             context.callbacks.add(*self._profilers)
@@ -248,7 +248,7 @@ class TrialTrainer(CoreTrainer):
             for callback in callbacks:
                 callback.on_training_epoch_start(epoch)
         means = super().train_epoch()
-        if not context.interrupted:
+        if not context.run.interrupted:
             for bound in context.schedulers:
                 if bound.interval == "epoch":
                     bound.advance(1, None)
@@ -306,7 +306,7 @@ class TrialTrainer(CoreTrainer):
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Let the trial train on a batch."""
         progress = self.context.progress
-        if self.context.notes.is_idle:
+        if self.context.run.batch.is_idle:
             with self.trial_context.reducers.set_aside():
                 output = self.trial.train_batch(batch, progress.epoch, progress.batches)
         else:
@@ -330,7 +330,7 @@ class TrialTrainer(CoreTrainer):
         """Sum gradients where the trial wants sums, and clip as it said when it stepped."""
         super().clip_gradients(optimizer)
         context = self.trial_context
-        window = self.context.window
+        window = self.context.run.window
         if window.num_batches > 1 and any(it is optimizer for it in context.summed):
             for parameter in _parameters(optimizer):
                 if parameter.grad is not None:
@@ -380,16 +380,16 @@ class TrialTrainer(CoreTrainer):
 
     def _evaluate_all(self) -> dict[str, Any]:
         """Let one process evaluate all data, and tell the others."""
-        trainer = cast(AnyTrainer, self.context.trainer)
+        trainer = cast(AnyTrainer, self.context.run.trainer)
         metrics: dict[str, Any] = {}
-        if self.context.is_main:
+        if self.context.process.is_main:
             with loop.looking(trainer, "valid"):
                 metrics = dict(self.trial.evaluate_full_dataset(self.loader("valid")))
         return cast("dict[str, Any]", self._exchange(metrics)[0])
 
     def _exchange(self, value: Any) -> list[Any]:
         """Return everyone's value, in the order of the ranks."""
-        return cast(AnyTrainer, self.context.trainer).gather([value])
+        return cast(AnyTrainer, self.context.run.trainer).gather([value])
 
     def _report(self, group: str, metrics: Mapping[str, Any]) -> None:
         """Write metrics down, in the first process."""
@@ -405,13 +405,13 @@ class TrialTrainer(CoreTrainer):
 
     def _report_progress(self) -> None:
         """Write down how much of the training is done, in the first process."""
-        context, plan = self.context, self.context.plan
+        context, plan = self.context, self.context.run.plan
         if self._reports is None or plan is None:
             return
         done: float = plan.max_length.count(context.progress)
         if isinstance(plan.max_length, Epochs):
             # An epoch counts when it is over; most of them are reported inside.
-            done += context.progress.batch / (cast(AnyTrainer, context.trainer).num_batches("train") or math.inf)
+            done += context.progress.batch / (cast(AnyTrainer, context.run.trainer).num_batches("train") or math.inf)
         self._reports.report_progress(min(done / max(plan.max_length.length, 1), 1.0))
 
     def _check_searched(self, metrics: Mapping[str, Any]) -> None:
@@ -424,7 +424,7 @@ class TrialTrainer(CoreTrainer):
                     f"searcher.metric: the validation has no number called {name!r} (it has: {', '.join(metrics)})"
                 )
             return
-        saver = self.context.saver
+        saver = self.context.run.saver
         if saver is not None and saver.keep_best and not {"loss", "accuracy"} & metrics.keys():
             saver.keep_best = False
             warnings.warn(
@@ -436,7 +436,7 @@ class TrialTrainer(CoreTrainer):
 
     def _origin(self) -> tuple[int, str | None]:
         """Return how many batches were trained before this run, and the checkpoint that it goes on from."""
-        source, saver = self.wishes.source, self.context.saver
+        source, saver = self.wishes.source, self.context.run.saver
         if source is not None and str(source) == "auto":
             source = store.latest(saver.directory) if saver is not None and saver.directory.is_dir() else None
         if source is None:
@@ -483,7 +483,7 @@ class _Workload(Callback):
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Begin, and tell the trial."""
-        plan = context.plan
+        plan = context.run.plan
         assert plan is not None
         units = [unit for unit in (self._trainer.wishes.reporting, plan.validate, plan.save) if unit is not None]
         self._with_epoch = [unit for unit in units if isinstance(unit, Epochs)]
@@ -495,13 +495,13 @@ class _Workload(Callback):
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
         """Take in a batch, and report where a period ends."""
-        self._meter.add(output, context.notes.num_samples)
-        if self._trainer.trial_callbacks and context.notes.num_samples:
+        self._meter.add(output, context.run.batch.num_samples)
+        if self._trainer.trial_callbacks and context.run.batch.num_samples:
             self._batches.append({name: _detached(value) for name, value in output.items() if _is_number(value)})
-        plan, now = context.plan, context.progress
+        plan, now = context.run.plan, context.progress
         assert plan is not None
         if (
-            context.stop_reason is not None
+            context.run.stop_reason is not None
             or plan.max_length.reached(now)
             or any(unit.due(self._before, now) for unit in self._inside)
         ):
@@ -530,11 +530,11 @@ class _Workload(Callback):
 
     def end_epoch(self, context: TrainingContext) -> None:
         """Report where a period ends with the epoch that is just over."""
-        plan = context.plan
+        plan = context.run.plan
         assert plan is not None
         now = context.progress.copy()
         now.epoch += 1
-        is_over = context.stop_reason is not None or plan.max_length.reached(now)
+        is_over = context.run.stop_reason is not None or plan.max_length.reached(now)
         if is_over or any(unit.due(self._before, now) for unit in self._with_epoch):
             self._end(context)
             self._before = now
@@ -551,7 +551,7 @@ class _Workload(Callback):
             # The last report was about this very batch.
             return
         # Every process comes here at the same batch, whatever its callbacks are.
-        averages: dict[str, Any] = dict(cast(AnyTrainer, context.trainer).reduce(self._meter).compute())
+        averages: dict[str, Any] = dict(cast(AnyTrainer, context.run.trainer).reduce(self._meter).compute())
         averages |= trainer.trial_context.reducers.reduce("train", trainer._exchange)
         trainer._report("training", averages)
         trainer._report_progress()

@@ -380,8 +380,9 @@ class PyTorchTrialContext:
 
     def is_epoch_end(self) -> bool:
         """Whether the running batch is the last of its epoch, where the data has a length."""
-        run = self._run("is_epoch_end")
-        return run.trainer is not None and run.progress.batch + 1 == run.trainer.num_batches("train")
+        context = self._run("is_epoch_end")
+        trainer = context.run.trainer
+        return trainer is not None and context.progress.batch + 1 == trainer.num_batches("train")
 
     def current_train_epoch(self) -> int:
         """The running epoch, from 0."""
@@ -406,8 +407,8 @@ class PyTorchTrialContext:
 
     def get_stop_requested(self) -> bool:
         """Whether training is asked to end."""
-        run = self._run("get_stop_requested")
-        return run.stop_reason is not None or run.wish is not None
+        run = self._run("get_stop_requested").run
+        return run.stop_reason is not None or run.stop_request is not None
 
     # ------------------------------------------------------------------ settings
 

@@ -86,7 +86,7 @@ class Contract:
     def test_trains_two_epochs(self) -> None:
         """Two epochs inside a trainer end, with numbers that are finite."""
         trainer = self._trained(self.make())
-        planned = max(EPOCHS, sum(phase.epochs for phase in trainer.context.phases))
+        planned = max(EPOCHS, sum(phase.epochs for phase in trainer.context.run.phases))
         assert trainer.context.progress.epoch == planned, f"training ended after {trainer.context.progress}"
         assert all(map(math.isfinite, trainer.history.losses)), f"a loss is not finite: {trainer.history.losses}"
         assert all(value.isfinite().all() for value in trainer.model.state_dict().values()), "a weight is not finite"

@@ -200,7 +200,7 @@ class TrainingStepStrategyContract(StrategyContract):
         """Inside a window of the trainer's the step defers the optimizer."""
         strategy, context = self.make(), self._context(self.make_model())
         strategy.setup(context)
-        size = context.window.size
+        size = context.run.window.size
         strategy.teardown(context)
         # One that accumulates itself refuses a second window.
         size = 3 if size == 1 else size
@@ -398,7 +398,7 @@ class _Gradients(Callback):
             return
         self.seen += 1
         batches, self._batches = self._batches, []
-        trainer, model = context.trainer, copy.deepcopy(context.model)
+        trainer, model = context.run.trainer, copy.deepcopy(context.model)
         assert isinstance(trainer, ComposableTrainer)
         assert model is not None
         model.zero_grad()
@@ -455,8 +455,8 @@ class _Walk:
             self.optimizer.step()
             progress.updates, progress.batches, progress.epoch = [progress.updates + 1] * 3
             context.state["last_loss"] = torch.tensor(1.0)
-            context.validation = {"valid_loss": 1.0, "valid_accuracy": 0.5}
-            context.validated_at = progress.batches
+            context.run.validation = {"valid_loss": 1.0, "valid_accuracy": 0.5}
+            context.run.validated_at = progress.batches
             if self.scheduler is not None:
                 self.strategy.step(self.scheduler, context)
             self.strategy.on_epoch_end(context)

@@ -41,7 +41,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
 
 def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
     """Return what a run is made of: the options that were given, the configuration, and the pieces in use."""
-    trainer, model = context.trainer, context.model
+    trainer, model = context.run.trainer, context.model
     options, given = getattr(trainer, "options", None), getattr(trainer, "given", ())
     settings: dict[str, Any] = {name: getattr(options, name) for name in sorted(given)}
     settings.update(context.config)
@@ -52,8 +52,8 @@ def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
         # The rate that a run starts with: a schedule has moved that of the groups already.
         used = {name: value for name, value in optimizer.defaults.items() if value is not None and value is not False}
         settings[f"optimizer{place or ''}"] = {"": type(optimizer).__name__, **used}
-    if context.plan is not None:
-        settings["max_length"] = repr(context.plan.max_length)
+    if context.run.plan is not None:
+        settings["max_length"] = repr(context.run.plan.max_length)
     return flatten(settings)
 
 

@@ -104,7 +104,7 @@ class Tracker(Callback):
                 stacklevel=2,
             )
         hyperparameters = {**hyperparameters_of(context), **flatten(self.hyperparameters)}
-        run = Run(context.run_id, context.progress.batches, hyperparameters)
+        run = Run(context.run.id, context.progress.batches, hyperparameters)
         self._close("failed")
         self._progress = context.progress
         self._writing = list(self.loggers)

@@ -121,7 +121,7 @@ class OptionAttributes:
             UnknownNameError: There is no such option.
         """
         context = self.context
-        if context.trainer is not None and name not in _LIVE_OPTIONS:
+        if context.run.trainer is not None and name not in _LIVE_OPTIONS:
             raise ConfigError(f"{name}: the trainer is running; assign this option before or after a run")
         options = TrainerOptions.from_keywords({**_values(self.options), name: value}, ())
         if name in _RATES:
@@ -137,12 +137,12 @@ class OptionAttributes:
         context = self.context
         self._check_concurrency(options)
         done = context.progress.batch
-        if name in _ORDER_OPTIONS and done and context.trainer is None:
+        if name in _ORDER_OPTIONS and done and context.run.trainer is None:
             raise ConfigError(
                 f"{name}: the trainer has read {counted(done, 'batch', 'batches')} of an epoch, whose rest would have "
                 "another order; assign this option at the end of an epoch"
             )
-        if name == "accumulation_steps" and context.window.size != self.options.accumulation_steps:
+        if name == "accumulation_steps" and context.run.window.size != self.options.accumulation_steps:
             raise ConfigError(f"{name}: {self.strategies.training_step!r} decides this; give one or the other")
         if name == "device_id":
             device = as_device(None, options.device_id)
@@ -162,16 +162,16 @@ class OptionAttributes:
             self.forget_loaders()
         if name in _SAVER_OPTIONS:
             saves = options.save_best or options.save_every != 0
-            context.saver = context.saver.renewed(options) if context.saver is not None and saves else None
+            context.run.saver = context.run.saver.renewed(options) if context.run.saver is not None and saves else None
             context.history.detach()
         if name in CALLBACK_OPTIONS or name == "log_bar":
             self._renew_callbacks("verbose" if name == "log_bar" else name)
         if name in _DATA_STAGES:
-            context.data[_DATA_STAGES[name]] = value
+            context.run.data[_DATA_STAGES[name]] = value
         elif name == "seed":
             context.state["order_seed"] = torch.initial_seed() % 2**63 if value is None else value
         elif name == "loss_function":
-            self._wanted_criterion, self.criterion, context.loss_is_default = value, None, False
+            self._wanted_criterion, self.criterion, context.run.loss_is_default = value, None, False
         elif name == "optim_function":
             self._wanted_optimizer = value
             context.optimizers.clear()
@@ -182,7 +182,7 @@ class OptionAttributes:
             context.schedulers.clear()
             self._has_schedulers = False
         elif name == "accumulation_steps":
-            context.window = Window(value)
+            context.run.window = Window(value)
         elif name == "device_id":
             context.device = as_device(None, value)
         elif name == "memory_format":
@@ -332,7 +332,7 @@ class OptionAttributes:
     @property
     def train_dataset(self) -> Any:
         """The training data."""
-        return self.context.data.get("train")
+        return self.context.run.data.get("train")
 
     @train_dataset.setter
     def train_dataset(self, data: Any) -> None:
@@ -341,7 +341,7 @@ class OptionAttributes:
     @property
     def val_dataset(self) -> Any:
         """The validation data."""
-        return self.context.data.get("valid")
+        return self.context.run.data.get("valid")
 
     @val_dataset.setter
     def val_dataset(self, data: Any) -> None:
@@ -350,7 +350,7 @@ class OptionAttributes:
     @property
     def test_dataset(self) -> Any:
         """The test data."""
-        return self.context.data.get("test")
+        return self.context.run.data.get("test")
 
     @test_dataset.setter
     def test_dataset(self, data: Any) -> None:
@@ -395,8 +395,8 @@ class _BackgroundErrors(Callback):
     """Raises the error of a checkpoint that could not be written, at the next step."""
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        if context.saver is not None and context.saver.writer is not None:
-            context.saver.writer.check()
+        if context.run.saver is not None and context.run.saver.writer is not None:
+            context.run.saver.writer.check()
 
 
 def warn_of_near_names(names: Iterable[str]) -> None:

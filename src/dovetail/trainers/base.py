@@ -119,7 +119,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def after_step(self, output: Mapping[str, Any]) -> None:
-        """End a batch, whether or not it made an update (`context.updated`)."""
+        """End a batch, whether or not it made an update (`context.run.updated`)."""
 
     # Entry points run the loop on *this* layer: never overridden, never delegated.
 
@@ -253,7 +253,7 @@ class Trainer(ABC):
 
     def _spoken_to(self) -> Trainer:
         """The layer that runs; else the one that the caller spoke to when a layer below it answers; else this one."""
-        return self.context.trainer or self.context.addressed or self
+        return self.context.run.trainer or self.context.run.addressed or self
 
 
 _FIT_KEYWORDS = tuple(

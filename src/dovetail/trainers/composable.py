@@ -165,4 +165,4 @@ class ComposableTrainer(Trainer):
         return seconds
 
     def _moment(self) -> tuple[str, int]:
-        return self.context.run_id, self.context.progress.batches
+        return self.context.run.id, self.context.progress.batches

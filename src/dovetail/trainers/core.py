@@ -147,8 +147,8 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         if device is not None and "device_id" in options and as_device(None, self.options.device_id) != own_device:
             raise ConfigError(f"device_id: device={device!r} names another device; give one or the other")
         self.context = context = TrainingContext(as_module(model), own_device)
-        context.window = Window(self.options.accumulation_steps)
-        context.data = {
+        context.run.window = Window(self.options.accumulation_steps)
+        context.run.data = {
             "train": self.options.train_dataset,
             "valid": self.options.val_dataset,
             "test": self.options.test_dataset,
@@ -157,14 +157,14 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         if "learning_rate" in options:
             context.config["lr"] = self.options.learning_rate
         self._own_config = dict(context.config)
-        context.metrics = as_metrics(metrics)
+        context.run.metrics = as_metrics(metrics)
         self.mode = as_mode(mode)
         self.criterion: Any = None
         self.sampler: Any = None
         self._wanted_criterion = criterion if criterion is not None else self.options.loss_function
         self._wanted_optimizer = optimizer if optimizer is not None else self.options.optim_function
         self._wanted_scheduler = scheduler if scheduler is not None else self.options.lr_scheduler
-        context.metrics_are_default = metrics is None
+        context.run.metrics_are_default = metrics is None
         self._train_step = train_step
         self._test_step = test_step
         self._move = batch_mover(self.options.memory_format)
@@ -191,7 +191,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             loss = self.strategies.loss
             if loss is None and self._steps_by_default:
                 check_owned(self._wanted_optimizer, context.model, self._wanted_criterion)
-            context.loss_is_default = (criterion is None and "loss_function" not in options) and (
+            context.run.loss_is_default = (criterion is None and "loss_function" not in options) and (
                 loss is None or (type(loss) is DefaultLossCriterionStrategy and loss.loss_fn is None)
             )
         if isinstance(callbacks, str) or not isinstance(callbacks, Iterable | None):
@@ -278,16 +278,16 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         """Return the plan of a `fit`: its arguments, or else the options."""
         options, context = self.options, self.context
         length, validation, saving = map(wishes.get, _WISHES)
-        validates = context.data.get("valid") is not None or type(self).val_epoch is not CoreTrainer.val_epoch
+        validates = context.run.data.get("valid") is not None or type(self).val_epoch is not CoreTrainer.val_epoch
         if saving is None and self._saves_by_options() and options.save_every != 0:
             saving = Epochs(1) if options.save_every == -1 else Batches(options.save_every)
         save = _period(saving, "checkpoint_period")
         asks_for_none = saving is not None and save is None
         if asks_for_none:
-            context.saver = None
-        elif context.saver is None and (save is not None or options.save_best):
-            context.saver = Saver.from_options(options)
-        self._check_saving(validates=validates, saves=context.saver is not None)
+            context.run.saver = None
+        elif context.run.saver is None and (save is not None or options.save_best):
+            context.run.saver = Saver.from_options(options)
+        self._check_saving(validates=validates, saves=context.run.saver is not None)
         planned = Epochs(self.num_epochs) if length is None else _length(length)
         return Plan(
             max_length=self._in_phases(planned),
@@ -309,12 +309,12 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             self.criterion = self.get_loss_criterion()
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(context.device)
-        if context.metrics_are_default:
+        if context.run.metrics_are_default:
             # Chosen anew in every run: its configuration may name another loss.
             chosen = {"accuracy": accuracy} if self._classifies() else {}
-            if context.metrics.keys() != chosen.keys():
-                context.metrics = as_metrics(chosen)
-        for metric in context.metrics.values():
+            if context.run.metrics.keys() != chosen.keys():
+                context.run.metrics = as_metrics(chosen)
+        for metric in context.run.metrics.values():
             if isinstance(metric, nn.Module):
                 metric.to(context.device)
         if not self.strategies.is_set_up:
@@ -322,9 +322,9 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         self._step_strategy = self.strategies.training_step
         if context.stage == "train":
             self._build_optimizers()
-            if context.needs_closure and context.window.size > 1:
+            if context.run.needs_closure and context.run.window.size > 1:
                 raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
-            if context.needs_closure and context.precision is not None:
+            if context.run.needs_closure and context.precision is not None:
                 raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs full precision")
             if len(vars(self)) != self._num_attributes:
                 self._num_attributes = len(vars(self))
@@ -349,36 +349,36 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         restore(state, "progress", context.progress.load_state_dict, context.progress.state_dict())
         restore(state, "history", context.history.load_state_dict, {})
         restore(state, "meter", _check_meter, {})
-        restore(state, "meter", context.meter.load_state_dict)
+        restore(state, "meter", context.run.meter.load_state_dict)
         restore(state, "strategies", self.strategies.load_state_dict, {})
         restore_callbacks = partial(context.callbacks.load_state_dict, load=_restore_callback)
         unclaimed = restore(state, "callbacks", restore_callbacks, [])
         participants = restore(state, "participants", dict, {})
-        for name, participant in context.participants.items():
+        for name, participant in context.run.participants.items():
             if name in participants:
                 with restoring(f"participants.{name}"):
                     participant.load_state_dict(participants[name])
-        unclaimed += sorted(map(str, set(participants) - set(context.participants)))
+        unclaimed += sorted(map(str, set(participants) - set(context.run.participants)))
         if unclaimed:
             warnings.warn(
                 f"the checkpoint holds the state of {', '.join(unclaimed)}, which this trainer does not have",
                 UserWarning,
                 stacklevel=2,
             )
-        if context.saver is not None:
-            restore(state, "saver", context.saver.load_state_dict, context.saver.state_dict())
-        context.validated_at = restore(state, "validated_at", int, 0)
-        context.validation = restore(state, "validation", _metrics_by_name)
-        context.checked = context.progress.copy()
-        context.run_id = restore(state, "run_id", str, "")
-        context.client_state = restore({"client_state": {}, **state}, "client_state", dict, {})
+        if context.run.saver is not None:
+            restore(state, "saver", context.run.saver.load_state_dict, context.run.saver.state_dict())
+        context.run.validated_at = restore(state, "validated_at", int, 0)
+        context.run.validation = restore(state, "validation", _metrics_by_name)
+        context.run.checked = context.progress.copy()
+        context.run.id = restore(state, "run_id", str, "")
+        context.client.state = restore({"client_state": {}, **state}, "client_state", dict, {})
         context.state["order_seed"] = restore(state, "order_seed", int, 0)
         restore(state, "epoch_start", self._readers["train"].load_state_dict, {})
         if state.get("valid_data") is not None:
             restore(state, "valid_data", self._readers["valid"].load_state_dict, {})
         begun = context.progress.batch
         used = restore({"used": begun, **state}, "used", operator.index, 0)
-        context.share = replace(context.share, begun=begun, used=used)
+        context.process.share = replace(context.process.share, begun=begun, used=used)
         restore(state, "rng", set_rng_state, {})
 
     def _restore_schedulers(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -397,26 +397,26 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             "kinds": kinds_of(context),
             "progress": context.progress.state_dict(),
             "history": context.history.state_dict(),
-            "meter": context.meter.state_dict(),
+            "meter": context.run.meter.state_dict(),
             "callbacks": context.callbacks.state_dict(),
             "strategies": self.strategies.state_dict(),
-            "participants": {name: participant.state_dict() for name, participant in context.participants.items()},
-            "client_state": context.client_state,
-            "saver": context.saver.state_dict() if context.saver is not None else {"best": None, "owes": False},
-            "validated_at": context.validated_at,
-            "validation": dict(context.validation),
-            "run_id": context.run_id,
+            "participants": {name: participant.state_dict() for name, participant in context.run.participants.items()},
+            "client_state": context.client.state,
+            "saver": context.run.saver.state_dict() if context.run.saver is not None else {"best": None, "owes": False},
+            "validated_at": context.run.validated_at,
+            "validation": dict(context.run.validation),
+            "run_id": context.run.id,
             "order_seed": self.context.state["order_seed"],
             "epoch_start": self._place_in_data(),
             "valid_data": self._validation_data(),
             # Batches of the running epoch that are used: with several processes, more than one a step.
-            "used": context.share.position(context.progress.batch),
+            "used": context.process.share.position(context.progress.batch),
             "rng": rng_state(),
         }
 
     def teardown(self, error: BaseException | None) -> None:
         """Wait for a checkpoint that is being written in the background."""
-        saver = self.context.saver
+        saver = self.context.run.saver
         if saver is None or saver.writer is None:
             return
         writer, saver.writer = saver.writer, None
@@ -433,13 +433,13 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         loader: Any = self.loader(stage)
         reader = self._readers[stage]
         if stage != "train":
-            loader = reader.own(self._shared(loader, context.share.rank))
+            loader = reader.own(self._shared(loader, context.process.share.rank))
             return reader.batches(loader, epoch=progress.epoch, start=0, is_running=False)
         if progress.batch == 0:
-            context.share = replace(context.share, begun=0, used=0)
-        rank, start = context.share.turn(progress.batch)
+            context.process.share = replace(context.process.share, begun=0, used=0)
+        rank, start = context.process.share.turn(progress.batch)
         loader = reader.own(self._shared(loader, rank))
-        reason = None if context.saver is None else reader.inexact(loader)
+        reason = None if context.run.saver is None else reader.inexact(loader)
         if reason is not None:
             warnings.warn(f"if this run is resumed, it may differ from an uninterrupted one: {reason}", stacklevel=2)
         return reader.batches(
@@ -447,12 +447,12 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             epoch=progress.epoch,
             start=start,
             is_running=progress.batch > 0,
-            reads_ahead=context.window.size > 1 and self.num_batches(stage) is None,
+            reads_ahead=context.run.window.size > 1 and self.num_batches(stage) is None,
         )
 
     def num_batches(self, stage: Stage) -> int | None:
         """Return the steps that all the processes of a run make in a pass, or None where the data has no length."""
-        loader, share = self.loader(stage), self.context.share
+        loader, share = self.loader(stage), self.context.process.share
         total = num_batches(loader)
         if total is None or is_shared_already(loader):
             return total
@@ -465,7 +465,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
     def val_epoch(self) -> Mapping[str, float] | None:
         """Run one validation pass, which measures nothing without data. An override may be `pass`."""
         # One is planned where this is overridden, as an override may have data of its own, or only look on.
-        return {} if self.context.data.get("valid") is None else loop.val_epoch(self.context)
+        return {} if self.context.run.data.get("valid") is None else loop.val_epoch(self.context)
 
     def reduce(self, meter: Meter) -> Meter:
         """One process: its sums are all there is."""
@@ -485,7 +485,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             state, optimizer, model = context.state, context.optimizers[0], context.model
             assert model is not None
             state["current_batch"] = context.progress.batch
-            context.notes.uses_criterion = self._step_is_plain
+            context.run.batch.uses_criterion = self._step_is_plain
             try:
                 loss = strategy.training_step(model, optimizer, inputs, targets, self.criterion, context)
             except TypeError as error:
@@ -496,7 +496,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             return {"loss": loss}
         if targets is None:
             raise DataError(self._no_targets(_NEED_TARGETS))
-        context.notes.uses_criterion = True
+        context.run.batch.uses_criterion = True
         return {"loss": self.criterion(forward(self.context.model, inputs), targets)}
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
@@ -506,7 +506,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         inputs, targets = split_batch(batch)
         if targets is None:
             raise DataError(f"the batch has no targets: {_NEED_TARGETS}")
-        self.context.notes.uses_criterion = True
+        self.context.run.batch.uses_criterion = True
         with self._autocast():
             outputs = self.process_outputs(forward(self.context.model, inputs))
             return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
@@ -536,8 +536,8 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         """Step the optimizer, and return whether it really stepped; only a scaler ever skips."""
         if self.context.precision is not None:
             return self.context.precision.step(optimizer)
-        if self.context.needs_closure:
-            optimizer.step(self.context.closure)
+        if self.context.run.needs_closure:
+            optimizer.step(self.context.run.closure)
         else:
             make_update(optimizer)
         return True
@@ -554,9 +554,9 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             if interval == "epoch" and isinstance(bound.scheduler, ScheduleLR) and bound.scheduler.needs_accuracy:
                 observed = (metrics or {}).get("valid_accuracy")
                 if observed is None and (
-                    context.plan is None
-                    or context.plan.validate is None
-                    or context.validated_at == context.progress.batches
+                    context.run.plan is None
+                    or context.run.plan.validate is None
+                    or context.run.validated_at == context.progress.batches
                 ):
                     raise ConfigError(
                         f"lr_scheduler: {bound.scheduler.schedule!r} follows 'valid_accuracy', which this run does not "
@@ -564,7 +564,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
                     )
                 if observed is not None and not bound.takes_metric:
                     bound.scheduler.observe(observed)
-            if bound.interval == interval and (interval == "epoch" or bound.optimizer in context.notes.stepped):
+            if bound.interval == interval and (interval == "epoch" or bound.optimizer in context.run.batch.stepped):
                 bound.advance(1, metrics)
 
     def after_step(self, output: Mapping[str, Any]) -> None:
@@ -595,7 +595,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         """The first optimizer, made now if it is not there yet; None without a model."""
         if not self.context.optimizers and self.context.model is not None:
             self._build_optimizers()
-        return self.context.optimizer
+        return next(iter(self.context.optimizers), None)
 
     @property
     def scheduler(self) -> Any:
@@ -623,7 +623,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         format = model_format(path)
         # Of a model that several processes hold in parts, all of them ask for the whole.
         state = {name: whole(value) for name, value in self._given_model().state_dict().items()}
-        if not self.context.is_main:
+        if not self.context.process.is_main:
             return Path(path)
         return store.export_model(path, state, format=format)
 
@@ -644,7 +644,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
 
     def loader(self, stage: Stage) -> Any:
         """Return the batches of a stage, formed once from the data that the stage was given."""
-        source = self.context.data.get(stage)
+        source = self.context.run.data.get(stage)
         if source is None:
             raise DataError(f"no {stage} data: pass it to the call, or {_DATASET_OPTION[stage]}=… to the trainer")
         known, loader = self._loaders.get(stage, (None, None))
@@ -678,9 +678,9 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         """Keep the state of any object with `state_dict` and `load_state_dict` in this trainer's checkpoints."""
         if not isinstance(participant, Stateful):
             raise ConfigError(f"register: {name!r} needs state_dict and load_state_dict, got {participant!r}")
-        if name in self.context.participants:
+        if name in self.context.run.participants:
             raise ConfigError(f"register: {name!r} is registered already: choose another name")
-        self.context.participants[name] = participant
+        self.context.run.participants[name] = participant
 
     def as_strategies(self) -> Strategies:
         """Return the strategies, and one that is the trainer's own loss where there is none for it."""
@@ -701,11 +701,11 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         if not strategies:
             return
         context = self.context
-        if context.trainer is not None:
+        if context.run.trainer is not None:
             raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
         check_roles(strategies)
         self._refuse_two_steps(strategies.get("training_step"))
-        context.loss_is_default &= "loss" not in strategies
+        context.run.loss_is_default &= "loss" not in strategies
         if not self.strategies.is_set_up:
             raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")
         self._closing.detach()
@@ -732,13 +732,13 @@ class CoreTrainer(base.Trainer, OptionAttributes):
     def reset(self) -> None:
         """Forget progress, history, optimizer state and the best so far, and keep the model: a new run comes next."""
         context = self.context
-        context.progress, context.history, context.meter = Progress(), History(), Meter()
+        context.progress, context.history, context.run.meter = Progress(), History(), Meter()
         for optimizer in context.optimizers:
             # One that was given as an object is used again.
             optimizer.state.clear()
         context.optimizers.clear()
         context.schedulers.clear()
-        context.validated_at, context.validation, context.saver = -1, {}, None
+        context.run.validated_at, context.run.validation, context.run.saver = -1, {}, None
         # Those of other stages have nothing to continue.
         self._readers["train"].reset()
         self._readers["valid"].reset()
@@ -795,7 +795,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             )
 
     def _no_targets(self, advice: str) -> str:
-        train, valid = (self.context.data.get(stage) for stage in ("train", "valid"))
+        train, valid = (self.context.run.data.get(stage) for stage in ("train", "valid"))
         arrays = (Tensor, np.ndarray)
         if isinstance(train, arrays) and isinstance(valid, arrays) and train.shape[:1] == valid.shape[:1]:
             advice = "give inputs and targets as a pair, fit((x, y))"
@@ -820,18 +820,18 @@ class CoreTrainer(base.Trainer, OptionAttributes):
     def _in_phases(self, length: TrainUnit) -> TrainUnit:
         """Divide a run into the phases that its strategies want, and return its length with all of them."""
         context = self.context
-        context.is_personal = False
+        context.run.is_personal = False
         if not isinstance(length, Epochs):
             # Of any number of epochs: of a few, there may be one phase only.
-            context.phases = self.strategies.phases(sys.maxsize, context)
-            if len(context.phases) > 1:
+            context.run.phases = self.strategies.phases(sys.maxsize, context)
+            if len(context.run.phases) > 1:
                 raise ConfigError(
                     f"max_length: {self.strategies.model_update!r} divides a run into phases of epochs; give a number "
                     f"of epochs, not {length}"
                 )
             return length
-        context.phases = self.strategies.phases(length.length, context)
-        return Epochs(sum(phase.epochs for phase in context.phases)) if len(context.phases) > 1 else length
+        context.run.phases = self.strategies.phases(length.length, context)
+        return Epochs(sum(phase.epochs for phase in context.run.phases)) if len(context.run.phases) > 1 else length
 
     def _follow_strategies(self) -> None:
         self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
@@ -848,7 +848,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             if not context.optimizers:
                 optimizers = self.get_optimizer(context.model)
                 context.optimizers.extend([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-                context.needs_closure = any(requires_closure(optimizer) for optimizer in context.optimizers)
+                context.run.needs_closure = any(requires_closure(optimizer) for optimizer in context.optimizers)
                 self._check_rates()
                 self._apply_rates()
             self._build_schedulers()
@@ -910,7 +910,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
 
     def _shared(self, loader: Any, rank: int) -> Any:
         """This process's part of a loader."""
-        share = self.context.share
+        share = self.context.process.share
         if share.num_replicas == 1 or is_shared_already(loader):
             return loader
         if keeps_place(loader):

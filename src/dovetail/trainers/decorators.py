@@ -183,11 +183,11 @@ def _keywords(kind: type[TrainerDecorator]) -> set[str]:
 def _answer(layer: base.Trainer, method: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Let an inner layer answer a call for `layer`, which any run that begins inside of it then begins with."""
     context = layer.context
-    before, context.addressed = context.addressed, context.addressed or layer
+    before, context.run.addressed = context.run.addressed, context.run.addressed or layer
     try:
         return method(*args, **kwargs)
     finally:
-        context.addressed = before
+        context.run.addressed = before
 
 
 class AMPTrainer(MixedPrecision, TrainerDecorator):

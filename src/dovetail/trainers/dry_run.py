@@ -66,7 +66,7 @@ def dry_run(
         raise ConfigError("dry_run: cannot be combined with resume; load_checkpoint first, or leave resume out")
     if context.model is None:
         raise ConfigError("dry_run: the trainer has no model: give it one, Trainer(model, …)")
-    for stage, source in {**context.data, **_given(train=train_data, valid=val_data)}.items():
+    for stage, source in {**context.run.data, **_given(train=train_data, valid=val_data)}.items():
         if isinstance(source, Iterator):
             raise DataError(
                 f"dry_run: the {stage} data is a {type(source).__name__}, which can be read only once; "
@@ -77,8 +77,8 @@ def dry_run(
         ahead = look_ahead(trainer, **wishes)
         has_validation = _shorten_validation(trainer)
         context.callbacks = Callbacks([*own_callbacks(context), watch])
-        context.saver = Saver(Path(folder))
-        num_batches = min(context.window.size, ahead.num_batches or context.window.size)
+        context.run.saver = Saver(Path(folder))
+        num_batches = min(context.run.window.size, ahead.num_batches or context.run.window.size)
         moment = Batches(context.progress.batches + num_batches)
         with warnings.catch_warnings():
             # The trial looks at gradients, which a compiled step keeps to itself: it runs eagerly, and that is fine.
@@ -170,10 +170,10 @@ def _given(**data: Any) -> dict[str, Any]:
 def _shorten_validation(trainer: Trainer) -> bool:
     """Leave one batch of the validation data, and return whether there is one."""
     context = trainer.context
-    if context.data.get("valid") is None:
+    if context.run.data.get("valid") is None:
         return False
     first = list(islice(trainer.batches("valid"), 1))
-    context.data["valid"] = first or None
+    context.run.data["valid"] = first or None
     return bool(first)
 
 

@@ -72,7 +72,7 @@ def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
         warnings.simplefilter("ignore")
         _work_on_copies(trainer)
         plan = trainer.plan(**wishes)
-        saver, progress = context.saver, context.progress
+        saver, progress = context.run.saver, context.progress
         has_data, num_batches = _length(trainer, "train")
         rest = None if num_batches is None else num_batches - progress.batch
         batch_size = _batch_size(trainer) if has_data else None
@@ -177,9 +177,9 @@ def _work_on_copies(trainer: Trainer) -> None:
     for name, value in vars(core).items():
         if isinstance(value, (Optimizer, LRScheduler, ReduceLROnPlateau, list, tuple)) and _moves_rates(value):
             vars(core)[name] = copy.deepcopy(value, memo)
-    context.progress, context.notes = copy.copy(context.progress), copy.copy(context.notes)
+    context.progress, context.run.batch = copy.copy(context.progress), copy.copy(context.run.batch)
     # What was seen of earlier epochs says nothing about this one.
-    context.validation, context.state = {}, {**context.state, "last_loss": None}
+    context.run.validation, context.state = {}, {**context.state, "last_loss": None}
     # Made by the trainer now if they are not there yet, and from then on ours alone.
     _ = getattr(core, "optimizer", None)
     context.optimizers, context.schedulers = copy.deepcopy((context.optimizers, context.schedulers), memo)
@@ -204,14 +204,14 @@ def _pass_through(
 ) -> tuple[int, tuple[Path, ...]]:
     """Count an epoch through as the loop does, schedulers included; return its validations and checkpoints."""
     context = trainer.context
-    progress, saver = context.progress, context.saver
+    progress, saver = context.progress, context.run.saver
     moves = _is_ours(trainer, "scheduler_step")
     moves_inside = moves and any(bound.interval != "epoch" for bound in context.schedulers)
-    context.notes.stepped = list(context.optimizers)
+    context.run.batch.stepped = list(context.optimizers)
     checked, validations, checkpoints = progress.copy(), 0, []
     for number in range(1, num_batches + 1):
         is_last = number == num_batches
-        closes = is_last or number % context.window.size == 0
+        closes = is_last or number % context.run.window.size == 0
         if closes:
             progress.updates += 1
             if moves_inside:
@@ -402,7 +402,7 @@ def _shown_epoch(trainer: Trainer, ahead: Outlook) -> _Node:
     return label, [
         _counted(ahead.num_batches, "batch", "batches")
         + (f" of {ahead.batch_size} samples" if ahead.batch_size is not None else ", samples per batch unknown"),
-        _shown_updates(ahead, context.window.size),
+        _shown_updates(ahead, context.run.window.size),
         _shown_rate(trainer, ahead),
         _shown_validation(ahead),
         *_shown_checkpoints(ahead),

@@ -109,12 +109,12 @@ def _say(sentence: str) -> None:
 
 def leave_if_signalled(context: TrainingContext) -> None:
     """End the run that a signal has stopped, saying what was saved."""
-    number, context.signal = context.signal, None
+    number, context.run.signal = context.run.signal, None
     if number is None:
         return
-    if not context.is_main:
+    if not context.process.is_main:
         raise Interrupted(number)
-    progress, saver = context.progress, context.saver
+    progress, saver = context.progress, context.run.saver
     if saver is None:
         saved = "nothing is saved (no checkpoint_dir)"
     elif saver.saved_at != (progress.epoch, progress.batches):

@@ -143,7 +143,7 @@ def _brought_back(trainer: Trainer, entry: str, returned: Any) -> dict[str, Any]
     return {
         "trainer": trainer.state_dict(),
         "shared": {name: value for name, value in context.state.items() if is_storable(name, value)},
-        "stop_reason": context.stop_reason,
+        "stop_reason": context.run.stop_reason,
     }
 
 
@@ -153,10 +153,10 @@ def _taken(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: M
         return result["returned"]
     context = trainer.context
     loop.offer_data(context, train=arguments["train_data"], valid=arguments["val_data"])
-    context.plan = _planned(trainer, arguments)
+    context.run.plan = _planned(trainer, arguments)
     trainer.load_state_dict(result["trainer"])
     context.state.update(result["shared"])
-    context.stop_reason = result["stop_reason"]
+    context.run.stop_reason = result["stop_reason"]
     return context.history
 
 

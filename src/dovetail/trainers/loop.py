@@ -91,14 +91,14 @@ def fit(
     """
     context = trainer.context
     offer_data(context, train=train_data, valid=val_data)
-    context.plan = plan = trainer.plan(**wishes)
-    context.stop_reason, context.signal, context.wish = None, None, None
+    context.run.plan = plan = trainer.plan(**wishes)
+    context.run.stop_reason, context.run.signal, context.run.stop_request = None, None, None
     with _running(trainer, "train"), heeding_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if resume is not None:
             saving.resume(trainer, resume)
             # What a run is made of may depend on what it has made of itself so far.
-            context.plan = plan = trainer.plan(**wishes)
+            context.run.plan = plan = trainer.plan(**wishes)
         elif plan.max_length.reached(progress):
             warnings.warn(
                 f"nothing to train: {plan.max_length} is reached already ({counted(progress.epoch, 'epoch')}, "
@@ -107,22 +107,22 @@ def fit(
                 stacklevel=3,
             )
         _check_repeatable(context, plan)
-        if progress.batches == 0 or not context.run_id:
-            context.run_id = uuid4().hex
-        if context.saver is not None and context.is_main:
-            context.saver.attach(context.history)
-        context.checked = progress.copy()
+        if progress.batches == 0 or not context.run.id:
+            context.run.id = uuid4().hex
+        if context.run.saver is not None and context.process.is_main:
+            context.run.saver.attach(context.history)
+        context.run.checked = progress.copy()
         for on_train_start in callbacks.on_train_start:
             on_train_start(context)
         trainer.settle()
-        if plan.validates_first and plan.validate is not None and progress.batches == 0 != context.validated_at:
+        if plan.validates_first and plan.validate is not None and progress.batches == 0 != context.run.validated_at:
             _validate(trainer)
             saving.checkpoint(trainer, due=False)
-        while context.stop_reason is None and not plan.max_length.reached(progress):
+        while context.run.stop_reason is None and not plan.max_length.reached(progress):
             _epoch(trainer, plan)
-        if context.signal is None and plan.validate is not None and context.validated_at != progress.batches:
+        if context.run.signal is None and plan.validate is not None and context.run.validated_at != progress.batches:
             _validate(trainer)
-        saving.checkpoint(trainer, due=plan.save is not None or context.signal is not None, final=True)
+        saving.checkpoint(trainer, due=plan.save is not None or context.run.signal is not None, final=True)
         saving.finish(trainer)
         context.history.sync()
         leave_if_signalled(context)
@@ -136,7 +136,7 @@ def _check_repeatable(context: TrainingContext, plan: Plan) -> None:
     if not isinstance(plan.max_length, Epochs) or plan.max_length.length - context.progress.epoch <= 1:
         return
     for stage in ("train", "valid"):
-        source = context.data.get(stage)
+        source = context.run.data.get(stage)
         if is_one_shot(source) and (stage == "train" or plan.validate is not None):
             raise DataError(
                 f"the {stage} data is a {type(source).__name__}, which can be read only once, but training runs to "
@@ -148,17 +148,17 @@ def _epoch(trainer: Trainer, plan: Plan) -> None:
     """Run one epoch, or what is left of it, and what follows its end."""
     context = trainer.context
     progress, callbacks = context.progress, context.callbacks
-    context.notes.is_in_epoch = True
+    context.run.is_in_epoch = True
     if progress.batch == 0:
-        context.meter.reset()
-        context.validated_at = -1
+        context.run.meter.reset()
+        context.run.validated_at = -1
         for on_epoch_start in callbacks.on_epoch_start:
             on_epoch_start(context)
     _train_mode(context.model)
-    context.interrupted = False
+    context.run.interrupted = False
     before = progress.batches - progress.batch
     means = trainer.train_epoch() or {}
-    if context.interrupted:
+    if context.run.interrupted:
         return
     if progress.batches == before and not isinstance(plan.max_length, Epochs):
         # Otherwise the run would never end.
@@ -169,12 +169,12 @@ def _epoch(trainer: Trainer, plan: Plan) -> None:
     rates = {"lr": context.optimizers[0].param_groups[0]["lr"]} if context.optimizers else {}
     progress.epoch += 1
     progress.batch = 0
-    context.notes.is_in_epoch = False
+    context.run.is_in_epoch = False
     metrics = {f"train_{name}": value for name, value in means.items()}
     context.history.record("train", {**means, **rates}, **_position(progress))
     validates, saves = _due(context)
-    if context.validated_at == progress.batches:
-        metrics.update(context.validation)
+    if context.run.validated_at == progress.batches:
+        metrics.update(context.run.validation)
     elif validates:
         metrics.update(_validate(trainer))
     trainer.scheduler_step("epoch", metrics)
@@ -186,13 +186,13 @@ def _epoch(trainer: Trainer, plan: Plan) -> None:
 
 def train_epoch(context: TrainingContext) -> dict[str, float]:
     """Run one pass over the training data from where progress stands, and return its mean metrics."""
-    trainer, plan = _outermost(context), context.plan
+    trainer, plan = _outermost(context), context.run.plan
     assert plan is not None
     progress, window, meter, notes, callbacks = (
         context.progress,
-        context.window,
-        context.meter,
-        context.notes,
+        context.run.window,
+        context.run.meter,
+        context.run.batch,
         context.callbacks,
     )
     # Bound once: attribute look-ups are most of what a loop costs over an empty step.
@@ -219,11 +219,11 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     is_first = True
 
     for batch in batches:
-        notes.batch = progress.batch
+        notes.number = progress.batch
         for hook in on_step_start:
             hook(context, batch)
         batch = to_device(batch)
-        context.num_items = notes.num_samples = notes.num_records = batch_length(batch)
+        context.run.num_items = notes.num_samples = notes.num_records = batch_length(batch)
         if accumulates:
             is_last = lookahead.is_last if lookahead is not None else progress.batch + 1 == total
             window.begin(is_last=is_last or _ends_after(plan.max_length, progress))
@@ -236,19 +236,19 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         if is_first:
             _check_output(output, optimized=notes.optimized)
             # Of a batch without samples any loss is 0.
-            if context.loss_is_default and progress.batches == 0 and not notes.optimized and notes.num_samples:
+            if context.run.loss_is_default and progress.batches == 0 and not notes.optimized and notes.num_samples:
                 _check_default_loss(trainer, batch, output["loss"])
             is_first = False
         if not notes.optimized:
             if "num_items" in output:
-                context.num_items = output["num_items"]
+                context.run.num_items = output["num_items"]
             if accumulates:
-                backward(output["loss"] * window.weight(context.num_items, first_of_batch=True))
+                backward(output["loss"] * window.weight(context.run.num_items, first_of_batch=True))
             else:
                 backward(output["loss"])
             if window.closes:
-                if context.needs_closure:
-                    context.closure = partial(_again, context, batch)
+                if context.run.needs_closure:
+                    context.run.closure = partial(_again, context, batch)
                 step(zero_grad=False)
         elif accumulates and window.closes:
             waiting = window.take_deferred()
@@ -279,9 +279,9 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
                 _act(trainer)
             # After the last batch the loader is read to its end, where its generator may draw once more.
             if progress.batch != total and (
-                context.stop_reason is not None or (acts_inside and plan.max_length.reached(progress))
+                context.run.stop_reason is not None or (acts_inside and plan.max_length.reached(progress))
             ):
-                context.interrupted = True
+                context.run.interrupted = True
                 break
 
     _report(context)
@@ -298,7 +298,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             )
         warn_of_no_data("training")
         return {"loss": math.nan}
-    return {} if context.interrupted else trainer.reduce(meter).compute()
+    return {} if context.run.interrupted else trainer.reduce(meter).compute()
 
 
 def _act(trainer: Trainer) -> None:
@@ -316,19 +316,19 @@ def _act(trainer: Trainer) -> None:
 
 def _due(context: TrainingContext) -> tuple[bool, bool]:
     """Whether the validation and the checkpoint period ended since the last look, which this is from now on."""
-    plan, before, now = context.plan, context.checked, context.progress
+    plan, before, now = context.run.plan, context.run.checked, context.progress
     assert plan is not None
     due = (
         plan.validate is not None and plan.validate.due(before, now),
         plan.save is not None and plan.save.due(before, now),
     )
-    context.checked = now.copy()
+    context.run.checked = now.copy()
     return due
 
 
 def _report(context: TrainingContext) -> None:
     """Bring the waiting losses to the host, once for many batches."""
-    meter = context.meter
+    meter = context.run.meter
     if not len(meter):
         return
     losses = meter.flush().get("loss", [])
@@ -345,14 +345,14 @@ def _validate(trainer: Trainer) -> dict[str, float]:
     for on_validation_start in context.callbacks.on_validation_start:
         on_validation_start(context)
     means = trainer.val_epoch()
-    context.validated_at = context.progress.batches
+    context.run.validated_at = context.progress.batches
     if means:
         context.history.record("valid", means, **_position(context.progress))
-    context.validation = metrics = {f"valid_{name}": float(value) for name, value in (means or {}).items()}
+    context.run.validation = metrics = {f"valid_{name}": float(value) for name, value in (means or {}).items()}
     for on_validation_end in context.callbacks.on_validation_end:
         on_validation_end(context, metrics)
-    if context.saver is not None:
-        context.saver.consider(metrics)
+    if context.run.saver is not None:
+        context.run.saver.consider(metrics)
     return metrics
 
 
@@ -366,7 +366,7 @@ def evaluate(trainer: Trainer, data: Any = None, stage: Stage = "test") -> dict[
     context = trainer.context
     if stage == "train":
         # To be judged they are test data: a training pass begins where progress stands, and moves the place in them.
-        data, stage = context.data.get("train") if data is None else data, "test"
+        data, stage = context.run.data.get("train") if data is None else data, "test"
         if data is None:
             raise DataError("no train data: pass it to the call, or train_dataset=… to the trainer")
     with _lent_data(context, stage, data), _running(trainer, stage):
@@ -395,12 +395,12 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
     num_batches = 0
     with _evaluating(context, stage):
         to_device, batch_length, test_step = trainer.to_device, trainer.batch_length, trainer.test_step
-        metrics = dict(context.metrics)
+        metrics = dict(context.run.metrics)
         for metric in metrics.values():
             metric.reset()
         for batch in trainer.batches(stage):
             batch = to_device(batch)
-            context.notes.uses_criterion = False
+            context.run.batch.uses_criterion = False
             output = test_step(batch)
             meter.add(output, batch_length(batch))
             if num_batches == 0:
@@ -418,7 +418,7 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
             if isinstance(metric, WholePass):
                 metric.gather(trainer.gather)
         if not means:
-            source = context.data.get(stage)
+            source = context.run.data.get(stage)
             if isinstance(source, Iterator):
                 raise DataError(
                     f"the {stage} data is a {type(source).__name__} without batches: it can be read only once; give a "
@@ -432,10 +432,10 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
 def _check_metrics(context: TrainingContext, metrics: dict[str, Metric], output: Mapping[str, Any]) -> None:
     """Check the metrics against the first output of a pass, and leave out default metrics that do not fit."""
     outputs, targets = output.get("output"), output.get("target")
-    uses_criterion = context.notes.uses_criterion
-    if uses_criterion and context.loss_is_default and not context.config.get(_LOSS_KEY):
+    uses_criterion = context.run.batch.uses_criterion
+    if uses_criterion and context.run.loss_is_default and not context.config.get(_LOSS_KEY):
         _check_fits_cross_entropy(outputs, targets)
-    if not context.metrics_are_default:
+    if not context.run.metrics_are_default:
         return
     # The loss of a `test_step` that the user wrote is unknown: only outputs and targets show what it measures.
     fits = output.keys() >= _OUTPUTS and (uses_criterion or are_classes(outputs, targets))
@@ -462,10 +462,10 @@ def _update_metric(metric: Any, output: Mapping[str, Any]) -> None:
 def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
     """Make `trainer` the outermost layer from setup to teardown; a pass inside a running fit borrows the stage only."""
     context = trainer.context
-    if context.trainer is not None:
+    if context.run.trainer is not None:
         yield
         return
-    context.trainer, context.stage = trainer, stage
+    context.run.trainer, context.stage = trainer, stage
     failure: BaseException | None = None
     is_ready = False
     try:
@@ -485,9 +485,9 @@ def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
         try:
             trainer.teardown(failure)
         finally:
-            context.trainer, context.closure = None, None
-            context.notes.stepped.clear()
-            context.notes.is_in_epoch = False
+            context.run.trainer, context.run.closure = None, None
+            context.run.batch.stepped.clear()
+            context.run.is_in_epoch = False
 
 
 _LIGHTNING = (
@@ -574,7 +574,7 @@ def _check_output(output: Any, *, optimized: bool) -> None:
 def _check_default_loss(trainer: Trainer, batch: Any, loss: Tensor) -> None:
     """Raise if cross entropy, which the user did not choose, does not fit the first batch of a run."""
     context = trainer.context
-    if not context.notes.uses_criterion or context.config.get(_LOSS_KEY):
+    if not context.run.batch.uses_criterion or context.config.get(_LOSS_KEY):
         return
     targets = split_batch(batch)[1]
     outputs = None
@@ -614,7 +614,7 @@ def _train_mode(model: nn.Module | None) -> None:
 def _place(context: TrainingContext) -> str:
     if context.stage != "train":
         return ""
-    return f": epoch {context.progress.epoch + 1}, batch {context.notes.batch + 1}"
+    return f": epoch {context.progress.epoch + 1}, batch {context.run.batch.number + 1}"
 
 
 def _position(progress: Progress) -> dict[str, int]:
@@ -623,19 +623,19 @@ def _position(progress: Progress) -> dict[str, int]:
 
 def offer_data(context: TrainingContext, **data: Any) -> None:
     """Set the data of stages, by stage; None leaves what is there."""
-    context.data.update({stage: source for stage, source in data.items() if source is not None})
+    context.run.data.update({stage: source for stage, source in data.items() if source is not None})
 
 
 @contextmanager
 def _lent_data(context: TrainingContext, stage: Stage, data: Any) -> Iterator[None]:
-    before = context.data.get(stage)
+    before = context.run.data.get(stage)
     offer_data(context, **{stage: data})
     try:
         yield
     finally:
-        context.data[stage] = before
+        context.run.data[stage] = before
 
 
 def _outermost(context: TrainingContext) -> Trainer:
-    assert context.trainer is not None, "a pass over the data runs inside fit, evaluate or predict"
-    return context.trainer
+    assert context.run.trainer is not None, "a pass over the data runs inside fit, evaluate or predict"
+    return context.run.trainer

@@ -150,7 +150,7 @@ class Errand:
             "trainer": trainer.state_dict(),
             "payload": {} if update is None else update.get_update_payload(context),
             "shared": {name: value for name, value in context.state.items() if is_storable(name, value)},
-            "stop_reason": context.stop_reason,
+            "stop_reason": context.run.stop_reason,
         }
 
     def take(self, result: Mapping[str, Any]) -> None:
@@ -162,15 +162,15 @@ class Errand:
             if self.config is not None:
                 trainer.configure(self.config)
             if self.trainset is not None:
-                context.data["train"] = self.trainset
+                context.run.data["train"] = self.trainset
         else:
             trainer.saves_by_default = True
         trainer.forget_loaders()
         context.state.pop("train_loader", None)
-        context.plan = trainer.plan()
+        context.run.plan = trainer.plan()
         trainer.load_state_dict(result["trainer"])
         context.state.update(result["shared"])
-        context.stop_reason = result["stop_reason"]
+        context.run.stop_reason = result["stop_reason"]
 
     def _culprits(self) -> Iterator[tuple[str, Exception]]:
         for name, piece in self._pieces():
@@ -188,9 +188,9 @@ class Errand:
             yield f"{strategy.role}_strategy", strategy
         for callback in trainer.callbacks:
             yield "the callback", callback
-        for name, metric in trainer.context.metrics.items():
+        for name, metric in trainer.context.run.metrics.items():
             yield f"the metric {name!r}", metric
-        for stage, data in trainer.context.data.items():
+        for stage, data in trainer.context.run.data.items():
             yield f"the {stage} data", data
         yield from ((f"the trainer's {name}", value) for name, value in vars(trainer).items() if name != "_closing")
 

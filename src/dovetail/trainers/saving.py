@@ -181,7 +181,7 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
         final: Whether training ends here: nothing is written that is up to date.
     """
     context = trainer.context
-    saver, progress = context.saver, context.progress
+    saver, progress = context.run.saver, context.progress
     if saver is None:
         return
     due = due or (saver.after_validation and saver.validated)
@@ -204,14 +204,14 @@ def save(trainer: Trainer, path: Path) -> Path:
 
 def _write(trainer: Trainer, path: Path) -> bool:
     """Write the state, and return whether it is on the disk, or on its way there; a failure is an error or told."""
-    context, saver = trainer.context, trainer.context.saver
+    context, saver = trainer.context, trainer.context.run.saver
     # Every process of a run has a part in its state, and one of them writes it, unless it is in parts.
     state = trainer.state_dict()
-    if not context.is_main and context.peers is None:
+    if not context.process.is_main and context.process.peers is None:
         return True
     context.history.sync()
     summary = {
-        "run": context.run_id,
+        "run": context.run.id,
         "client_id": context.client_id,
         **context.progress.state_dict(),
         "metrics": _latest_metrics(context.history),
@@ -223,16 +223,16 @@ def _write(trainer: Trainer, path: Path) -> bool:
         saver.writing = path
         return True
     on_error = saver.on_error if saver is not None else "raise"
-    if store.save(path, state, summary=summary, on_error=on_error, peers=context.peers) is None:
+    if store.save(path, state, summary=summary, on_error=on_error, peers=context.process.peers) is None:
         return False
-    if context.is_main:
+    if context.process.is_main:
         _tell(trainer, path)
     return True
 
 
 def finish(trainer: Trainer) -> None:
     """Wait for a checkpoint that is being written in the background, and raise its error, if any."""
-    saver = trainer.context.saver
+    saver = trainer.context.run.saver
     if saver is None or saver.writer is None:
         return
     path, saver.writing = saver.writing, None
@@ -254,8 +254,8 @@ def _tell(trainer: Trainer, path: Path) -> None:
     context = trainer.context
     for on_checkpoint in context.callbacks.on_checkpoint:
         on_checkpoint(context, path)
-    if context.saver is not None:
-        context.saver.prune(context.validation)
+    if context.run.saver is not None:
+        context.run.saver.prune(context.run.validation)
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -265,7 +265,7 @@ def load(trainer: Trainer, path: Path) -> None:
         CheckpointError: The checkpoint is damaged, or its state does not fit the trainer; the sentence names the file
             and the key.
     """
-    _restore(trainer, path, store.load(path, peers=trainer.context.peers))
+    _restore(trainer, path, store.load(path, peers=trainer.context.process.peers))
 
 
 def _restore(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
@@ -288,10 +288,10 @@ def resume(trainer: Trainer, source: str | Path) -> None:
             raise CheckpointError(f"resume: no checkpoint at {str(source)!r}; {foreign.CHECKPOINTS[str(source)]}")
         load(trainer, Path(source))
         return
-    context, saver = trainer.context, trainer.context.saver
+    context, saver = trainer.context, trainer.context.run.saver
     if saver is None:
         raise CheckpointError("resume='auto' needs a folder to look in: give the trainer a checkpoint_dir")
-    newest = store.load_latest(saver.directory, peers=context.peers)
+    newest = store.load_latest(saver.directory, peers=context.process.peers)
     if newest is None:
         return
     path, state = newest
@@ -302,13 +302,13 @@ def resume(trainer: Trainer, source: str | Path) -> None:
     # Nothing is written or removed before every process has read.
     trainer.settle()
     if saver.owes:
-        if context.is_main:
+        if context.process.is_main:
             saver.attach(context.history)
         checkpoint(trainer, due=True)
-    if not context.is_main:
+    if not context.process.is_main:
         return
     # Killed after its last write, a run has nothing more to save that would clear away what is left over.
-    saver.prune(context.validation)
+    saver.prune(context.run.validation)
     sweep(DISK, saver.directory)
 
 

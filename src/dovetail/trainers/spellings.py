@@ -123,15 +123,15 @@ class ClassicSpelling(CoreTrainer):
 
     def set_train_dataset(self, data: Any) -> None:
         """Train on these data from now on."""
-        self.context.data["train"] = data
+        self.context.run.data["train"] = data
 
     def set_val_dataset(self, data: Any) -> None:
         """Validate on these data from now on."""
-        self.context.data["valid"] = data
+        self.context.run.data["valid"] = data
 
     def set_test_dataset(self, data: Any) -> None:
         """Test on these data from now on."""
-        self.context.data["test"] = data
+        self.context.run.data["test"] = data
 
     def save_history(self, path: str | Path) -> None:
         """Write the history as JSON lines."""
@@ -403,7 +403,7 @@ class PlatoSpelling(CoreTrainer):
     def test(self, testset: Any = None, sampler: Any = None) -> float:
         """Return the accuracy on `testset`, by default on the option `test_dataset`."""
         if testset is None:
-            testset = self.context.data.get("test")
+            testset = self.context.run.data.get("test")
         if testset is None:
             raise DataError("no test data: pass it to the call, or test_dataset=… to the trainer")
         return self.test_model({}, testset, sampler)
@@ -467,7 +467,7 @@ def own_hooks(trainer: PlatoSpelling) -> Callback | None:
     if overrides("train_step_end"):
 
         def on_step_end(self: Callback, context: TrainingContext, output: Mapping[str, Any]) -> None:
-            if context.window.closes:
+            if context.run.window.closes:
                 owner().train_step_end(context.config, context.progress.batch - 1, output["loss"].detach())
 
         events["on_step_end"] = on_step_end
@@ -483,16 +483,16 @@ def _whole_step(trainer: Any, batch: Any) -> dict[str, Any]:
     """Run a step that a subclass owns through `perform_forward_and_backward_passes`."""
     examples, labels = split_batch(batch)
     context = trainer.context
-    notes = context.notes
+    notes = context.run.batch
     loss = trainer.perform_forward_and_backward_passes(context.config, examples, labels)
     if notes.optimized:
         # It went through the context, which counts and clips.
         return {"loss": loss}
     unused = {
-        "accumulation_steps": context.window.size > 1,
+        "accumulation_steps": context.run.window.size > 1,
         "gradient_clip": bool(trainer.options.gradient_clip),
         "precision='fp16'": context.precision is not None and context.precision.dtype is torch.float16,
-        "several processes": context.has_peers,
+        "several processes": context.process.has_peers,
         "training_step_strategy": trainer.strategies.training_step is not None,
     }
     for name in (name for name, is_wanted in unused.items() if is_wanted):
@@ -566,9 +566,9 @@ class _BestWeights(_OfARun):
     """Asks `check_better` after every epoch, and keeps what it has found."""
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        validates = context.plan is not None and context.plan.validate is not None
+        validates = context.run.plan is not None and context.run.plan.validate is not None
         # The loss of training says nothing beside those of validation.
-        if validates and context.validated_at != context.progress.batches:
+        if validates and context.run.validated_at != context.progress.batches:
             return
         loss = metrics.get("valid_loss", metrics.get("train_loss", math.nan))
         self._trainer.check_better(context.progress.epoch, loss)

@@ -58,14 +58,16 @@ def kept(trainer: Trainer) -> Iterator[None]:
     model, stays changed: `untouched` is for that.
     """
     context, randomness = trainer.context, rng_state()
-    slots = _held({name: getattr(context, name) for name in TrainingContext.__slots__})
+    parts = (context, context.run, context.process, context.client)
+    slots = [_held({name: getattr(part, name) for name in part.__slots__}) for part in parts]
     owners = [*layers(trainer), *with_parts(strategies_of(trainer))]
     attributes = [(owner, _held(vars(owner))) for owner in owners]
     try:
         yield
     finally:
-        for name, value in _released(slots).items():
-            setattr(context, name, value)
+        for part, held in zip(parts, slots, strict=True):
+            for name, value in _released(held).items():
+                setattr(part, name, value)
         for owner, held in attributes:
             # Not by setattr: most strategies are frozen.
             vars(owner).clear()
@@ -89,7 +91,7 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
     _ = getattr(layers(trainer)[-1], "optimizer", None)
     set_rng_state(randomness)
     with kept(trainer):
-        context.data.update({stage: source for stage, source in data.items() if source is not None})
+        context.run.data.update({stage: source for stage, source in data.items() if source is not None})
         state = copy.deepcopy(trainer.state_dict())
         sources = [source for stage in ("train", "valid") for source in _random_sources(trainer, stage)]
         modes = [(module, module.training) for module in model.modules()]
@@ -97,16 +99,16 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
         # The state of a model leaves out the buffers that are not persistent.
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         callbacks, schedulers = context.callbacks, context.schedulers
-        context.history, context.meter, context.saver = History(), Meter(), None
-        context.stays_here = True
+        context.history, context.run.meter, context.run.saver = History(), Meter(), None
+        context.process.stays_here = True
         # An error would leave them in the middle of a window.
-        context.window, context.notes = copy.deepcopy((context.window, context.notes))
+        context.run.window, context.run.batch = copy.deepcopy((context.run.window, context.run.batch))
         try:
             yield
         finally:
             context.callbacks, context.schedulers = callbacks, schedulers
             # The real history never changed, and would write its file anew.
-            context.history, context.meter, context.saver = History(), Meter(), None
+            context.history, context.run.meter, context.run.saver = History(), Meter(), None
             trainer.load_state_dict(state)
             for module, training in modes:
                 module.training = training
@@ -143,7 +145,7 @@ def _released(held: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
 def _random_sources(trainer: Trainer, stage: str) -> Iterator[tuple[Any, Any]]:
     """The generators that the order of a stage's data is drawn from, its sampler and its loader, with their states."""
     core: Any = layers(trainer)[-1]
-    if trainer.context.data.get(stage) is None:
+    if trainer.context.run.data.get(stage) is None:
         return
     loader = core.loader(stage)
     for drawing in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):

@@ -113,7 +113,7 @@ def _point(start: float, own: float, alpha: float, **settings: Any) -> Composabl
 
 
 def _kept(trainer: ComposableTrainer) -> tuple[float, float, float]:
-    kept = trainer.context.client_state["apfl"]
+    kept = trainer.context.client.state["apfl"]
     return trainer.model.w.item(), kept["v"]["w"].item(), kept["alpha"].item()
 
 
@@ -222,7 +222,7 @@ def test_with_an_alpha_of_one_the_own_model_is_trained_alone_to_the_bit(optimize
     both = _trained(
         0, optimizer_strategy=optimizer, model_update_strategy=kept, training_step_strategy=APFLStepStrategy(mix)
     )
-    assert _same(both.context.client_state["apfl"]["v"], _trained(1, optimizer_strategy=optimizer).model.state_dict())
+    assert _same(both.context.client.state["apfl"]["v"], _trained(1, optimizer_strategy=optimizer).model.state_dict())
     assert _same(both.model.state_dict(), _trained(0, optimizer_strategy=optimizer).model.state_dict())
 
 
@@ -282,7 +282,7 @@ def test_statistics_of_batches_are_kept_with_each_of_the_two_models() -> None:
         )
         both = trained(model_update_strategy=own, training_step_strategy=APFLStepStrategy(mix))
         assert _same(both.model.state_dict(), plain.model.state_dict())
-        kept = both.context.client_state["apfl"]["v"]
+        kept = both.context.client.state["apfl"]["v"]
         assert kept["1.num_batches_tracked"].item() == 2
         assert not torch.equal(kept["1.running_mean"], plain.model.state_dict()["1.running_mean"])
 
@@ -306,7 +306,7 @@ def test_it_fits_around_and_into_other_steps(step: TrainingStepStrategy) -> None
         for it in (step, APFLStepStrategy())
     )
     assert _same(nested.model.state_dict(), plain.model.state_dict())
-    assert _same(nested.context.client_state["apfl"]["v"], plain.context.client_state["apfl"]["v"])
+    assert _same(nested.context.client.state["apfl"]["v"], plain.context.client.state["apfl"]["v"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -325,7 +325,7 @@ def test_both_models_train_in_lower_precision(precision: Any) -> None:
             verbose=False,
         )
         trainer.fit(Blobs(dtype=torch.float32).train_data(1))
-        kept = trainer.context.client_state["apfl"]
+        kept = trainer.context.client.state["apfl"]
         return kept["v"], kept["alpha"].item()
 
     for windows in (1, 3):
@@ -347,7 +347,7 @@ def test_the_configuration_sets_alpha() -> None:
     )
     trainer.configure({"algorithm": {"alpha": 0.75, "adaptive_alpha": False}})
     trainer.fit(Blobs().train_data(1))
-    assert trainer.context.client_state["apfl"]["alpha"].item() == 0.75
+    assert trainer.context.client.state["apfl"]["alpha"].item() == 0.75
 
 
 def test_a_step_without_somebody_who_keeps_v_is_refused() -> None:

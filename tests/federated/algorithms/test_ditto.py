@@ -76,7 +76,7 @@ def _bowl(strategy: DittoUpdateStrategy, rate: float = 0.1, **options: Any) -> C
 
 
 def _own(trainer: ComposableTrainer) -> float:
-    return float(trainer.context.client_state["ditto"]["w"])
+    return float(trainer.context.client.state["ditto"]["w"])
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -202,7 +202,7 @@ def test_model_fn_makes_the_first_v_and_leaves_the_numbers_that_training_draws()
     plain = trained(DittoUpdateStrategy(personalization_epochs=0))
     other = trained(DittoUpdateStrategy(personalization_epochs=0, model_fn=zeros))
     assert _same(other.model.state_dict(), plain.model.state_dict())
-    assert not any(value.any() for value in other.context.client_state["ditto"].values())
+    assert not any(value.any() for value in other.context.client.state["ditto"].values())
 
 
 def test_a_model_fn_of_another_kind_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_statistics_of_batches_are_kept_with_each_of_the_two_models() -> None:
 
     plain, ditto = trained(None), trained(DittoUpdateStrategy(personalization_epochs=3))
     assert _same(ditto.model.state_dict(), plain.model.state_dict())
-    assert ditto.context.client_state["ditto"]["1.num_batches_tracked"].item() == 3
+    assert ditto.context.client.state["ditto"]["1.num_batches_tracked"].item() == 3
 
 
 @pytest.mark.parametrize("told", [{"personalization_epochs": 3}, {"personalization": {"epochs": 3}}])

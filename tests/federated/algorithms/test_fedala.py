@@ -52,7 +52,7 @@ def _second_round(strategy: FedALAUpdateStrategy, *, local: float, mix: float, h
         verbose=False,
         **pieces,
     )
-    trainer.context.client_state["fedala"] = {
+    trainer.context.client.state["fedala"] = {
         "local": {"w": torch.tensor(local, dtype=torch.float64)},
         "mix": {"w": torch.tensor(mix, dtype=torch.float64)},
         "has_adapted": torch.tensor(has_adapted),
@@ -89,7 +89,7 @@ def test_one_pass_adapts_by_the_equation_and_training_goes_on_from_there(percent
     trainer.fit(DATA)
     mix = _adapted(0.7, 1.0, 0.05, num_batches)
     assert 0 < mix < 1
-    kept = trainer.context.client_state["fedala"]
+    kept = trainer.context.client.state["fedala"]
     assert kept["mix"]["w"].item() == pytest.approx(mix, abs=1e-14)
     # With a momentum of its own, which the adaptation has not touched.
     assert kept["local"]["w"].item() == trainer.model.w.item() == pytest.approx(_plainly(1.0 + mix), abs=1e-14)
@@ -101,7 +101,7 @@ def test_a_window_of_batches_is_one_step_of_w() -> None:
     )
     trainer.fit(DATA)
     slope = sum(a * (1.7 - b) for a, b in SAMPLES) / 5
-    assert trainer.context.client_state["fedala"]["mix"]["w"].item() == pytest.approx(0.7 - 0.1 * slope, abs=1e-14)
+    assert trainer.context.client.state["fedala"]["mix"]["w"].item() == pytest.approx(0.7 - 0.1 * slope, abs=1e-14)
 
 
 def test_the_first_adaptation_takes_twenty_passes_if_it_does_not_settle() -> None:
@@ -113,8 +113,8 @@ def test_the_first_adaptation_takes_twenty_passes_if_it_does_not_settle() -> Non
     mix = 1.0
     for _ in range(20):
         mix = _adapted(mix, 1.0, 0.01, 5)
-    assert trainer.context.client_state["fedala"]["mix"]["w"].item() == pytest.approx(mix, abs=1e-14)
-    assert trainer.context.client_state["fedala"]["has_adapted"]
+    assert trainer.context.client.state["fedala"]["mix"]["w"].item() == pytest.approx(mix, abs=1e-14)
+    assert trainer.context.client.state["fedala"]["has_adapted"]
 
 
 def test_the_first_adaptation_ends_where_the_losses_settle() -> None:
@@ -166,7 +166,7 @@ def test_statistics_and_schedules_begin_as_if_nothing_had_been_before() -> None:
     # A last model that is the new one: whatever W is, training begins with it.
     state = {name: value.clone() for name, value in ala.model.state_dict().items()}
     mix = {name: torch.ones_like(value) for name, value in ala.model.named_parameters()}
-    ala.context.client_state["fedala"] = {"local": state, "mix": mix, "has_adapted": torch.tensor(True)}
+    ala.context.client.state["fedala"] = {"local": state, "mix": mix, "has_adapted": torch.tensor(True)}
     for it in (plain, ala):
         it.fit(Blobs().train_data(1))
     assert ala.context.progress.epoch == 3
@@ -214,13 +214,13 @@ def test_it_adapts_in_lower_precision(precision: Any) -> None:
         trainer = ComposableTrainer(
             model, model_update_strategy=FedALAUpdateStrategy(eta=0.5), training_step_strategy=step, verbose=False
         )
-        trainer.context.client_state["fedala"] = {
+        trainer.context.client.state["fedala"] = {
             "local": {name: torch.zeros_like(value) for name, value in model.state_dict().items()},
             "mix": {name: torch.ones_like(value) for name, value in model.state_dict().items()},
             "has_adapted": torch.tensor(False),
         }
         trainer.fit(Blobs(dtype=torch.float32).train_data(1))
-        return trainer.context.client_state["fedala"]["mix"]
+        return trainer.context.client.state["fedala"]["mix"]
 
     found = adapted(MixedPrecisionStepStrategy(True, precision=precision))
     expected = adapted(None)
@@ -241,7 +241,7 @@ def test_a_run_in_its_adaptation_resumes_to_the_bit(tmp_path: Any) -> None:
         resumed = trainer()
         resumed.fit(DATA, resume=path)
         assert torch.equal(resumed.model.w, whole.model.w)
-        assert resumed.context.client_state["fedala"]["mix"] == whole.context.client_state["fedala"]["mix"]
+        assert resumed.context.client.state["fedala"]["mix"] == whole.context.client.state["fedala"]["mix"]
 
 
 def test_a_run_that_adapts_is_resumed_by_a_trainer_that_does_not_know_the_client(tmp_path: Any) -> None:
@@ -250,7 +250,7 @@ def test_a_run_that_adapts_is_resumed_by_a_trainer_that_does_not_know_the_client
     whole.fit(DATA, checkpoint_period=Batches(4))
     for path in (path for path in tmp_path.iterdir() if path.is_dir()):
         other = _second_round(FedALAUpdateStrategy(), **settings)
-        other.context.client_state.clear()
+        other.context.client.state.clear()
         other.fit(DATA, resume=path)
         assert torch.equal(other.model.w, whole.model.w)
 

@@ -116,9 +116,9 @@ def test_the_gradient_has_alpha_times_lambda_and_the_way_from_the_start_once_eac
     model = mlp()
     context = TrainingContext(model)
     pull = {name: torch.randn_like(value) for name, value in model.named_parameters()}
-    context.client_state["feddyn"] = pull
+    context.client.state["feddyn"] = pull
     if relative_size is not None:
-        context.received = {"feddyn": {"relative_size": torch.tensor(relative_size, dtype=torch.float64)}}
+        context.client.payload = {"feddyn": {"relative_size": torch.tensor(relative_size, dtype=torch.float64)}}
     strategy = FedDynLossStrategy(alpha=0.3, adaptive_alpha=True)
     _moved_model(strategy, context)
     x, y = Blobs().train_data(1)
@@ -154,7 +154,7 @@ def test_lambda_is_the_sum_of_what_the_client_has_moved_by_in_all_its_runs() -> 
         trainer.fit(Blobs().train_data(1))
         places.append(_copied(trainer))
     expected = {name: places[2][name] - value for name, value in places[0].items()}
-    torch.testing.assert_close(trainer.context.client_state["feddyn"], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(trainer.context.client.state["feddyn"], expected, rtol=0, atol=1e-12)
     # The second run was measured from where it began, not from the first one's beginning.
     torch.testing.assert_close(trainer.strategies.loss.kept["start"], places[1], rtol=0, atol=0)
 
@@ -165,7 +165,7 @@ def test_a_run_that_goes_on_counts_once() -> None:
         parts.num_epochs = epochs
         parts.fit(Blobs().train_data(1))
     whole.fit(Blobs().train_data(1))
-    torch.testing.assert_close(parts.context.client_state, whole.context.client_state, rtol=0, atol=0)
+    torch.testing.assert_close(parts.context.client.state, whole.context.client.state, rtol=0, atol=0)
 
 
 def test_an_alpha_near_0_trains_as_fedavg_does() -> None:

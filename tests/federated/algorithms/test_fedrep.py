@@ -188,7 +188,7 @@ def test_the_configuration_names_layers_and_epochs() -> None:
     context.config["algorithm"] = {"local_layer_names": ["body"], "global_layer_names": ["head"], "local_epochs": 3}
     strategy = FedRepUpdateStrategyFromConfig()
     assert [phase.epochs for phase in strategy.phases(4, context)] == [3, 1]
-    context.phases = tuple(strategy.phases(4, context))
+    context.run.phases = tuple(strategy.phases(4, context))
     strategy.on_train_start(context)
     assert [name for name, it in context.model.named_parameters() if it.requires_grad] == ["body.weight", "body.bias"]
 

@@ -11,6 +11,7 @@ from toy import mlp
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.layers import as_patterns, last_layers, local_names, matching
+from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
 
 NAMES = ["fc1.weight", "fc1.bias", "fc10.weight", "features.0.weight", "features.0.bias", "features.12.weight"]
@@ -103,9 +104,9 @@ def test_names_are_one_or_several_and_layers_of_a_sequential_may_be_numbers(give
 
 def test_only_a_round_after_the_last_personalizes() -> None:
     context = TrainingContext(torch.nn.Linear(1, 1))
-    assert not context.personalizes
+    assert not personalizes(context)
     context.config["rounds"] = 3
     found = []
     for context.current_round in (0, 3, 4):
-        found.append(context.personalizes)
+        found.append(personalizes(context))
     assert found == [False, False, True]

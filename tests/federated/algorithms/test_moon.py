@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_the_paper(history_size: int) -> None:
 def test_a_client_keeps_its_last_models() -> None:
     trainer = _trainer(MOONStepStrategy(history_size=2))
     ends = [{name: value.clone() for name, value in _rounds(trainer, 1).items()} for _ in range(3)]
-    kept = trainer.context.client_state["moon"]
+    kept = trainer.context.client.state["moon"]
     torch.testing.assert_close(kept, ends[1:], rtol=0, atol=0)
 
 
@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_counts_once() -> None:
     for epochs in (1, 2):
         trainer.num_epochs = epochs
         trainer.fit(Blobs().train_data(1))
-    (kept,) = trainer.context.client_state["moon"]
+    (kept,) = trainer.context.client.state["moon"]
     torch.testing.assert_close(kept, trainer.model.state_dict(), rtol=0, atol=0)
 
 
@@ -195,7 +195,7 @@ def test_a_second_run_resumes_bit_for_bit(tmp_path: Any) -> None:
         resumed = trainer()
         resumed.fit(data, resume=path)
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
-        torch.testing.assert_close(resumed.context.client_state, whole.context.client_state, rtol=0, atol=0)
+        torch.testing.assert_close(resumed.context.client.state, whole.context.client.state, rtol=0, atol=0)
 
 
 def _run(step: TrainingStepStrategy, **options: Any) -> dict[str, Tensor]:

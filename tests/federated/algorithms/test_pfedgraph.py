@@ -167,7 +167,7 @@ def test_all_who_anchor_themselves_find_the_clients_own_model() -> None:
         model_update_strategy=PFedGraphUpdateStrategy(),
         verbose=False,
     )
-    trainer.context.received = {"pfedgraph": own}
+    trainer.context.client.payload = {"pfedgraph": own}
     trainer.fit(Blobs().train_data(1))
     for kept in (loss.kept, loss.inner.kept, trainer.model.state_dict()):
         torch.testing.assert_close(kept, own, rtol=0, atol=0)

@@ -78,7 +78,7 @@ def test_the_first_control_variate_is_the_mean_gradient_along_the_way() -> None:
     assert steps == 8
     now = dict(trainer.model.named_parameters())
     expected = {name: (value - now[name].detach()) / (steps * 0.1) for name, value in before.items()}
-    torch.testing.assert_close(trainer.context.client_state["scaffold"], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(trainer.context.client.state["scaffold"], expected, rtol=0, atol=1e-12)
 
 
 def test_a_schedule_counts_by_the_sum_of_its_rates() -> None:
@@ -87,7 +87,7 @@ def test_a_schedule_counts_by_the_sum_of_its_rates() -> None:
     travelled = 4 * 0.1 + 4 * 0.05
     now = dict(trainer.model.named_parameters())
     expected = {name: (value - now[name].detach()) / travelled for name, value in before.items()}
-    torch.testing.assert_close(trainer.context.client_state["scaffold"], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(trainer.context.client.state["scaffold"], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("batch_size", [8, 100])
@@ -98,7 +98,7 @@ def test_option_one_is_the_gradient_of_all_data_at_the_beginning(batch_size: int
     x, y = Blobs().train_data(1)
     torch.nn.functional.cross_entropy(model(x), y).backward()
     expected = {name: value.grad for name, value in model.named_parameters()}
-    torch.testing.assert_close(trainer.context.client_state["scaffold"], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(trainer.context.client.state["scaffold"], expected, rtol=0, atol=1e-12)
 
 
 def test_option_one_looks_without_moving_the_model() -> None:

@@ -16,9 +16,9 @@ from torch import nn
 
 from dovetail.algorithms import Algorithm, FedAvg
 from dovetail.callbacks import EMA, Callback, EarlyStopping
-from dovetail.clients.simple import Client, load_weights
 from dovetail.errors import ConfigError
 from dovetail.federated import ClientCallback
+from dovetail.federated.clients.simple import Client, load_weights
 from dovetail.federated.messages import Task, Update
 from dovetail.federated.postprocess import Chain
 from dovetail.trainers.basic import SingleProcess, Trainer
@@ -116,7 +116,7 @@ def test_strategies_see_the_new_rounds_weights_when_training_starts() -> None:
     class Watch(ModelUpdateStrategy):
         def on_train_start(self, context: Any) -> None:
             first = next(context.model.parameters()).detach().clone()
-            seen.append((context.client_id, context.current_round, first, dict(context.received)))
+            seen.append((context.client_id, context.current_round, first, dict(context.client.payload)))
 
     class Watched(Algorithm):
         def equip(self, strategies: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from dovetail.federated.messages import Update, Weights
 from dovetail.testing import AlgorithmContract
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.bundle import Strategies
-from dovetail.trainers.strategies.penalty import trained
 
 
 class TestFedAvg(AlgorithmContract):
@@ -83,7 +83,7 @@ def settled() -> Algorithm:
 class OneNormForAll(ModelUpdateStrategy):
     """Says that it serves fleets, and takes the norm over all of them."""
 
-    serves_fleets = True
+    vectorizes = True
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         for value in trained(context).values():
@@ -107,10 +107,10 @@ class Presuming(ModelUpdateStrategy):
     """Takes it for granted that everybody was asked before."""
 
     def on_train_end(self, context: TrainingContext) -> None:
-        context.client_state["own"] = {name: value.detach() for name, value in trained(context).items()}
+        context.client.state["own"] = {name: value.detach() for name, value in trained(context).items()}
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor]:
-        own: Mapping[str, Tensor] = context.client_state["own"]
+        own: Mapping[str, Tensor] = context.client.state["own"]
         return own
 
 
@@ -126,7 +126,7 @@ class Greedy(ModelUpdateStrategy):
     """Changes what the server sent, in place."""
 
     def on_train_start(self, context: TrainingContext) -> None:
-        for value in context.received.values():
+        for value in context.client.payload.values():
             value.add_(1.0)
 
 

@@ -243,7 +243,7 @@ def test_nothing_is_shared_with_what_was_given() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert trainer.model is None
     assert trainer.context.progress.batches == 0
-    assert not trainer.context.client_state
+    assert not trainer.context.client.state
     assert client.datasource is None
     assert client.algorithm is None
     assert set(vars(client)) == vars_before

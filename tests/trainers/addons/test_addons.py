@@ -133,11 +133,11 @@ def test_of_two_processes_one_writes_the_best_weights(problem: Problem, tmp_path
 
     class Marked(Trainer):
         def check_better(self, epoch: int, loss: float) -> bool:
-            (marks / f"asked in {self.context.share.rank}").touch()
+            (marks / f"asked in {self.context.process.share.rank}").touch()
             return super().check_better(epoch, loss)
 
         def save_model(self, path: str | Path) -> Path:
-            super().save_model(Path(path).with_stem(f"model{self.context.share.rank}"))
+            super().save_model(Path(path).with_stem(f"model{self.context.process.share.rank}"))
             return super().save_model(path)
 
     extended: Any = Marked.add_on(StateManagerAddon, layer)
@@ -165,7 +165,7 @@ def test_a_signal_to_one_of_two_processes_is_saved_and_logged_once(
 ) -> None:
     class Signal(Callback):
         def on_step_end(self, context: Any, output: Any) -> None:
-            if context.share.rank == 1 and context.progress.batches == 2:
+            if context.process.share.rank == 1 and context.progress.batches == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     extended: Any = Trainer.add_on(*order)

@@ -100,7 +100,7 @@ def test_a_running_run_has_times_so_far() -> None:
     seen: list[float] = []
 
     def on_epoch_end(context: Any, metrics: Mapping[str, float]) -> None:
-        seen.append(context.trainer.verb_times["rest"].seconds)
+        seen.append(context.run.trainer.verb_times["rest"].seconds)
 
     make(Trainer.add_on(Timed), callbacks=[LambdaCallback(on_epoch_end=on_epoch_end)]).fit(max_length=Epochs(1))
     assert seen[0] > 0

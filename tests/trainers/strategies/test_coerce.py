@@ -182,7 +182,7 @@ def test_a_plateau_by_callable_sees_the_validation_loss(problem, train) -> None:
     trainer = train(
         problem.model(), problem.batches, problem.batches[:2], epochs=2, lr_scheduler_strategy=ReduceLROnPlateau
     )
-    assert trainer.context.schedulers[0].scheduler.best == trainer.context.validation["valid_loss"]
+    assert trainer.context.schedulers[0].scheduler.best == trainer.context.run.validation["valid_loss"]
 
 
 def test_an_update_may_be_a_function_of_the_context(problem, train) -> None:

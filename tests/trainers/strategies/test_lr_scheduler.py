@@ -77,7 +77,7 @@ class Watches(ModelUpdateStrategy):
         self.rates: list[float] = []
 
     def after_step(self, context: TrainingContext) -> None:
-        self.rates.append(context.optimizer.param_groups[0]["lr"])
+        self.rates.append(context.optimizers[0].param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize(("strategy", "of_torch"), PAIRS, ids=lambda it: type(it).__name__)
@@ -184,7 +184,7 @@ def test_a_plateau_sees_the_validation_loss_of_its_epoch(problem, train) -> None
     class Spies(ReduceLROnPlateauSchedulerStrategy):
         def step(self, scheduler: Any, context: TrainingContext) -> None:
             super().step(scheduler, context)
-            seen.append((scheduler.best, context.validation["valid_loss"]))
+            seen.append((scheduler.best, context.run.validation["valid_loss"]))
 
     train(problem.model(), problem.batches, problem.batches[:3], epochs=3, lr_scheduler_strategy=Spies())
     assert len({best for best, _ in seen}) == 3
@@ -196,8 +196,8 @@ def test_a_plateau_lowers_the_rate_after_its_patience(context: TrainingContext) 
     scheduler = strategy.create_scheduler(sgd(), context)
     seen = []
     for epoch in range(4):
-        context.progress.batches = context.validated_at = epoch
-        context.validation = {"valid_loss": 1.0}
+        context.progress.batches = context.run.validated_at = epoch
+        context.run.validation = {"valid_loss": 1.0}
         strategy.step(scheduler, context)
         seen.append(scheduler.optimizer.param_groups[0]["lr"])
     assert seen == [1.0, 1.0, 0.5, 0.5]
@@ -206,7 +206,7 @@ def test_a_plateau_lowers_the_rate_after_its_patience(context: TrainingContext) 
 def test_a_plateau_does_not_count_an_epoch_that_was_not_validated(context: TrainingContext) -> None:
     strategy = ReduceLROnPlateauSchedulerStrategy(patience=0)
     scheduler = strategy.create_scheduler(sgd(), context)
-    context.validation, context.validated_at, context.progress.batches = {"valid_loss": 1.0}, 4, 4
+    context.run.validation, context.run.validated_at, context.progress.batches = {"valid_loss": 1.0}, 4, 4
     strategy.step(scheduler, context)
     context.progress.batches = 8
     strategy.step(scheduler, context)
@@ -224,7 +224,7 @@ def test_a_plateau_without_validation_sees_the_last_loss(context: TrainingContex
 
 def test_a_plateau_of_an_unknown_metric_is_answered_with_the_nearest(context: TrainingContext) -> None:
     strategy = ReduceLROnPlateauSchedulerStrategy(monitor="valid_acc")
-    context.validation = {"valid_accuracy": 0.5}
+    context.run.validation = {"valid_accuracy": 0.5}
     with pytest.raises(UnknownNameError, match="did you mean 'valid_accuracy'"):
         strategy.step(strategy.create_scheduler(sgd(), context), context)
 

@@ -66,7 +66,7 @@ def test_tracking_takes_the_federations_round(context: TrainingContext) -> None:
 
 def test_tracking_counts_the_runs_of_a_trainer_alone(context: TrainingContext) -> None:
     strategy = StateTrackingUpdateStrategy()
-    for context.run_id in ("a", "b"):
+    for context.run.id in ("a", "b"):
         strategy.on_train_start(context)
     assert strategy.round_number == 2
 

@@ -245,7 +245,7 @@ def test_an_overflow_in_fp16_skips_the_update_and_does_not_count_it(problem, tra
 
     class Counts(SGDOptimizerStrategy):
         def on_optimizer_step(self, optimizer: torch.optim.Optimizer, context: TrainingContext) -> None:
-            stepped.append(context.notes.batch)
+            stepped.append(context.run.batch.number)
 
     factors = iter([1e38, 1.0, 1.0])
 
@@ -360,7 +360,7 @@ def test_a_backward_function_may_only_add_to_gradients(problem, train) -> None:
 def test_a_backward_function_that_steps_itself_is_not_stepped_again(problem, train) -> None:
     def whole(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
         context.backward(loss)
-        context.step(context.optimizer)
+        context.step(context.optimizers[0])
 
     model, by_hand = problem.model(), problem.model()
     strategy = SGDOptimizerStrategy(0.1, momentum=0.9)

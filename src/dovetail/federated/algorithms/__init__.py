@@ -40,6 +40,8 @@ from dovetail.federated.algorithms.lg_fedavg import (
     LGFedAvgStepStrategyFromConfig,
 )
 from dovetail.federated.algorithms.moon import MOON, MOONStepStrategy
+from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy
+from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.algorithms.perfedavg import PerFedAvg, PerFedAvgStepStrategy
 from dovetail.federated.algorithms.pfedgraph import PFedGraph, PFedGraphLossStrategy, PFedGraphUpdateStrategy
 from dovetail.federated.algorithms.registry import algorithms
@@ -101,9 +103,11 @@ __all__ = [
     "LGFedAvgStepStrategyAuto",
     "LGFedAvgStepStrategyFromConfig",
     "MOONStepStrategy",
+    "OwnPhaseStrategy",
     "PFedGraph",
     "PFedGraphLossStrategy",
     "PFedGraphUpdateStrategy",
+    "PenalizedLossStrategy",
     "PerFedAvg",
     "PerFedAvgStepStrategy",
     "SCAFFOLDUpdateStrategy",

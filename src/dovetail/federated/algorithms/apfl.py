@@ -17,10 +17,10 @@ from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, WithWeights, first_own_model
 from dovetail.federated.messages import Weights
 from dovetail.trainers.pieces import twin_of
+from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.penalty import trained
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy, Options, SplitStepStrategy
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
         >>> trainer = ComposableTrainer(nn.Linear(2, 2), verbose=False)
         >>> trainer.equip(model_update=APFLUpdateStrategy(alpha=0.3), training_step=APFLStepStrategy())
         >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
-        >>> sorted(trainer.context.client_state["apfl"])
+        >>> sorted(trainer.context.client.state["apfl"])
         ['alpha', 'v']
     """
 
-    serves_fleets = True
+    vectorizes = True
 
     alpha: float = 0.5
     adaptive_alpha: bool = True
@@ -67,12 +67,12 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
 
     def on_client_start(self, context: TrainingContext) -> None:
         """A client begins with v = w."""
-        if _KEY not in context.client_state:
+        if _KEY not in context.client.state:
             own = first_own_model(context, self.model_fn)
             first = next(iter(trained(context).values()))
             # Steps of α are smaller than half precision can tell.
             dtype = torch.promote_types(first.dtype, torch.float32)
-            context.client_state[_KEY] = {"v": own, "alpha": torch.tensor(self.alpha, dtype=dtype, device=first.device)}
+            context.client.state[_KEY] = {"v": own, "alpha": torch.tensor(self.alpha, dtype=dtype, device=first.device)}
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Say whether α moves."""
@@ -80,12 +80,12 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
         """Return the mixture; its buffers, such as the statistics of BatchNorm, are its own."""
-        kept = context.client_state.get(_KEY)
+        kept = context.client.state.get(_KEY)
         if kept is None:
             return None
         sent = {name: value.detach() for name, value in trained(context).items()}
         own = {name: kept["v"][name] for name in sent}
-        return {**kept["v"], **context.each(_mixed, own, sent, kept["alpha"])}
+        return {**kept["v"], **context.client.each(_mixed, own, sent, kept["alpha"])}
 
 
 @dataclass(eq=False, repr=False)
@@ -124,7 +124,7 @@ class APFLStepStrategy(NestingStepStrategy):
         APFLStepStrategy(mix='outputs')
     """
 
-    serves_fleets = True
+    vectorizes = True
 
     mix: Literal["parameters", "outputs"] = "parameters"
 
@@ -158,13 +158,13 @@ class APFLStepStrategy(NestingStepStrategy):
     def on_train_start(self, context: TrainingContext) -> None:
         """Make v and α what optimizers step, and make these."""
         super().on_train_start(context)
-        if _KEY not in context.client_state:
+        if _KEY not in context.client.state:
             raise ConfigError(f"{self!r}: give the trainer an APFLUpdateStrategy, too, which keeps v and α")
-        if context.needs_closure:
+        if context.run.needs_closure:
             raise ConfigError(f"{self!r}: an optimizer that evaluates the loss itself (LBFGS) knows one model only")
-        states = self._states() if context.run_id and context.run_id == self._run_id else []
-        kept = context.client_state[_KEY] = map_tensors(
-            lambda it: it.detach().to(context.device, copy=True), context.client_state[_KEY]
+        states = self._states() if context.run.id and context.run.id == self._run_id else []
+        kept = context.client.state[_KEY] = map_tensors(
+            lambda it: it.detach().to(context.device, copy=True), context.client.state[_KEY]
         )
         parameters = trained(context)
         self._own = {name: kept["v"][name].detach().requires_grad_(it.requires_grad) for name, it in parameters.items()}
@@ -175,7 +175,7 @@ class APFLStepStrategy(NestingStepStrategy):
         # With a dimension more, so that a fleet can clip every member's for itself.
         self._alpha = kept["alpha"].detach().unsqueeze(-1).requires_grad_()
         self._alpha_optimizer = SGD([self._alpha])
-        self._run_id, self._loaded = context.run_id, None
+        self._run_id, self._loaded = context.run.id, None
 
     def loss(
         self,
@@ -188,7 +188,7 @@ class APFLStepStrategy(NestingStepStrategy):
     ) -> Tensor:
         """Return the loss of w, with the gradients of both losses."""
         sent = super().loss(model, optimizer, examples, labels, loss_criterion, context)
-        with context.personally():
+        with context.run.personally():
             mixture = self._mixture(model, context)
             own = super().loss(mixture, optimizer, examples, labels, loss_criterion, context)
         # What is added is 0. Its gradient is not.
@@ -204,9 +204,9 @@ class APFLStepStrategy(NestingStepStrategy):
     ) -> None:
         """Differentiate both losses at once, and step w, v and, with the first update, α."""
         super().differentiate(model, optimizer, loss, context, options)
-        if not context.notes.optimized:
+        if not context.run.batch.optimized:
             context.backward(loss)
-        stepped = context.notes.stepped
+        stepped = context.run.batch.stepped
         context.step(*(it for it in context.optimizers if it not in stepped), *self._following(context))
         with torch.no_grad():
             self._alpha.clamp_(0, 1)
@@ -242,11 +242,11 @@ class APFLStepStrategy(NestingStepStrategy):
 
     def _mixture(self, model: nn.Module, context: TrainingContext) -> nn.Module:
         alpha = (self._alpha if self._adapts(context) else self._alpha.detach()).squeeze(-1)
-        buffers = {name: it for name, it in context.client_state[_KEY]["v"].items() if name not in self._own}
+        buffers = {name: it for name, it in context.client.state[_KEY]["v"].items() if name not in self._own}
         if self.mix == "outputs":
             return _OutputMixture(model, {**self._own, **buffers}, alpha, context)
         sent = {name: value.detach() for name, value in trained(context).items()}
-        return WithWeights(model, {**context.each(_mixed, self._own, sent, alpha), **buffers})
+        return WithWeights(model, {**context.client.each(_mixed, self._own, sent, alpha), **buffers})
 
 
 @dataclass(eq=False, repr=False)
@@ -296,7 +296,7 @@ class _OutputMixture(WithWeights):
         with torch.no_grad():
             # w has seen this batch: its statistics must not count it twice.
             sent = functional_call(model, {name: it.clone() for name, it in model.named_buffers()}, args, kwargs)
-        return self._context.each(_mixed_tensor, own, sent, self._alpha)
+        return self._context.client.each(_mixed_tensor, own, sent, self._alpha)
 
 
 def _mixed(own: Weights, sent: Weights, alpha: Tensor) -> dict[str, Tensor]:

@@ -32,8 +32,8 @@ _INSTEAD = {
 class Algorithm:
     """What clients do besides training, and what a server makes of their updates. This one is FedAvg.
 
-    Override what differs. An algorithm's client half works on `context.client_state`, which belongs to the client,
-    and on `context.received`, which the server sent; its server half keeps what it needs on itself.
+    Override what differs. An algorithm's client half works on `context.client.state`, which belongs to the client,
+    and on `context.client.payload`, which the server sent; its server half keeps what it needs on itself.
 
     Attributes:
         decides: What at most one of several algorithms can decide, such as which layers stay with clients; one that

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, first_own_model
+from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy, model_state
 from dovetail.federated.messages import Weights
+from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import Phase
+from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.own_phase import OwnPhaseStrategy, model_state
-from dovetail.trainers.strategies.penalty import trained
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -70,12 +71,12 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
 
     def on_client_start(self, context: TrainingContext) -> None:
         """A client begins with v = w."""
-        if _KEY not in context.client_state:
-            context.client_state[_KEY] = first_own_model(context, self.model_fn)
+        if _KEY not in context.client.state:
+            context.client.state[_KEY] = first_own_model(context, self.model_fn)
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return the epochs of w, and those of v; in the personalisation round, those of v alone."""
-        if context.personalizes:
+        if personalizes(context):
             return (Phase(epochs, self.phase_name, is_personal=True),)
         return super().phases(epochs, context)
 
@@ -85,16 +86,16 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
 
     def own_start(self, context: TrainingContext) -> Weights:
         """Go on with v as it is."""
-        own: Weights = context.client_state[_KEY]
+        own: Weights = context.client.state[_KEY]
         return own
 
     def own_end(self, context: TrainingContext) -> None:
         """Keep v."""
-        context.client_state[_KEY] = model_state(context)
+        context.client.state[_KEY] = model_state(context)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Pull v to wᵗ."""
-        if not context.is_personal:
+        if not context.run.is_personal:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         start: Weights = self.kept["start"]
@@ -104,7 +105,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
         """Return v."""
-        return context.client_state.get(_KEY)
+        return context.client.state.get(_KEY)
 
 
 @dataclass(eq=False, repr=False)

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from dovetail.data import num_batches
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.own_phase import model_state, optimizers_of, put_back, put_into
 from dovetail.federated.messages import Weights
 from dovetail.trainers.context import Phase
+from dovetail.trainers.strategies.anchored import Anchored, trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.own_phase import model_state, optimizers_of, put_back, put_into
-from dovetail.trainers.strategies.penalty import Anchored, trained
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -77,7 +77,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
         """Keep the new model, W, and optimizers and schedules as they are before the first step."""
-        known = context.client_state.get(_KEY)
+        known = context.client.state.get(_KEY)
         adapted = self._adapted(context)
         return {
             "received": model_state(context),
@@ -90,13 +90,13 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     def on_train_start(self, context: TrainingContext) -> None:
         """Capture, or go on where a run was left."""
         super().on_train_start(context)
-        context.is_personal = context.phase.is_personal
+        context.run.is_personal = context.run.phase_at(context.progress.epoch).is_personal
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
         """Adapt, or train what came of it."""
         if phase.is_personal:
             put_into(
-                context, self._between(context.client_state[_KEY]["local"], self.kept["received"], self.kept["mix"])
+                context, self._between(context.client.state[_KEY]["local"], self.kept["received"], self.kept["mix"])
             )
         elif self.kept["adaptation"]:
             parameters = trained(context)
@@ -105,10 +105,10 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """While W is learned, move it in place of the model."""
-        if not context.is_personal:
+        if not context.run.is_personal:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        local, received, mix = context.client_state[_KEY]["local"], self.kept["received"], self.kept["mix"]
+        local, received, mix = context.client.state[_KEY]["local"], self.kept["received"], self.kept["mix"]
         counts = self._counts(context)
         for name, parameter in trained(context).items():
             if id(parameter) not in stepped or parameter.grad is None:
@@ -122,7 +122,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_epoch_end(self, context: TrainingContext) -> None:
         """Go on with the training once the loss has settled."""
-        if not context.is_personal:
+        if not context.run.is_personal:
             return
         losses = self.kept["losses"]
         losses.append(context.history.get_latest_metric("train_loss"))
@@ -132,8 +132,8 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     def on_train_end(self, context: TrainingContext) -> None:
         """Keep the client's model, and W."""
         super().on_train_end(context)
-        context.is_personal = False
-        context.client_state[_KEY] = {
+        context.run.is_personal = False
+        context.client.state[_KEY] = {
             "local": model_state(context),
             "mix": dict(self.kept["mix"]),
             "has_adapted": torch.tensor(self.kept["adaptation"] > 0),
@@ -141,7 +141,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
         """Return what the client would begin the next round with, by the W that it has."""
-        known = context.client_state.get(_KEY)
+        known = context.client.state.get(_KEY)
         if known is None:
             return None
         now = model_state(context)
@@ -155,10 +155,10 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def _adaptation(self, context: TrainingContext) -> int:
         """Return the epochs of W in the run that is planned."""
-        if context.progress.batches and context.run_id == self._run_id:
+        if context.progress.batches and context.run.id == self._run_id:
             # A run that goes on is what it was, though the client has a model by now.
             return int(self.kept["adaptation"])
-        known = context.client_state.get(_KEY)
+        known = context.client.state.get(_KEY)
         return 0 if known is None else 1 if known["has_adapted"] else _FIRST_EPOCHS
 
     def _adapted(self, context: TrainingContext) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def _counts(self, context: TrainingContext) -> bool:
         """Whether the running update moves W."""
-        total, size = num_batches(context.state["train_loader"]), context.window.size
+        total, size = num_batches(context.state["train_loader"]), context.run.window.size
         return total is None or context.progress.batch // size * 100 < self.rand_percent * math.ceil(total / size)
 
     def _between(self, local: Weights, received: Weights, mix: Weights) -> dict[str, Tensor]:
@@ -217,5 +217,5 @@ class FedALA(Described, Algorithm):
 
 def _adaptation_of(context: TrainingContext) -> int:
     """Return the epochs of W in the running run."""
-    first = context.phases[0]
+    first = context.run.phases[0]
     return first.epochs if first.is_personal else 0

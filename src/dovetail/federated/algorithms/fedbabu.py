@@ -15,6 +15,7 @@ from dovetail.federated.algorithms.partial import (
     PartialUpdateStrategy,
     PersonalCopy,
 )
+from dovetail.federated.personalization import personalizes
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
@@ -53,7 +54,7 @@ class FedBABUUpdateStrategy(Described, PersonalCopy, PartialUpdateStrategy):
 
     def still(self, context: TrainingContext) -> Part | None:
         """Return the head; after the last round, the body, or nothing."""
-        if not context.personalizes:
+        if not personalizes(context):
             return "local"
         return "global" if self.finetune == "head" else None
 

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.parameters import ParameterAware
+from dovetail.federated.algorithms.penalty import PenalizedLossStrategy, sent
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
+from dovetail.federated.personalization import personalizes
+from dovetail.trainers.strategies.anchored import Anchored, copied
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.penalty import Anchored, PenalizedLossStrategy, copied, sent
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -55,7 +57,7 @@ class FedDynLossStrategy(PenalizedLossStrategy):
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
         """Keep θᵗ, λ_k, and the size of the client if α depends on it."""
-        told = context.received.get(_KEY, {}) if self.adaptive_alpha else {}
+        told = context.client.payload.get(_KEY, {}) if self.adaptive_alpha else {}
         return _beginning(context) | {name: value.to(context.device) for name, value in told.items()}
 
     def penalty(self, weights: Weights, kept: Any) -> Tensor:
@@ -93,7 +95,7 @@ class FedDynLossStrategyFromConfig(FedDynLossStrategy):
 class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     """Makes λ_k ← λ_k + θ_k − θᵗ at the end of a run.
 
-    λ_k is the client's, `context.client_state["feddyn"]`. The loss that uses it is `FedDynLossStrategy`.
+    λ_k is the client's, `context.client.state["feddyn"]`. The loss that uses it is `FedDynLossStrategy`.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -104,16 +106,16 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         ...     verbose=False,
         ... )
         >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
-        >>> sorted(trainer.context.client_state["feddyn"])
+        >>> sorted(trainer.context.client.state["feddyn"])
         ['bias', 'weight']
     """
 
-    serves_fleets = True
+    vectorizes = True
 
     def on_client_start(self, context: TrainingContext) -> None:
         """A client begins with λ_k = 0."""
-        if _KEY not in context.client_state:
-            context.client_state[_KEY] = _zeros(context)
+        if _KEY not in context.client.state:
+            context.client.state[_KEY] = _zeros(context)
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
         """Keep θᵗ and λ_k."""
@@ -121,11 +123,11 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Make the new λ_k of the one at the beginning, so that a run that goes on counts once."""
-        if context.personalizes:
+        if personalizes(context):
             # The server hears nothing of this run, and the mean of all λ_k is what its h stands for.
             return
         start, pull = self.kept["start"], self.kept["pull"]
-        context.client_state[_KEY] = {
+        context.client.state[_KEY] = {
             name: pull[name] + value.detach() - start[name] for name, value in sent(context).items()
         }
 
@@ -205,7 +207,7 @@ def _check(alpha: float) -> None:
 
 
 def _beginning(context: TrainingContext) -> dict[str, Any]:
-    return {"start": copied(sent(context)), "pull": context.client_state.get(_KEY) or _zeros(context)}
+    return {"start": copied(sent(context)), "pull": context.client.state.get(_KEY) or _zeros(context)}
 
 
 def _zeros(context: TrainingContext) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
+from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, OptimizerStrategy, Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described, Nesting
 from dovetail.trainers.strategies.optimizer import learning_rate
-from dovetail.trainers.strategies.penalty import Anchored
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class FedMosUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Say whether the step that follows is one of the model that is sent."""
         if isinstance(optimizer, FedMosOptimizer):
-            optimizer.pulls = not context.is_personal
+            optimizer.pulls = not context.run.is_personal
 
 
 @dataclass(eq=False, repr=False)
@@ -235,7 +235,7 @@ class FedMosStepStrategy(NestingStepStrategy):
         previous = optimizer.previous() if isinstance(optimizer, FedMosOptimizer) and not self.reuse_gradient else {}
         if not previous:
             return now
-        if context.notes.optimized:
+        if context.run.batch.optimized:
             raise ConfigError(
                 f"FedMosStepStrategy: {self.base_strategy!r} differentiates by itself, and its loss is needed at two "
                 "places; let it return the loss"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.federated.algorithms.layers import LayerNames
 from dovetail.federated.algorithms.partial import LayersFromConfig, Part, PartialAlgorithm, PartialUpdateStrategy
+from dovetail.federated.personalization import personalizes
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
@@ -35,7 +36,7 @@ class FedPerUpdateStrategy(Described, PartialUpdateStrategy):
 
     def still(self, context: TrainingContext) -> Part | None:
         """Return the shared layers after the last round, and before it none."""
-        return "global" if context.personalizes else None
+        return "global" if personalizes(context) else None
 
 
 @dataclass(eq=False, repr=False)

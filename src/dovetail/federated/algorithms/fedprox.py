@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.messages import Weights
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.penalty import PenalizedLossStrategy
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.layers import LayerNames
 from dovetail.federated.algorithms.partial import LayersFromConfig, Part, PartialAlgorithm, PartialUpdateStrategy
+from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import Phase
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.model_update import beside
@@ -54,7 +55,7 @@ class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
         Raises:
             ConfigError: A round has no epoch left for the body, so that nothing of what is sent would be trained.
         """
-        if context.personalizes:
+        if personalizes(context):
             return (_head(epochs),)
         if context.current_round and self.local_epochs >= epochs:
             raise ConfigError(
@@ -67,16 +68,16 @@ class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
     def on_train_start(self, context: TrainingContext) -> None:
         """Begin with the head, or go on in the phase in which a run was left."""
         super().on_train_start(context)
-        context.is_personal = context.phase.is_personal
+        context.run.is_personal = context.run.phase_at(context.progress.epoch).is_personal
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Leave the model as it was."""
-        context.is_personal = False
+        context.run.is_personal = False
         super().on_train_end(context)
 
     def still(self, context: TrainingContext) -> Part:
         """Return the body while the head is trained, and the head while the body is."""
-        return "global" if context.phase.name == _HEAD else "local"
+        return "global" if context.run.phase_at(context.progress.epoch).name == _HEAD else "local"
 
 
 @dataclass(eq=False, repr=False)

@@ -54,7 +54,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
 
     rho: float = 0.05
 
-    serves_fleets = True
+    vectorizes = True
 
     def __post_init__(self) -> None:
         if not self.rho >= 0:
@@ -72,9 +72,9 @@ class FedSAMStepStrategy(NestingStepStrategy):
         """Return the loss at the second place."""
         step = (model, optimizer, examples, labels, loss_criterion, context)
         here = super().loss(*step)
-        if not self.rho or context.is_personal:
+        if not self.rho or context.run.is_personal:
             return here
-        if context.notes.optimized:
+        if context.run.batch.optimized:
             raise ConfigError(
                 f"FedSAMStepStrategy: {self.base_strategy!r} differentiates by itself, and its loss is needed at two "
                 "places; let it return the loss"
@@ -85,7 +85,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
         moving = {name: value for name, value in model.named_parameters() if value.requires_grad}
         found = torch.autograd.grad(here.sum(), list(moving.values()), allow_unused=True)
         gradients = {name: it for name, it in zip(moving, found, strict=True) if it is not None}
-        away = context.each(self._shift, gradients)
+        away = context.client.each(self._shift, gradients)
         there = {name: moving[name] + shift for name, shift in away.items()}
         return loss_elsewhere(model, there, super().loss, *step)
 

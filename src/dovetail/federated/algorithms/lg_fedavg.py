@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.layers import LayerNames, last_layers, local_names
 from dovetail.federated.algorithms.partial import DividedModel, LayersFromConfig, PartialAlgorithm
+from dovetail.federated.personalization import personalizes
 from dovetail.trainers.pieces import forward
+from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.penalty import trained
 from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy, compose_steps
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
         train_local_first: Whether the client's own layers come first.
     """
 
-    serves_fleets = True
+    vectorizes = True
 
     train_local_first: bool = True
     _passes: Sequence[Sequence[Tensor]] = ()
@@ -52,7 +53,7 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
             if parameter.requires_grad:
                 (own if name in local else shared).append(parameter)
         order = [own, shared] if self.train_local_first else [shared, own]
-        self._passes = [it for it in order if it and (it is own or not context.personalizes)]
+        self._passes = [it for it in order if it and (it is own or not personalizes(context))]
         if not self._passes:
             raise ConfigError(f"{self!r} finds nothing to train: the layers that it would train require no gradient")
 
@@ -71,19 +72,19 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
         context: TrainingContext,
     ) -> Tensor:
         """Return the loss of the last pass; inside of a window, that of the first."""
-        batch = (examples, labels, context.num_items)
-        self._window = [batch] if context.window.opens else [*self._window, batch]
+        batch = (examples, labels, context.run.num_items)
+        self._window = [batch] if context.run.window.opens else [*self._window, batch]
         first, *later = self._passes
         loss = loss_criterion(forward(model, examples), labels)
         context.backward(loss, inputs=first)
         context.step(optimizer)
-        if not context.window.closes:
+        if not context.run.window.closes:
             return loss.detach()
         for parameters in later:
             if context.precision is not None:
                 # A scaler knows one step of an optimizer between two updates, and no gradient waits for this one.
                 context.precision.update()
-            for examples, labels, context.num_items in self._window:
+            for examples, labels, context.run.num_items in self._window:
                 loss = loss_criterion(forward(model, examples), labels)
                 context.backward(loss, inputs=parameters)
             context.step(optimizer)

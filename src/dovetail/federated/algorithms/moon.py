@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.own_phase import model_state
+from dovetail.federated.personalization import personalizes
 from dovetail.trainers.pieces import forward_with
+from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.own_phase import model_state
-from dovetail.trainers.strategies.penalty import Anchored
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
 if TYPE_CHECKING:
@@ -91,11 +92,11 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     def on_client_start(self, context: TrainingContext) -> None:
         """A client begins without models of its own."""
         super().on_client_start(context)
-        context.client_state.setdefault(_KEY, [])
+        context.client.state.setdefault(_KEY, [])
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
         """Keep the model, and those that the client has kept."""
-        return {"global": model_state(context), "previous": list(context.client_state.get(_KEY, []))}
+        return {"global": model_state(context), "previous": list(context.client.state.get(_KEY, []))}
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Capture, and make ready to see what the other models see."""
@@ -108,9 +109,9 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         """Let the client keep the model that it has trained."""
         super().on_train_end(context)
         self._mine = self._other = None
-        if not context.personalizes:
+        if not personalizes(context):
             kept = [*self.kept["previous"], model_state(context)]
-            context.client_state[_KEY] = kept[-self.history_size :]
+            context.client.state[_KEY] = kept[-self.history_size :]
 
     def loss(
         self,
@@ -123,7 +124,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     ) -> Tensor:
         """Return the loss of a batch, with what its samples look like to the other models."""
         mine = self._mine
-        if mine is None or not self.mu or not self.kept["previous"] or context.is_personal:
+        if mine is None or not self.mu or not self.kept["previous"] or context.run.is_personal:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
 
         def contrasted(outputs: Any, labels: Any) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import rng_state, set_rng_state
-from dovetail.trainers.strategies.own_phase import model_state
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext

@@ -12,9 +12,10 @@ from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.layers import LayerNames, as_patterns, local_names
+from dovetail.federated.algorithms.own_phase import model_state
+from dovetail.federated.personalization import personalizes
+from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Phase, Strategy
-from dovetail.trainers.strategies.own_phase import model_state
-from dovetail.trainers.strategies.penalty import trained
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -75,7 +76,7 @@ class PartialUpdateStrategy(DividedModel, ModelUpdateStrategy, ABC):
         ['1.weight', '1.bias']
     """
 
-    serves_fleets = True
+    vectorizes = True
 
     _local: frozenset[str] = frozenset()
     _still: tuple[Tensor, ...] = ()
@@ -137,22 +138,22 @@ class PartialUpdateStrategy(DividedModel, ModelUpdateStrategy, ABC):
 class PersonalCopy(ModelUpdateStrategy):
     """Keeps what a client's personalisation round has made: it is the client's model until it takes part in a round."""
 
-    serves_fleets = True
+    vectorizes = True
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Keep what was trained after all rounds; forget it once the client trains for all again."""
-        if context.personalizes:
+        if personalizes(context):
             frozen = {name for name, value in trained(context).items() if not value.requires_grad}
-            context.client_state[_KEY] = {
+            context.client.state[_KEY] = {
                 name: value for name, value in model_state(context).items() if name not in frozen
             }
         else:
-            context.client_state.pop(_KEY, None)
+            context.client.state.pop(_KEY, None)
         super().on_train_end(context)
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
         """Return what the client has trained for itself, if it has."""
-        return context.client_state.get(_KEY)
+        return context.client.state.get(_KEY)
 
 
 class PartialAlgorithm(Algorithm):

@@ -15,6 +15,7 @@ from dovetail.data.batches import slice_batch
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.own_model import WithWeights
+from dovetail.federated.personalization import personalizes
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
@@ -61,18 +62,18 @@ class PerFedAvgStepStrategy(NestingStepStrategy):
         context: TrainingContext,
     ) -> Tensor:
         """Return the loss of the second half at w', which is differentiated as if at w."""
-        if context.personalizes:
+        if personalizes(context):
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
         length = batch_length((examples, labels))
         half = length // 2
         first = slice_batch(examples, 0, half or 1, length), slice_batch(labels, 0, half or 1, length)
         second = slice_batch(examples, half, length, length), slice_batch(labels, half, length, length)
-        with context.personally():
+        with context.run.personally():
             # What belongs to the model that is sent is no part of a client's adaptation.
             before = super().loss(model, optimizer, first[0], first[1], loss_criterion, context)
         adapted = WithWeights(model, self._adapted(model, before, context))
         # What the loss is a mean of.
-        context.num_items = length - half
+        context.run.num_items = length - half
         return super().loss(adapted, optimizer, second[0], second[1], loss_criterion, context)
 
     def _adapted(self, model: nn.Module, loss: Tensor, context: TrainingContext) -> dict[str, Tensor]:

@@ -14,14 +14,14 @@ from torch.nn.functional import cosine_similarity
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.layers import as_patterns, matching
+from dovetail.federated.algorithms.own_phase import put_into
 from dovetail.federated.algorithms.parameters import ParameterAware
+from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, WeightedSum, Weights
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.own_phase import put_into
-from dovetail.trainers.strategies.penalty import PenalizedLossStrategy
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -47,7 +47,7 @@ class PFedGraphUpdateStrategy(Described, ModelUpdateStrategy):
     def on_client_start(self, context: TrainingContext) -> None:
         """Take the client's own model, unless the run has begun before."""
         if context.progress.batches == 0:
-            put_into(context, context.received.get(_KEY, {}))
+            put_into(context, context.client.payload.get(_KEY, {}))
 
 
 @dataclass(eq=False, repr=False)

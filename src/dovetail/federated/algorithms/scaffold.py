@@ -12,14 +12,16 @@ from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy
+from dovetail.federated.algorithms.penalty import sent
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Fault, Update, Weights
+from dovetail.federated.personalization import personalizes
 from dovetail.federated.validation import check_sent
+from dovetail.trainers.strategies.anchored import Anchored, copied
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-from dovetail.trainers.strategies.own_phase import OwnPhaseStrategy
-from dovetail.trainers.strategies.penalty import Anchored, copied, sent
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -46,11 +48,11 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         >>> strategy = SCAFFOLDUpdateStrategy()
         >>> trainer = ComposableTrainer(torch.nn.Linear(2, 2), model_update_strategy=strategy, verbose=False)
         >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
-        >>> sorted(trainer.context.client_state["scaffold"])
+        >>> sorted(trainer.context.client.state["scaffold"])
         ['bias', 'weight']
     """
 
-    serves_fleets = True
+    vectorizes = True
 
     # Σ η_k so far.
     _travelled: Any = field(default=0.0, init=False)
@@ -60,14 +62,14 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_client_start(self, context: TrainingContext) -> None:
         """A client begins with c_i = 0."""
-        if _KEY not in context.client_state:
-            context.client_state[_KEY] = _zeros(sent(context))
+        if _KEY not in context.client.state:
+            context.client.state[_KEY] = _zeros(sent(context))
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
         """Keep x and c − c_i."""
         self._travelled, self._delta = 0.0, {}
-        own = context.client_state[_KEY]
-        server = context.received.get(_KEY) or _zeros(own)
+        own = context.client.state[_KEY]
+        server = context.client.payload.get(_KEY) or _zeros(own)
         server = {name: value.to(own[name].device) for name, value in server.items()}
         return {
             "start": copied(sent(context)),
@@ -82,7 +84,7 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Correct the gradients of the model that is sent."""
-        if context.is_personal or context.personalizes:
+        if context.run.is_personal or personalizes(context):
             return
         if id(optimizer) not in self._corrected:
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -97,24 +99,23 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def after_step(self, context: TrainingContext) -> None:
         """Count the rate of a real step."""
-        if not context.is_personal:
-            assert context.optimizer is not None
-            self._travelled = self._travelled + context.optimizer.param_groups[0]["lr"] * context.working
+        if not context.run.is_personal:
+            self._travelled = self._travelled + context.optimizers[0].param_groups[0]["lr"] * context.client.working
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Make the new c_i, and what is sent of it; a client that trained for itself alone keeps the one it has."""
-        if context.personalizes:
+        if personalizes(context):
             return
-        before = context.client_state[_KEY]
+        before = context.client.state[_KEY]
         after = self.renewed(context, before)
         self._delta = {name: value - before[name] for name, value in after.items()}
-        context.client_state[_KEY] = after
+        context.client.state[_KEY] = after
 
     def renewed(self, context: TrainingContext, control: Weights) -> dict[str, Tensor]:
         """Return the new c_i."""
         now = {name: value.detach() for name, value in sent(context).items()}
         travelled = torch.as_tensor(self._travelled, dtype=torch.float64)
-        return context.each(_option_two, control, self.kept["server"], self.kept["start"], now, travelled)
+        return context.client.each(_option_two, control, self.kept["server"], self.kept["start"], now, travelled)
 
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
         """Return the change of c_i."""
@@ -149,7 +150,7 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
 
     def own_epochs(self, context: TrainingContext) -> int:
         """One pass over the data, where something is sent."""
-        return 0 if context.personalizes else 1
+        return 0 if personalizes(context) else 1
 
     def own_start(self, context: TrainingContext) -> Weights:
         """Look at what the run began with."""
@@ -163,19 +164,19 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Correct the gradients of the model that is sent; of the look at its beginning, make a sum and no step."""
         super().on_gradients(optimizer, context)
-        if not context.is_personal:
+        if not context.run.is_personal:
             return
-        items = torch.as_tensor(context.window.items if context.window.size > 1 else context.num_items)
+        items = torch.as_tensor(context.run.window.items if context.run.window.size > 1 else context.run.num_items)
         total = self.kept["gradient"]
         for name, parameter in sent(context).items():
             if parameter.grad is not None:
-                total[name] = total[name] + context.each(torch.mul, parameter.grad, items)
+                total[name] = total[name] + context.client.each(torch.mul, parameter.grad, items)
                 parameter.grad = None
         self.kept["items"] = self.kept["items"] + items
 
     def renewed(self, context: TrainingContext, control: Weights) -> dict[str, Tensor]:
         """Return the gradient at the beginning."""
-        return context.each(_divided, self.kept["gradient"], self.kept["items"])
+        return context.client.each(_divided, self.kept["gradient"], self.kept["items"])
 
 
 @dataclass(eq=False, repr=False)

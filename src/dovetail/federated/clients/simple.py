@@ -20,6 +20,7 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback
+from dovetail.federated.fleet import FleetTrainer, Member, why_alone
 from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
 from dovetail.federated.postprocess import Chain
 from dovetail.federated.seeds import mix
@@ -29,7 +30,6 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
-from dovetail.trainers.fleet import FleetTrainer, Member, why_alone
 from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.strategies import DefaultLRSchedulerStrategy, DefaultTestingStrategy
@@ -201,7 +201,7 @@ class Client:
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
         }
-        context.stays = frozenset(self._initial)
+        context.client.local_names = frozenset(self._initial)
 
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
         """Return the answer to a task, and the client's new state; the given state is left as it is.
@@ -290,7 +290,7 @@ class Client:
             context = self.trainer.context
             assert context.model is not None
             load_weights(context.model, after)
-            context.client_state = fleet.kept_by(position)
+            context.client.state = fleet.kept_by(position)
             num_samples = self.datasource.num_samples(task.client_id)
             num_updates, loss = fleet.num_updates[position], fleet.losses[position]
             sent = fleet.sent_by(position)
@@ -304,7 +304,7 @@ class Client:
         core: Any = self.trainer
         core.strategies.begin_client(core.context)
         data = self.datasource.train_data(task.client_id)
-        return Member(before, data, mix(task.seed, "order"), core.context.client_state, task.payload)
+        return Member(before, data, mix(task.seed, "order"), core.context.client.state, task.payload)
 
     def _answer(
         self,
@@ -345,7 +345,7 @@ class Client:
 
     def _kept(self, state: ClientState, after: Weights) -> ClientState:
         """Return what a client keeps, once its model is trained."""
-        kept: ClientState = _copied(self.trainer.context.client_state)
+        kept: ClientState = _copied(self.trainer.context.client.state)
         if self._initial:
             kept[_OWN] = _copied({name: after[name] for name in self._initial})
         if _POSTPROCESSORS in state:
@@ -360,11 +360,13 @@ class Client:
         received = {**task.weights, **self._initial, **state.get(_OWN, {})}
         before = {name: value.to(context.device) for name, value in received.items()}
         load_weights(context.model, before)
-        context.client_id, context.current_round = task.client_id, task.round
+        client = context.client
+        client.id, client.round = task.client_id, task.round
+        context.run.is_one_of_many = True
         own = {name: value for name, value in state.items() if name not in (_OWN, _POSTPROCESSORS)}
         # A copy: strategies may change it in place, and the server keeps the state if the update is not used.
-        context.client_state = _copied(own, context.device)
-        context.received = task.payload
+        client.state = _copied(own, context.device)
+        client.payload = task.payload
         core.reset()
         core.forget_loaders()
         core.configure(task.config)
@@ -525,12 +527,12 @@ def _copied(content: Any, device: str | torch.device = "cpu") -> Any:
 
 def _told_of_training(context: TrainingContext) -> tuple[int, float]:
     """Return the updates that the model to be sent has got, and the mean loss of its last epoch."""
-    if len(context.phases) == 1:
+    if len(context.run.phases) == 1:
         return context.progress.updates, context.history.get_latest_metric("train_loss")
     rows: list[Any] = [{"epoch": 0, "updates": 0, "loss": math.nan}]
     rows += [row for row in context.history.rows if row["stage"] == "train"]
     num_updates, loss, begin = 0, math.nan, 0
-    for phase in context.phases:
+    for phase in context.run.phases:
         end = begin + phase.epochs
         if not phase.is_personal:
             # A strategy may have left out the rest of a phase.

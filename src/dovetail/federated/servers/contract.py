@@ -236,7 +236,7 @@ def _outcome(server: Server) -> dict[str, Any]:
 
 
 def _kept(trainer: ComposableTrainer) -> dict[str, Any]:
-    return {"model": trainer.model.state_dict(), "client_state": trainer.context.client_state}
+    return {"model": trainer.model.state_dict(), "client_state": trainer.context.client.state}
 
 
 def _assert_same(one: Any, other: Any, what: str) -> None:

@@ -47,7 +47,7 @@ class SignalHandlerAddon(AddOnBase):
             super().teardown(error)
 
     def _log_signal(self, number: int) -> None:
-        if self.signal_log_path is None or not self.context.is_main:
+        if self.signal_log_path is None or not self.context.process.is_main:
             return
         now, name = datetime.now(timezone.utc).isoformat(timespec="seconds"), signal.Signals(number).name
         progress = self.context.progress

@@ -83,14 +83,14 @@ class AutoBatch(Capability):
             if size < length:
                 return self._in_parts(step, batch, size, length, gradients)
             output = step(batch)
-            return output if self.context.notes.optimized else self._letting_go(output, batch, gradients)
+            return output if self.context.run.batch.optimized else self._letting_go(output, batch, gradients)
 
         if "train" in self._sizes:
             return self._fitting("train", batch, compute, gradients)
         # While every batch fits, a step takes the shortest way.
         try:
             output = step(batch)
-            return output if self.context.notes.optimized else self._letting_go(output, batch, gradients)
+            return output if self.context.run.batch.optimized else self._letting_go(output, batch, gradients)
         except Exception as error:
             failure = self._checked(error, batch)
         return self._fitting("train", batch, compute, gradients, failure=failure)
@@ -160,7 +160,7 @@ class AutoBatch(Capability):
         length = self.batch_length(batch)
         if not is_out_of_memory(error):
             raise error
-        if self.context.notes.optimized and self.context.stage == "train":
+        if self.context.run.batch.optimized and self.context.stage == "train":
             add_note(error, _MANUAL)
             raise error
         if (size or length) == 1:
@@ -192,7 +192,7 @@ class AutoBatch(Capability):
         self, step: Callable[[Any], Mapping[str, Any]], batch: Any, size: int, length: int, gradients: _Gradients
     ) -> Mapping[str, Any]:
         """Differentiate all micro-batches but the last, whose graph is that of the returned loss."""
-        context, window = self.context, self.context.window
+        context, window = self.context, self.context.run.window
         bounds = _bounds(length, size)
         outputs: list[Mapping[str, Any]] = []
         expected: Any = None
@@ -209,8 +209,8 @@ class AutoBatch(Capability):
                     if window.opens
                     else window.weight(num_items, first_of_batch=False)
                 )
-                assert context.trainer is not None
-                context.trainer.backward(loss * share)
+                assert context.run.trainer is not None
+                context.run.trainer.backward(loss * share)
             outputs.append(map_tensors(Tensor.detach, output))
         joined = _joined(outputs, [stop - start for start, stop in bounds])
         total = _items(joined, length)
@@ -224,7 +224,7 @@ class AutoBatch(Capability):
             output = step(part)
         finally:
             self._is_inside_part = False
-        if self.context.notes.optimized:
+        if self.context.run.batch.optimized:
             raise _ManualStepError(_MANUAL)
         return output
 
@@ -266,10 +266,10 @@ class AutoBatch(Capability):
 
     def _all_parts(self, batch: Any, size: int, length: int, total: Any, gradient: Tensor) -> None:
         """Compute a batch anew, inside of the backward pass that failed: scale and weight are in `gradient` already."""
-        assert self.context.trainer is not None
+        assert self.context.run.trainer is not None
         for start, stop in _bounds(length, size):
             with torch.enable_grad():
-                output = self._part(self.context.trainer.train_step, slice_batch(batch, start, stop, length))
+                output = self._part(self.context.run.trainer.train_step, slice_batch(batch, start, stop, length))
             output["loss"].backward(gradient * (_items(output, stop - start) / total))
 
 
@@ -376,7 +376,7 @@ class _Gradients:
     def __init__(self, context: TrainingContext) -> None:
         self._optimizers = context.optimizers
         self.copies: list[tuple[Tensor, Tensor | None]] | None = None
-        if not context.window.opens:
+        if not context.run.window.opens:
             self.copies = [(it, None if it.grad is None else it.grad.clone()) for it in self._parameters()]
 
     def put_back(self) -> None:
@@ -462,7 +462,7 @@ def _failure(trainer: Trainer, data: Any, size: int) -> BaseException | None:
     try:
         with _trying(trainer, data, size):
             trainer.fit(
-                max_length=Batches(trainer.context.window.size), validation_period=never, checkpoint_period=never
+                max_length=Batches(trainer.context.run.window.size), validation_period=never, checkpoint_period=never
             )
     except Exception as error:
         if not is_out_of_memory(error):
@@ -478,8 +478,8 @@ class _BatchesOf(Callback):
         self._size = size
 
     def on_step_start(self, context: TrainingContext, batch: Any) -> None:
-        assert context.trainer is not None
-        length = context.trainer.batch_length(batch)
+        assert context.run.trainer is not None
+        length = context.run.trainer.batch_length(batch)
         if length != self._size and context.progress.batch == 0:
             raise ConfigError(
                 f"find_batch_size: the batches have {length} samples, whatever batch_size is; give the data set "

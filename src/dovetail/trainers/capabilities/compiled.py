@@ -115,8 +115,8 @@ class Compiled(Capability):
             if context.progress.batches == 0:
                 self._restored = None
                 if self._step is not None:
-                    # A client's work follows from its task, whoever was at work here before.
-                    self._step.begin(is_among_many=bool(context.client_id))
+                    # One of many runs must give the same bits whichever run came before it.
+                    self._step.begin(is_among_many=context.run.is_one_of_many)
             return
         try:
             check_compiler()
@@ -145,10 +145,10 @@ class Compiled(Capability):
         if self._is_eager:
             return super().train_step(batch)
         try:
-            # A client is looked at once: its runs are short, and many.
-            if self._epoch is None or (self._epoch != context.progress.epoch and not context.client_id):
-                if context.client_id and cast(Trainer, context.trainer).num_batches("train") == 1:
-                    # Its data do not fill a batch, and nearly every client would need a graph of its own.
+            # One of many short runs is checked once, not in every epoch.
+            if self._epoch is None or (self._epoch != context.progress.epoch and not context.run.is_one_of_many):
+                if context.run.is_one_of_many and cast(Trainer, context.run.trainer).num_batches("train") == 1:
+                    # Its data do not fill a batch: nearly every such run would need its own graph.
                     self._is_eager = True
                     return super().train_step(batch)
                 self._step = self._prepared()
@@ -161,17 +161,17 @@ class Compiled(Capability):
             self._tell(_EAGER.format(cause))
             self._is_eager, output = True, None
             # What a trace noted is not what this batch did.
-            context.notes.optimized = False
+            context.run.batch.optimized = False
         if output is None:
             return super().train_step(batch)
-        context.note_update(context.optimizers[0])
+        context.run.note_update(context.optimizers[0])
         if self._shares:
             context.state.update(current_batch=context.progress.batch, last_loss=output["loss"])
         return output
 
     def teardown(self, error: BaseException | None) -> None:
         """Count the updates that a call has made, though an error has kept the loop from counting them."""
-        progress, notes, number = self.context.progress, self.context.notes, len(self._coming)
+        progress, notes, number = self.context.progress, self.context.run.batch, len(self._coming)
         progress.batch += number
         progress.batches += number
         progress.updates += number
@@ -212,33 +212,33 @@ class Compiled(Capability):
         modules = [context.model, *([trainer.criterion] if isinstance(trainer.criterion, nn.Module) else [])]
         clips_alike = self._step is not None and self._step.max_norm == trainer.options.gradient_clip
         if self._step is not None and clips_alike and self._step.adopt(modules, optimizer):
-            if self._epoch is None and not self._step.find_again() and context.client_id:
-                # A graph for every client would take longer than it saves.
+            if self._epoch is None and not self._step.find_again() and context.run.is_one_of_many:
+                # A graph for each of many runs would take longer than it saves.
                 raise CannotCompileError("it uses a tensor that neither model, batch nor strategies hold in its form")
             self._step.look_again(self._read_by_step())
             return self._step
-        assert context.trainer is not None
-        owners = (*layers(context.trainer), *with_parts(trainer.strategies))
+        assert context.run.trainer is not None
+        owners = (*layers(context.run.trainer), *with_parts(trainer.strategies))
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
         step = WholeStep(self._computed, modules, optimizer, trainer.options.gradient_clip, spaces)
         step.look_again(self._read_by_step())
-        step.begin(is_among_many=bool(context.client_id))
+        step.begin(is_among_many=context.run.is_one_of_many)
         if self._restored:
             step.load_state_dict(self._restored)
             self._restored = None
         return step
 
     def _read_by_step(self) -> Any:
-        """Return what a client's step computes from besides tensors; None where it may be anything."""
+        """Return the inputs of the step that are not tensors; None if they are unknown or need no comparison."""
         trainer, context = cast(Any, self), self.context
-        assert context.trainer is not None
-        if not context.client_id:
-            # One look in an epoch costs little. Many clients have a few steps each.
+        assert context.run.trainer is not None
+        if not context.run.is_one_of_many:
+            # One check per epoch costs little, except in many runs of a few steps each.
             return None
-        has_own_step = any(map(_has_own_step, layers(context.trainer)))
+        has_own_step = any(map(_has_own_step, layers(context.run.trainer)))
         # The name of a loss may be that of somebody's own.
-        if has_own_step or _own_verb(_kinds(context.trainer), "train_step") or "loss_criterion" in context.config:
+        if has_own_step or _own_verb(_kinds(context.run.trainer), "train_step") or "loss_criterion" in context.config:
             return None
         try:
             return read_by((context.model, trainer.criterion, trainer.strategies.training_step, context.config), _KNOWN)
@@ -247,7 +247,7 @@ class Compiled(Capability):
 
     def _in_calls(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches, and those of a whole call at once to `train_step`."""
-        notes, plan = self.context.notes, self.context.plan
+        notes, plan = self.context.run.batch, self.context.run.plan
         assert plan is not None
         units = (plan.max_length, plan.validate, plan.save)
         ends = [unit for unit in units if unit is not None and not isinstance(unit, Epochs)]
@@ -266,22 +266,22 @@ class Compiled(Capability):
         if not ends:
             return list(islice(batches, most))
         context, read = self.context, []
-        assert context.trainer is not None
+        assert context.run.trainer is not None
         ahead = context.progress.copy()
         for batch in islice(batches, most):
             read.append(batch)
             ahead.batches, ahead.updates = ahead.batches + 1, ahead.updates + 1
-            ahead.records += context.trainer.batch_length(batch)
-            if any(unit.due(context.checked, ahead) for unit in ends):
+            ahead.records += context.run.trainer.batch_length(batch)
+            if any(unit.due(context.run.checked, ahead) for unit in ends):
                 break
         return read
 
     def _call_ahead(self, step: WholeStep, batch: Any) -> None:
         """Make the updates of this batch and of those that wait, if one graph can."""
-        assert self.context.trainer is not None
+        assert self.context.run.trainer is not None
         waiting, self._waiting = self._waiting, []
         # Moved by the outermost layer, as the loop does it. The batches that the loop gets are moved then, too.
-        waiting[:] = [batch, *map(self.context.trainer.to_device, waiting[1:])]
+        waiting[:] = [batch, *map(self.context.run.trainer.to_device, waiting[1:])]
         try:
             self._coming.extend(step.several(waiting) or ())
         except CannotCompileError as cause:
@@ -290,8 +290,8 @@ class Compiled(Capability):
 
     def _ruled_out(self) -> tuple[str | None, str | None]:
         """Return what rules a graph out, and what rules several steps per call out; None for nothing."""
-        # What a client's run is made of stays as it is, from one epoch to the next.
-        if self._causes is None or not self.context.client_id:
+        # The parts of one of many short runs do not change between its epochs.
+        if self._causes is None or not self.context.run.is_one_of_many:
             self._causes = self._why_not(), self._why_one_by_one()
         return self._causes
 
@@ -304,17 +304,17 @@ class Compiled(Capability):
         for bound in context.schedulers:
             if bound.interval != "epoch":
                 return f"a schedule moves at every {bound.interval}"
-        return _own_verb(_kinds(context.trainer), "scheduler_step", "after_step")
+        return _own_verb(_kinds(context.run.trainer), "scheduler_step", "after_step")
 
     def _computed(self, batch: Any) -> Mapping[str, Any]:
         """What the layers below compute, and nothing else of what they do."""
         context = self.context
         kept = {name: context.state[name] for name in _SHARED if name in context.state}
-        trainer, context.trainer = context.trainer, cast(Trainer, _NoVerbs())
+        trainer, context.run.trainer = context.run.trainer, cast(Trainer, _NoVerbs())
         try:
             return super().train_step(batch)
         finally:
-            context.trainer = trainer
+            context.run.trainer = trainer
             for name in _SHARED:
                 context.state.pop(name, None)
             context.state.update(kept)
@@ -322,23 +322,23 @@ class Compiled(Capability):
     def _why_not(self) -> str | None:
         """Return what about the run rules a graph out, or None."""
         context = self.context
-        if context.window.size > 1:
-            return f"{context.window.size} batches share one update"
+        if context.run.window.size > 1:
+            return f"{context.run.window.size} batches share one update"
         if len(context.optimizers) != 1:
             return f"there are {len(context.optimizers)} optimizers"
-        if context.needs_closure:
+        if context.run.needs_closure:
             return f"the optimizer {type(context.optimizers[0]).__name__} evaluates the loss itself"
         if context.precision is not None and context.precision.dtype is not torch.float32:
             return "it trains in mixed precision"
-        if context.has_peers:
+        if context.process.has_peers:
             return "several processes share an update"
-        if len(context.phases) > 1 or context.phase.is_personal:
+        if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_personal:
             return "the run has phases, in which different things are trained"
         for strategy in cast(Any, self).strategies.hearing("on_gradients"):
             return f"{type(strategy).__name__} wants to see gradients"
         for hook in context.callbacks.on_gradients:
             return f"{_owner(hook)} wants to see gradients"
-        kinds = _kinds(context.trainer)
+        kinds = _kinds(context.run.trainer)
         return _outer_step(kinds) or _own_verb(kinds, "backward", "clip_gradients", "optimizer_step")
 
     def _tell(self, message: str) -> None:

@@ -81,7 +81,7 @@ class DataParallel(Capability):
     def launcher(self) -> Launcher | None:
         """Start processes, if that is wanted and this is not one of them."""
         inner = super().launcher()
-        if inner is not None or is_launched() or self.num_processes in (None, 1) or self.context.stays_here:
+        if inner is not None or is_launched() or self.num_processes in (None, 1) or self.context.process.stays_here:
             return inner
         # Imported here because it ships trainers of any kind.
         from dovetail.trainers.launching import ProcessLauncher
@@ -100,13 +100,13 @@ class DataParallel(Capability):
             context.device = self._devices[number] if self._devices else torch.device("cuda", number)
             torch.cuda.set_device(context.device)
         group = self._group = Group.join(context.device)
-        context.share = replace(context.share, num_replicas=group.size, rank=group.rank)
-        context.is_main, context.has_peers = group.rank == 0, group.size > 1
-        context.callbacks.mute(is_main=context.is_main)
+        context.process.share = replace(context.process.share, num_replicas=group.size, rank=group.rank)
+        context.process.is_main, context.process.has_peers = group.rank == 0, group.size > 1
+        context.callbacks.mute(is_main=context.process.is_main)
         is_fresh = context.progress.batches == 0
         self._divide(group)
         super().setup()
-        if context.needs_closure and context.has_peers:
+        if context.run.needs_closure and context.process.has_peers:
             raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot work in several processes")
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         self._start_alike(group)
@@ -115,7 +115,7 @@ class DataParallel(Capability):
             seed_everything(_seed_of(context.state["order_seed"], 0, group.rank))
         # Nothing is left of a step that an error has cut short.
         self._layouts.clear()
-        self._turn, context.notes.is_idle = _Turn(), False
+        self._turn, context.run.batch.is_idle = _Turn(), False
 
     def teardown(self, error: BaseException | None) -> None:
         """Let the others go on, or tell them why this process leaves."""
@@ -130,9 +130,9 @@ class DataParallel(Capability):
                     group.leave()
                 self._group = None
                 done = context.progress.batch
-                context.share = Share(begun=done, used=context.share.position(done))
+                context.process.share = Share(begun=done, used=context.process.share.position(done))
                 # Who writes and tells stays who it was: what follows a run, such as `save_model`, is done once, too.
-                context.has_peers = False
+                context.process.has_peers = False
 
     def state_dict(self) -> dict[str, Any]:
         """Add what differs between processes: randomness, the means of the running epoch, the place in the data."""
@@ -167,7 +167,7 @@ class DataParallel(Capability):
     def settle(self) -> None:
         """Let every process know whether any was asked to stop."""
         super().settle()
-        if self._group is not None and self.context.has_peers:
+        if self._group is not None and self.context.process.has_peers:
             flags = torch.tensor(self._flags(), dtype=torch.float64)
             self._group.sum(flags)
             self._heed(flags.tolist())
@@ -177,7 +177,7 @@ class DataParallel(Capability):
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return this process's batches; in training, as many as every other process has."""
         own, group, context = super().batches(stage), self._group, self.context
-        if group is None or not context.has_peers:
+        if group is None or not context.process.has_peers:
             return own
         if stage != "train":
             self._copy_buffers(group)
@@ -188,7 +188,7 @@ class DataParallel(Capability):
     def reduce(self, meter: Meter) -> Meter:
         """Return the sums over all processes."""
         meter = super().reduce(meter)
-        if self._group is None or not self.context.has_peers:
+        if self._group is None or not self.context.process.has_peers:
             return meter
         meter.flush()
         total = Meter()
@@ -198,7 +198,7 @@ class DataParallel(Capability):
     def gather(self, parts: list[Any]) -> list[Any]:
         """Return the parts of all processes in the order of the batches."""
         parts = super().gather(parts)
-        if self._group is None or not self.context.has_peers:
+        if self._group is None or not self.context.process.has_peers:
             return parts
         everyone = [each["parts"] for each in self._group.exchange({"parts": parts})]
         return [each[step] for step in range(len(everyone[0])) for each in everyone if step < len(each)]
@@ -209,8 +209,8 @@ class DataParallel(Capability):
         """Notice when this process has no batch of its own left."""
         if self.context.progress.batch >= self._turn.own and self.context.stage == "train":
             self._turn.randomness = rng_state()
-            self.context.notes.is_idle = True
-            if not self.context.window.closes:
+            self.context.run.batch.is_idle = True
+            if not self.context.run.window.closes:
                 self._set_aside()
         return super().to_device(batch)
 
@@ -228,12 +228,12 @@ class DataParallel(Capability):
         if group is None:
             return
         context, turn = self.context, self._turn
-        notes = context.notes
+        notes = context.run.batch
         if context.progress.batch >= turn.own:
             notes.num_samples, notes.is_idle = 0, False
             # What counts for nothing draws nothing: how much it would draw depends on what was done before.
             set_rng_state(turn.randomness)
-        if not context.window.closes:
+        if not context.run.window.closes:
             turn.samples += notes.num_samples
             notes.num_records = 0
             return
@@ -290,7 +290,7 @@ class DataParallel(Capability):
 
     def _set_aside(self) -> None:
         """Keep what the running window has, before a batch that counts for nothing is added to it."""
-        window, turn = self.context.window, self._turn
+        window, turn = self.context.run.window, self._turn
         if turn.kept is None:
             trained = [it for each in self.context.optimizers for group in each.param_groups for it in group["params"]]
             # As the window divides when it closes, by the items that count.
@@ -317,29 +317,31 @@ class DataParallel(Capability):
                 for parameter, gradient in turn.kept:
                     parameter.grad = gradient
         else:
-            weight = context.window.items if context.window.size > 1 else context.num_items
-            samples = turn.samples + context.notes.num_samples
-        news = layout.average(group, weight, [samples, *(_NO_WISH if context.wish is None else self._flags())])
-        context.notes.num_averaged = layout.weight
+            weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
+            samples = turn.samples + context.run.batch.num_samples
+        news = layout.average(
+            group, weight, [samples, *(_NO_WISH if context.run.stop_request is None else self._flags())]
+        )
+        context.run.batch.num_averaged = layout.weight
         if turn.news is None:
             turn.news = news
 
     def _flags(self) -> list[float]:
         """Whether this process was asked to stop, and by which signal."""
-        wish = self.context.wish
+        wish = self.context.run.stop_request
         asked = None if wish is None else wish[1]
         return [wish is not None, asked == signal.SIGINT, asked == signal.SIGTERM]
 
     def _heed(self, flags: Sequence[float]) -> None:
         """End training in every process, for the reason of the first that was asked to."""
         context, group = self.context, self._group
-        if not flags[0] or context.stop_reason is not None:
+        if not flags[0] or context.run.stop_reason is not None:
             return
         assert group is not None
-        wishes = [each["wish"] for each in group.exchange({"wish": context.wish})]
+        wishes = [each["wish"] for each in group.exchange({"wish": context.run.stop_request})]
         reason = next(wish[0] for wish in wishes if wish is not None)
         number = signal.SIGINT if flags[1] else signal.SIGTERM if flags[2] else None
-        context.end(reason, None if number is None else int(number))
+        context.run.end(reason, None if number is None else int(number))
 
 
 class _Turn:

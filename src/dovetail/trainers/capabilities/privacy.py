@@ -158,11 +158,11 @@ class DifferentialPrivacy(Capability):
                 f"differential privacy needs one optimizer, got {len(context.optimizers)}: the gradient of a sample is "
                 "clipped as a whole"
             )
-        if self.poisson_sampling and context.window.size > 1:
+        if self.poisson_sampling and context.run.window.size > 1:
             raise ConfigError(
                 "poisson_sampling and accumulation_steps: every update is drawn as a whole; set a larger batch_size"
             )
-        if context.has_peers:
+        if context.process.has_peers:
             first = Group.join(context.device).exchange(self._randomness())[0]
             # Made anew, on the device that this process has got.
             self._generator = None
@@ -228,14 +228,14 @@ class DifferentialPrivacy(Capability):
         # The batch size may have changed since the last epoch.
         self._sampling = None
         means = super().train_epoch()
-        return means if self.context.interrupted else {**(means or {}), "epsilon": self.epsilon}
+        return means if self.context.run.interrupted else {**(means or {}), "epsilon": self.epsilon}
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Draw as many training batches as there would be, each of them anew from all samples."""
         batches = super().batches(stage)
         if stage != "train" or not self.poisson_sampling:
             return batches
-        progress, share, sampling = self.context.progress, self.context.share, self._sampled()
+        progress, share, sampling = self.context.progress, self.context.process.share, self._sampled()
         loader = sampling.loader
         total = num_batches(loader)
         assert total is not None
@@ -262,7 +262,7 @@ class DifferentialPrivacy(Capability):
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Compute as ever; a batch into which no sample was drawn has a loss of zero."""
-        if self.poisson_sampling and self.context.notes.num_samples == 0:
+        if self.poisson_sampling and self.context.run.batch.num_samples == 0:
             # The update is made all the same, of noise alone: leaving it out would tell that nobody was drawn.
             return {"loss": torch.stack([parameter.sum() for parameter in self._private.params]).sum() * 0.0}
         return super().train_step(batch)
@@ -270,8 +270,8 @@ class DifferentialPrivacy(Capability):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate for every sample, and keep the mean of the clipped gradients in place of the mean."""
         context, parameters = self.context, self._private.params
-        num_samples, window = context.notes.num_samples, context.window
-        if isinstance(context.num_items, Tensor) or context.num_items != num_samples:
+        num_samples, window = context.run.batch.num_samples, context.run.window
+        if isinstance(context.run.num_items, Tensor) or context.run.num_items != num_samples:
             raise ConfigError("differential privacy needs a loss that is the mean over samples: leave out num_items")
         if self._batch == context.progress.batches:
             raise ConfigError(
@@ -306,7 +306,10 @@ class DifferentialPrivacy(Capability):
         context, private = self.context, self._private
         if not self._is_clipped or any(it.grad is None or it.grad_sample is not None for it in private.params):
             raise ConfigError(f"differential privacy: {_PAST} instead of loss.backward()")
-        sampling, size = self._sampled(), context.notes.num_averaged if context.has_peers else self._num_samples
+        sampling, size = (
+            self._sampled(),
+            context.run.batch.num_averaged if context.process.has_peers else self._num_samples,
+        )
         if self.poisson_sampling:
             # An update of a fixed size is a mean. One of a random size is divided by the size to be expected: its own
             # would tell how many samples were drawn.
@@ -368,7 +371,7 @@ class DifferentialPrivacy(Capability):
             return self._sampling
         context = self.context
         loader = cast("CoreTrainer", self).loader("train")
-        if context.has_peers and is_shared_already(loader):
+        if context.process.has_peers and is_shared_already(loader):
             raise ConfigError(
                 "differential privacy and a DistributedSampler, which can repeat samples: give a dataset, or a loader "
                 "that shuffles, and the processes share it"
@@ -382,20 +385,20 @@ class DifferentialPrivacy(Capability):
                 )
             rate = self.sample_rate
         else:
-            num_drawn = batch_size * context.window.size * context.share.num_replicas
+            num_drawn = batch_size * context.run.window.size * context.process.share.num_replicas
             rate = self.sample_rate or min(1.0, num_drawn / num_samples)
             self._delta = self.delta or 1.0 / num_samples
         self._sampling = _Sampling(loader, rate, num_samples or 0)
         if self.noise_multiplier is None:
-            assert context.plan is not None
+            assert context.run.plan is not None
             total = num_batches(loader)
-            per_epoch = None if total is None else Share(context.share.num_replicas).num_steps(total)
+            per_epoch = None if total is None else Share(context.process.share.num_replicas).num_steps(total)
             with _silent(_LOOSE), np.errstate(all="ignore"):
                 self.noise_multiplier = require("opacus.accountants.utils", "privacy").get_noise_multiplier(
                     target_epsilon=self.target_epsilon,
                     target_delta=self._delta,
                     sample_rate=rate,
-                    steps=_planned_updates(context.plan.max_length, per_epoch, context.window.size),
+                    steps=_planned_updates(context.run.plan.max_length, per_epoch, context.run.window.size),
                     accountant=self._accountant.mechanism(),
                 )
         return self._sampling

@@ -76,7 +76,7 @@ class ShardedDataParallel(DataParallel):
 
     def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Refuse to write checkpoints in the background, where processes could not wait for each other."""
-        plan, saver = super().plan(**wishes), self.context.saver
+        plan, saver = super().plan(**wishes), self.context.run.saver
         if saver is not None and saver.in_background and num_launched() > 1:
             raise ConfigError("save_in_background: processes that write a checkpoint together do so in the foreground")
         return plan
@@ -86,7 +86,7 @@ class ShardedDataParallel(DataParallel):
         try:
             super().teardown(error)
         finally:
-            self.context.peers = None
+            self.context.process.peers = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return this process's parts during a run, and after it the whole, which all processes must ask for."""
@@ -139,11 +139,11 @@ class ShardedDataParallel(DataParallel):
             super().backward(loss, **kwargs)
             return
         if self._mesh is not None:
-            window = context.window
+            window = context.run.window
             if window.size > 1:
                 model: Any = context.model
                 model.set_requires_gradient_sync(window.closes)
-            items = window.expected if window.size > 1 else context.num_items
+            items = window.expected if window.size > 1 else context.run.num_items
             if isinstance(items, Tensor):
                 # Whole numbers would be divided in float32, which is too coarse for a float64 loss.
                 items = items.double()
@@ -158,7 +158,7 @@ class ShardedDataParallel(DataParallel):
         """Count the items of the window."""
         context = self.context
         super().after_step(output)
-        self._items = 0 if context.window.closes else self._own_items()
+        self._items = 0 if context.run.window.closes else self._own_items()
 
     # ------------------------------------------------------------------ private
 
@@ -193,14 +193,14 @@ class ShardedDataParallel(DataParallel):
         if self._mesh is None:
             super()._start_alike(group)
             return
-        if context.needs_closure:
+        if context.run.needs_closure:
             raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs the whole model in a process")
         divided = {id(before): after for before, after in self._divided}
         for optimizer in context.optimizers:
             _replace_parameters(optimizer, divided)
             _divide_state(optimizer)
         self._divided = []
-        context.peers = _Parts(group, self._mesh)
+        context.process.peers = _Parts(group, self._mesh)
 
     def _chosen(self, model: nn.Module) -> list[nn.Module]:
         """The blocks, inner ones before those around them."""
@@ -216,7 +216,7 @@ class ShardedDataParallel(DataParallel):
     def _attended(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
         """One's own batches; then, while others have more, the last of them again, whose outputs nobody sees."""
         # The outermost layer, as the loop does for a batch that counts.
-        trainer: Any = self.context.trainer
+        trainer: Any = self.context.run.trainer
         step = trainer.predict_step if stage == "predict" else trainer.test_step
         batches = iter(own)
         batch = fresh = next(batches, _END)
@@ -262,7 +262,7 @@ class ShardedDataParallel(DataParallel):
         return self.context.progress.batch >= self._turn.own
 
     def _own_items(self) -> Any:
-        return self._items if self._is_idle() else self._items + self.context.num_items
+        return self._items if self._is_idle() else self._items + self.context.run.num_items
 
     def _set_aside(self) -> None:
         """Leave the gradients as they are: a loss that counts for nothing adds nothing to them."""
@@ -274,8 +274,8 @@ class ShardedDataParallel(DataParallel):
         if self._mesh is None:
             super()._average(group, optimizer)
             return
-        turn, window = self._turn, self.context.window
-        samples = turn.samples + (0 if self._is_idle() else self.context.notes.num_samples)
+        turn, window = self._turn, self.context.run.window
+        samples = turn.samples + (0 if self._is_idle() else self.context.run.batch.num_samples)
         sums = torch.tensor([float(self._own_items()), samples, *self._flags()], dtype=torch.float64)
         group.sum(sums)
         total, *told = sums.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.base import (
     DataLoaderStrategy,
     LossCriterionStrategy,
@@ -59,8 +60,6 @@ from dovetail.trainers.strategies.optimizer import (
     RMSpropOptimizerStrategy,
     SGDOptimizerStrategy,
 )
-from dovetail.trainers.strategies.own_phase import OwnPhaseStrategy
-from dovetail.trainers.strategies.penalty import Anchored, PenalizedLossStrategy
 from dovetail.trainers.strategies.testing import (
     DefaultTestingStrategy,
 )
@@ -115,9 +114,7 @@ __all__ = [
     "NoOpUpdateStrategy",
     "NoSchedulerStrategy",
     "OptimizerStrategy",
-    "OwnPhaseStrategy",
     "ParameterGroupOptimizerStrategy",
-    "PenalizedLossStrategy",
     "Phase",
     "PolynomialLRSchedulerStrategy",
     "PrefetchDataLoaderStrategy",

@@ -39,12 +39,12 @@ class Strategy:
     round, is captured in `on_train_start`.
 
     Attributes:
-        serves_fleets: Whether the same lines serve a fleet of K clients: tensors of the model, of `client_state` and of
-            `received` have a leading dimension then, and so has the loss. See `context.each`.
+        vectorizes: Whether the same lines serve a fleet of K clients: tensors of the model, of `client_state` and of
+            `received` have a leading dimension then, and so has the loss. See `context.client.each`.
     """
 
     role: ClassVar[str] = ""
-    serves_fleets: ClassVar[bool] = False
+    vectorizes: ClassVar[bool] = False
 
     def setup(self, context: TrainingContext) -> None:
         """Once, when the trainer is made."""
@@ -53,7 +53,7 @@ class Strategy:
         """Once, when the trainer is closed; also after an error."""
 
     def on_client_start(self, context: TrainingContext) -> None:
-        """Before `on_train_start`: give `context.client_state` what a client that was never asked lacks in it.
+        """Before `on_train_start`: give `context.client.state` what a client that was never asked lacks in it.
 
         Of a fleet, everybody is asked alone: the model is that of one client.
         """

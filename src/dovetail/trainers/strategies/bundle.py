@@ -130,7 +130,7 @@ class Strategies:
 
             def on_step_start(self: Callback, context: TrainingContext, batch: Any) -> None:
                 # The window that the last batch closed is the one that this batch opens anew.
-                if context.window.closes:
+                if context.run.window.closes:
                     update.before_step(context)
 
             events["on_step_start"] = on_step_start
@@ -143,7 +143,7 @@ class Strategies:
 
             def on_update(self: Callback, context: TrainingContext) -> None:
                 if step_heard is not None:
-                    for optimizer in context.notes.stepped:
+                    for optimizer in context.run.batch.stepped:
                         step_heard(optimizer, context)
                 if update_heard is not None:
                     update_heard(context)
@@ -173,9 +173,11 @@ class Strategies:
         heard = update.on_phase_start
 
         def begin(context: TrainingContext) -> None:
-            context.is_personal = context.phase.is_personal
-            if context.phase_begins:
-                heard(context.phase, context)
+            run, epoch = context.run, context.progress.epoch
+            phase = run.phase_at(epoch)
+            run.is_personal = phase.is_personal
+            if run.starts_phase(epoch):
+                heard(phase, context)
 
         return [begin]
 

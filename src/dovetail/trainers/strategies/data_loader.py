@@ -267,12 +267,12 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
         assert self._batches is not None
         context.state["batch_size"] = self._batches.batch_size
         # The loader may be made between two epochs: the function receives the number of the epoch that starts.
-        notes = context.notes
-        before, notes.is_in_epoch = notes.is_in_epoch, True
+        run = context.run
+        before, run.is_in_epoch = run.is_in_epoch, True
         try:
             size = self.initial_batch_size if self.adjust_fn is None else self.adjust_fn(context)
         finally:
-            notes.is_in_epoch = before
+            run.is_in_epoch = before
         check_count("adjust_fn", size)
         self._batches.batch_size = context.state["batch_size"] = min(size, self.max_batch_size)
         self._sized_epoch = context.progress.epoch

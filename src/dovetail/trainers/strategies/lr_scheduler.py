@@ -69,13 +69,13 @@ def step_scheduler(
 
 
 def _observed(context: TrainingContext, monitor: str, interval: Interval) -> Any:
-    validation = context.validation
+    validation = context.run.validation
     if monitor == "last_loss" or not validation or interval != "epoch":
         return context.state.get("last_loss")
     if monitor not in validation:
         raise UnknownNameError("metric", monitor, validation)
     # An old value told again would look like an epoch without improvement.
-    return validation[monitor] if context.validated_at == context.progress.batches else None
+    return validation[monitor] if context.run.validated_at == context.progress.batches else None
 
 
 @dataclass(eq=False, repr=False)

@@ -27,7 +27,7 @@ class NoOpUpdateStrategy(Described, ModelUpdateStrategy):
         {}
     """
 
-    serves_fleets = True
+    vectorizes = True
 
 
 @dataclass(eq=False, repr=False)
@@ -57,9 +57,9 @@ class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
         """Count the round."""
         if context.current_round:
             self.round_number = context.current_round
-        elif not context.run_id or context.run_id != self._run_id:
+        elif not context.run.id or context.run.id != self._run_id:
             self.round_number += 1
-        self._run_id = context.run_id
+        self._run_id = context.run.id
 
     def on_epoch_start(self, context: TrainingContext) -> None:
         """Count the epoch's updates from nothing."""

@@ -109,7 +109,7 @@ class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
         tensor(1.)
     """
 
-    serves_fleets = True
+    vectorizes = True
 
     create_graph: bool = False
     retain_graph: bool = False
@@ -236,7 +236,7 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
         >>> from dovetail.trainers.context import TrainingContext
         >>> context = TrainingContext()
         >>> GradientAccumulationStepStrategy(accumulation_steps=4).setup(context)
-        >>> context.window.size
+        >>> context.run.window.size
         4
     """
 
@@ -253,16 +253,17 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
         Raises:
             ConfigError: Somebody else has set another size.
         """
-        if context.window.size not in (1, self.accumulation_steps):
+        window = context.run.window
+        if window.size not in (1, self.accumulation_steps):
             raise ConfigError(
-                f"accumulation_steps: {self!r} meets a window of {context.window.size} batches; accumulate in one place"
+                f"accumulation_steps: {self!r} meets a window of {window.size} batches; accumulate in one place"
             )
-        context.window.size = self.accumulation_steps
+        window.size = self.accumulation_steps
         super().setup(context)
 
     def teardown(self, context: TrainingContext) -> None:
         """Give the window its usual size back."""
-        context.window.size = 1
+        context.run.window.size = 1
         super().teardown(context)
 
 
@@ -410,7 +411,7 @@ class CustomBackwardStepStrategy(NestingStepStrategy):
     ) -> None:
         """Call the function, and step if it has differentiated."""
         self.backward_hook(model, loss, context)
-        if context.notes.optimized and optimizer not in context.notes.stepped:
+        if context.run.batch.optimized and optimizer not in context.run.batch.stepped:
             context.step(optimizer)
 
 
@@ -575,7 +576,7 @@ def is_plain(strategy: TrainingStepStrategy) -> bool:
 
 
 def _differentiate(optimizer: Optimizer, loss: Tensor, context: TrainingContext, options: Options) -> None:
-    if options and not context.notes.optimized:
+    if options and not context.run.batch.optimized:
         context.backward(loss, **options)
         context.step(optimizer)
 

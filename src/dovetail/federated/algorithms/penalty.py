@@ -1,14 +1,16 @@
-"""Losses with a term that depends on weights alone, and what a run keeps of its beginning."""
+"""Losses with a term that depends on the weights alone."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dovetail.federated.personalization import personalizes
+from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
 from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.nesting import Nesting
@@ -16,57 +18,12 @@ from dovetail.trainers.strategies.nesting import Nesting
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Anchored", "PenalizedLossStrategy", "Weights", "copied", "sent", "trained"]
-
-# Tensors by the names of a model's parameters.
-Weights = Mapping[str, Tensor]
-
-
-def trained(context: TrainingContext) -> dict[str, Tensor]:
-    """Return the model's parameters, by name."""
-    assert context.model is not None
-    return dict(context.model.named_parameters())
+__all__ = ["PenalizedLossStrategy", "sent"]
 
 
 def sent(context: TrainingContext) -> dict[str, Tensor]:
     """Return the model's parameters that a client sends, by name: all but those that stay with it."""
-    return {name: value for name, value in trained(context).items() if name not in context.stays}
-
-
-def copied(weights: Weights) -> dict[str, Tensor]:
-    """Return what some tensors are now."""
-    return {name: value.detach().clone() for name, value in weights.items()}
-
-
-class Anchored(Strategy):
-    """A strategy that keeps something of the beginning of a run; a run that is resumed is the same run.
-
-    Subclasses say what, in `capture`; it is theirs as `self.kept`, and part of the trainer's checkpoints.
-    """
-
-    kept: Any = None
-    _run_id: str = ""
-
-    def capture(self, context: TrainingContext) -> Any:
-        """Return what is to be kept: tensors and plain values; a copy of the parameters, unless overridden."""
-        return copied(trained(context))
-
-    def on_train_start(self, context: TrainingContext) -> None:
-        """Capture what the run begins with, unless it has begun before."""
-        super().on_train_start(context)
-        if not context.run_id or context.run_id != self._run_id:
-            self.kept, self._run_id = self.capture(context), context.run_id
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is kept; nothing before the first run."""
-        own = {"kept": self.kept, "run_id": self._run_id} if self._run_id else {}
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        super().load_state_dict(state)
-        if "run_id" in state:
-            self.kept, self._run_id = state["kept"], state["run_id"]
+    return {name: value for name, value in trained(context).items() if name not in context.client.local_names}
 
 
 @dataclass(eq=False, repr=False)
@@ -92,7 +49,7 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
 
     base_loss_fn: Any = field(default=None, kw_only=True)
 
-    serves_fleets = True
+    vectorizes = True
 
     def __post_init__(self) -> None:
         given = self.base_loss_fn
@@ -128,6 +85,6 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
 
     def penalized(self, loss: Tensor, context: TrainingContext) -> Tensor:
         """Return a loss, of one model or of each in a fleet, with the term."""
-        if self.kept is None or context.is_personal or context.stage != "train" or context.personalizes:
+        if self.kept is None or context.run.is_personal or context.stage != "train" or personalizes(context):
             return loss
-        return loss + context.each(self.penalty, sent(context), self.kept)
+        return loss + context.client.each(self.penalty, sent(context), self.kept)

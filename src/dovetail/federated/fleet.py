@@ -22,6 +22,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSpr
 
 from dovetail.data import DataLoader, split_batch
 from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Phase, Plan, Stage
 from dovetail.trainers.core import CoreTrainer
@@ -38,7 +39,6 @@ from dovetail.trainers.strategies import (
 )
 from dovetail.trainers.strategies.coerce import CallableLossStrategy
 from dovetail.trainers.strategies.nesting import Nesting
-from dovetail.trainers.strategies.penalty import PenalizedLossStrategy
 from dovetail.units import Epochs, TrainUnit
 
 __all__ = ["FleetTrainer", "Member", "stacked", "why_alone"]
@@ -57,8 +57,8 @@ class Member:
         state: What its model begins with, by name.
         data: What it trains on: tensors, or a dataset.
         seed: Of the order of its data.
-        kept: What it keeps, as in `context.client_state`.
-        received: What it was sent besides the weights, as in `context.received`.
+        kept: What it keeps, as in `context.client.state`.
+        received: What it was sent besides the weights, as in `context.client.payload`.
     """
 
     state: Mapping[str, Tensor]
@@ -103,9 +103,9 @@ class FleetTrainer(TrainerDecorator):
         self._counted: Tensor | None = None
         super().__init__(trainer)
         trainer.model = stacked(self._one, [member.state for member in members]).to(context.device)
-        context.is_fleet = True
-        context.client_state = _rows([member.kept for member in members])
-        context.received = _rows([dict(member.received) for member in members])
+        context.client.is_fleet = True
+        context.client.state = _rows([member.kept for member in members])
+        context.client.payload = _rows([dict(member.received) for member in members])
 
     @property
     def losses(self) -> list[float]:
@@ -126,7 +126,7 @@ class FleetTrainer(TrainerDecorator):
 
     def kept_by(self, position: int) -> dict[str, Any]:
         """Return what one member keeps."""
-        return cast("dict[str, Any]", _row(self.context.client_state, position))
+        return cast("dict[str, Any]", _row(self.context.client.state, position))
 
     def sent_by(self, position: int) -> dict[str, Any]:
         """Return what one member sends besides its weights."""
@@ -145,7 +145,7 @@ class FleetTrainer(TrainerDecorator):
         All epochs of all members are one pass: a member that has fewer batches begins its next epoch earlier.
         """
         plan, context = super().plan(**wishes), self.context
-        context.phases = tuple(replace(phase, epochs=1) for phase in self._phases)
+        context.run.phases = tuple(replace(phase, epochs=1) for phase in self._phases)
         return replace(plan, max_length=Epochs(len(self._phases)))
 
     def batches(self, stage: Stage) -> Iterable[Any]:
@@ -171,8 +171,8 @@ class FleetTrainer(TrainerDecorator):
         """Return the sum of the members' losses: the gradient of each is that of its own loss."""
         context, strategy = self.context, self._core.strategies.training_step
         assert context.model is not None
-        self._idle, context.num_items = batch.idle, batch.counts
-        context.working = (batch.counts > 0).double()
+        self._idle, context.run.num_items = batch.idle, batch.counts
+        context.client.working = (batch.counts > 0).double()
         criterion = partial(self._losses, batch.counts)
         if strategy is None:
             losses = criterion(context.model(batch.inputs), batch.targets)
@@ -259,7 +259,7 @@ class FleetTrainer(TrainerDecorator):
             )
 
     def _note(self, losses: Tensor, batch: _Step) -> None:
-        if self.context.is_personal:
+        if self.context.run.is_personal:
             return
         if self._sums is None or self._counted is None or (self.context.progress.batch == 0):
             self._sums, self._counted = torch.zeros_like(losses), torch.zeros_like(losses)
@@ -377,7 +377,7 @@ def _strategy_alone(strategy: Strategy) -> str | None:
         reasons = (_strategy_alone(part) for part in strategy.parts)
         if reason := next((it for it in reasons if it), None):
             return reason
-    if strategy.serves_fleets or isinstance(strategy, CompositeUpdateStrategy):
+    if strategy.vectorizes or isinstance(strategy, CompositeUpdateStrategy):
         return None
     name = type(strategy).__name__
     if isinstance(strategy, TrainingStepStrategy):

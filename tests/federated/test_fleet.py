@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from dovetail.callbacks import Callback
+from dovetail.federated.fleet import FleetTrainer, Member, stacked, why_alone
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.decorators import AMPTrainer
-from dovetail.trainers.fleet import FleetTrainer, Member, stacked, why_alone
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
     CrossEntropyLossStrategy,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dovetail.trainers.context import Phase
+from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
-from dovetail.trainers.strategies.penalty import Anchored, Weights, copied, trained
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -58,7 +58,7 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
     is sent. Both parts are epochs of the one loop.
     """
 
-    serves_fleets = True
+    vectorizes = True
     phase_name = "own"
 
     @abstractmethod
@@ -94,13 +94,13 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         if "sent" in self.kept:
             self.own_end(context)
             put_into(context, self.kept.pop("sent"))
-        context.is_personal = False
+        context.run.is_personal = False
         super().on_train_end(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Capture, or go on where a run was left."""
         super().on_train_start(context)
-        context.is_personal = "sent" in self.kept
+        context.run.is_personal = "sent" in self.kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""

@@ -1,0 +1,55 @@
+"""The client that a trainer works for in a federation: identity, state, and what the server sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch.func import vmap
+
+__all__ = ["ClientContext"]
+
+_R = TypeVar("_R")
+
+
+@dataclass(slots=True)
+class ClientContext:
+    """What a federation tells a trainer about the client that it trains for.
+
+    A trainer outside of a federation has one with the defaults, so that strategies of federated algorithms can be used
+    there, too.
+
+    Attributes:
+        id: The number of the client; 0 for a server and outside of a federation.
+        round: The federated round; 0 outside of a federation.
+        state: What the client keeps from round to round; each strategy has its own key.
+        payload: What the server sent besides the weights, by name.
+        local_names: Names of the model's state that stay with the client and are never sent.
+        is_fleet: True if the model is a fleet: every tensor has one row per client.
+        working: 1; in a fleet, 1 for every client that has a batch in the running step and 0 for the others.
+    """
+
+    id: int = 0
+    round: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    local_names: frozenset[str] = frozenset()
+    is_fleet: bool = False
+    working: Any = 1.0
+
+    def each(self, function: Callable[..., _R], *rows: Any) -> _R:
+        """Call a function of tensors and dictionaries of them; in a fleet, once for each client with its rows.
+
+        Example:
+            >>> import torch
+            >>> def length(weights):
+            ...     return sum(value.square().sum() for value in weights.values()).sqrt()
+            >>> client = ClientContext()
+            >>> client.each(length, {"w": torch.tensor([3.0, 4.0])})
+            tensor(5.)
+            >>> client.is_fleet = True
+            >>> client.each(length, {"w": torch.tensor([[3.0, 4.0], [6.0, 8.0]])})
+            tensor([ 5., 10.])
+        """
+        return vmap(function)(*rows) if self.is_fleet else function(*rows)

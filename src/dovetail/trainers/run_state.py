@@ -1,0 +1,223 @@
+"""State of a run that the loop keeps: plan, running batch, stop request, and the processes that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from torch.optim import Optimizer
+
+from dovetail.data import Share
+from dovetail.trainers.metrics import Meter, Metric
+from dovetail.trainers.window import Window
+from dovetail.units import Progress, TrainUnit
+
+if TYPE_CHECKING:
+    from dovetail.checkpoint.shards import Peers
+    from dovetail.trainers.base import Trainer
+    from dovetail.trainers.saving import Saver
+
+__all__ = ["BatchState", "Phase", "Plan", "ProcessState", "RunState", "Stage", "Stateful"]
+
+Stage = Literal["train", "valid", "test", "predict"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Any object whose state a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, nested in any way."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Restore the state returned by `state_dict`."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive epochs of a run that train the same weights.
+
+    Attributes:
+        epochs: The number of epochs.
+        name: The name by which a strategy recognizes the phase.
+        is_personal: True if the weights trained in it are not part of the model that the run returns.
+    """
+
+    epochs: int
+    name: str = ""
+    is_personal: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Length and periods of one call of `fit`.
+
+    Attributes:
+        max_length: Where training ends, counted from the start of the trainer's progress.
+        validate: The validation period, or None for no validation.
+        save: The checkpoint period, or None.
+        report: Batches between two reports.
+        validates_first: True if a new run starts with a validation.
+    """
+
+    max_length: TrainUnit
+    validate: TrainUnit | None = None
+    save: TrainUnit | None = None
+    report: int = 10
+    validates_first: bool = False
+
+
+@dataclass
+class BatchState:
+    """State of the running batch, which the loop resets for each batch.
+
+    Attributes:
+        number: The position of the batch in its epoch, counted from 0.
+        num_samples: Samples of this process's batch.
+        num_records: Samples of the batches of all processes.
+        num_averaged: Items of all processes in the running update, if several processes average their gradients.
+        optimized: True if the step called `context.backward`, so that the loop leaves backward and step to it.
+        uses_criterion: True if the loss is the trainer's criterion; False for a step that computes its own loss.
+        is_ahead: True if one call has already made the updates of some batches that follow.
+        is_idle: True if the batch has weight zero: the process has no batch left and computes along with the others.
+        stepped: The optimizers that really stepped.
+    """
+
+    number: int = 0
+    num_samples: int = 0
+    num_records: int = 0
+    num_averaged: float = 0.0
+    optimized: bool = False
+    uses_criterion: bool = False
+    is_ahead: bool = False
+    is_idle: bool = False
+    stepped: list[Optimizer] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RunState:
+    """What the loop keeps about a run. Callbacks and strategies may read it; only the kernel writes it.
+
+    Attributes:
+        trainer: The layer on which `fit`, `evaluate` or `predict` was called; None if nothing runs.
+        addressed: The layer that the caller called, while a method of a layer below it runs.
+        plan: Length and periods of the running `fit`.
+        data: The data of each stage.
+        metrics: Metrics over whole passes, by name.
+        id: Identifies the checkpoints of this run among others in the folder; a resumed run keeps it.
+        saver: Writes the checkpoints; None means that none are written.
+        participants: More objects whose state is part of checkpoints, by name.
+        window: The accumulation window.
+        batch: The running batch.
+        num_items: Items that the loss of the running batch is a mean of: its samples, or `num_items` of `train_step`.
+        is_in_epoch: False between epochs, when `progress.epoch` already counts the epoch that has just ended.
+        is_one_of_many: True if many short runs share this trainer, so that compiling for one of them does not pay.
+        meter: The training metrics of the running epoch.
+        validation: The metrics of the last validation, by their full names.
+        validated_at: Batches before the last validation; -1 before the first.
+        checked: Progress at the last check of what is due.
+        phases: The phases of the run.
+        is_personal: True while a phase trains weights that are not part of the returned model.
+        loss_is_default: True if the user did not choose a loss. The loop then checks that cross entropy fits the data.
+        metrics_are_default: True if the user did not choose metrics. Those that do not fit the outputs and targets are
+            left out.
+        needs_closure: True if an optimizer evaluates the loss itself, as LBFGS does.
+        closure: Computes forward and backward of the running batch again, for such an optimizer.
+        stop_reason: Why training ends; None if it continues.
+        signal: The signal that requested the stop, or None.
+        stop_request: The reason and the signal of a stop that not all processes know of yet.
+        interrupted: True if a signal ended the run.
+    """
+
+    trainer: Trainer | None = None
+    addressed: Trainer | None = None
+    plan: Plan | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    id: str = ""
+    saver: Saver | None = None
+    participants: dict[str, Stateful] = field(default_factory=dict)
+    window: Window = field(default_factory=Window)
+    batch: BatchState = field(default_factory=BatchState)
+    num_items: Any = 0
+    is_in_epoch: bool = False
+    is_one_of_many: bool = False
+    meter: Meter = field(default_factory=Meter)
+    validation: dict[str, float] = field(default_factory=dict)
+    validated_at: int = -1
+    checked: Progress = field(default_factory=Progress)
+    phases: tuple[Phase, ...] = (Phase(0),)
+    is_personal: bool = False
+    loss_is_default: bool = False
+    metrics_are_default: bool = False
+    needs_closure: bool = False
+    closure: Any = None
+    stop_reason: str | None = None
+    signal: int | None = None
+    stop_request: tuple[str, int | None] | None = None
+    interrupted: bool = False
+
+    @property
+    def updated(self) -> bool:
+        """True if the running batch made a real optimizer step."""
+        return bool(self.batch.stepped)
+
+    def phase_at(self, epoch: int) -> Phase:
+        """Return the phase of an epoch, counted from 0; the last phase after the end."""
+        ends = accumulate(phase.epochs for phase in self.phases)
+        return next((it for it, end in zip(self.phases, ends, strict=True) if epoch < end), self.phases[-1])
+
+    def starts_phase(self, epoch: int) -> bool:
+        """Return whether an epoch is the first of its phase."""
+        return epoch in accumulate((phase.epochs for phase in self.phases[:-1]), initial=0)
+
+    @contextmanager
+    def personally(self) -> Iterator[None]:
+        """Compute with weights that are not part of the returned model: terms of the loss for that model are off."""
+        before, self.is_personal = self.is_personal, True
+        try:
+            yield
+        finally:
+            self.is_personal = before
+
+    def end(self, reason: str, signal: int | None = None) -> None:
+        """End training after the running update; called in every process. The first reason is kept."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        self.signal = self.signal or signal
+
+    def note_update(self, optimizer: Optimizer) -> None:
+        """Record that `train_step` made a whole update without the verbs, as a compiled graph does."""
+        self.batch.optimized = True
+        self.batch.stepped.append(optimizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process builds these itself; what belongs to a running batch is not copied.
+        fresh = {"batch": BatchState(), "closure": None, "addressed": None, "is_in_epoch": False}
+        return {name: getattr(self, name) for name in self.__slots__} | fresh
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """The place of this process among those that train together.
+
+    Attributes:
+        is_main: True if this process writes, displays and logs; of several, only the first one does.
+        share: The batches that belong to this process.
+        peers: The processes that write and read checkpoints together if each holds a part of the state; else None.
+        has_peers: True if a stop request must wait until every process of the run knows of it.
+        stays_here: True if runs start in this process, whatever a layer would launch.
+    """
+
+    is_main: bool = True
+    share: Share = field(default_factory=Share)
+    peers: Peers | None = None
+    has_peers: bool = False
+    stays_here: bool = False

@@ -1,0 +1,60 @@
+"""Strategy base that keeps something of the start of a run, such as the first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dovetail.trainers.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["Anchored", "Weights", "copied", "trained"]
+
+# Tensors by the names of a model's parameters.
+Weights = Mapping[str, Tensor]
+
+
+def trained(context: TrainingContext) -> dict[str, Tensor]:
+    """Return the model's parameters, by name."""
+    assert context.model is not None
+    return dict(context.model.named_parameters())
+
+
+def copied(weights: Weights) -> dict[str, Tensor]:
+    """Return copies of tensors, without their graphs."""
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+class Anchored(Strategy):
+    """A strategy that keeps something of the start of a run; a resumed run keeps it, too.
+
+    A subclass returns it in `capture`. It is available as `self.kept` and is part of the trainer's checkpoints.
+    """
+
+    kept: Any = None
+    _run_id: str = ""
+
+    def capture(self, context: TrainingContext) -> Any:
+        """Return what is kept: tensors and plain values. By default, a copy of the parameters."""
+        return copied(trained(context))
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Capture at the start of a run; a resumed run keeps what it has."""
+        super().on_train_start(context)
+        if not context.run.id or context.run.id != self._run_id:
+            self.kept, self._run_id = self.capture(context), context.run.id
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept; nothing before the first run."""
+        own = {"kept": self.kept, "run_id": self._run_id} if self._run_id else {}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict`."""
+        super().load_state_dict(state)
+        if "run_id" in state:
+            self.kept, self._run_id = state["kept"], state["run_id"]

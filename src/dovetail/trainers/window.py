@@ -1,0 +1,94 @@
+"""Accumulation window: the batches that share one update, and the weight of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["Window"]
+
+
+class Window:
+    """The accumulation window: which batches share one update, and by how much each counts.
+
+    A loss is a mean over the items of its batch. The gradient of one large batch is therefore the mean of the
+    micro-batches' gradients *weighted by their items*. How many items a window will hold is not known when its first
+    loss is differentiated, so each loss is divided by the items expected (the size of the window times the items of
+    its first batch) and the gradients are rescaled when the window closes. In the usual case, equal batches and
+    a full window, that factor is exactly one and costs nothing.
+
+    Attributes:
+        size: Batches in a full window.
+        opens: Whether the running batch is the first of its window.
+        closes: Whether the running batch is the last of its window, so that optimizers really step.
+    """
+
+    __slots__ = ("_deferred", "_expected", "_items", "_position", "closes", "opens", "size")
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.opens = True
+        self.closes = True
+        self._position = 0
+        self._expected: Any = 1
+        self._items: Any = 0
+        self._deferred: list[Optimizer] = []
+
+    def begin(self, *, is_last: bool) -> None:
+        """Count a batch in, knowing whether the epoch ends with it."""
+        self._position = 1 if self.closes else self._position + 1
+        self.opens = self._position == 1
+        self.closes = is_last or self._position == self.size
+        if self.opens:
+            self._items = 0
+            # Of a window that an error has cut short.
+            self._deferred.clear()
+
+    def weight(self, num_items: Any, *, first_of_batch: bool) -> Any:
+        """Return the factor for a loss over `num_items` items of the running batch."""
+        if isinstance(num_items, Tensor):
+            # A count of integers would be divided in float32, which is too coarse for a float64 loss.
+            num_items = num_items.double()
+        if first_of_batch:
+            if self.opens:
+                self._expected = num_items * self.size
+            self._items = self._items + num_items
+        return num_items / self._expected
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the window so far."""
+        return max(self._position, 1)
+
+    @property
+    def items(self) -> Any:
+        """Items of the window so far, where several batches share it."""
+        return self._items
+
+    @property
+    def expected(self) -> Any:
+        """Items that a loss of the window is divided by, where several batches share it."""
+        return self._expected
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Make the gradients those of one large batch, now that the window's items are all known, for a last step."""
+        if optimizer in self._deferred:
+            self._deferred.remove(optimizer)
+        factor = self._expected / self._items
+        if isinstance(factor, Tensor) or factor != 1.0:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+
+    def defer(self, optimizers: Iterable[Optimizer]) -> None:
+        """Store optimizers whose step was requested before the window closes."""
+        self._deferred += [optimizer for optimizer in optimizers if optimizer not in self._deferred]
+
+    def take_deferred(self) -> list[Optimizer]:
+        """Return and clear the deferred optimizers that did not step when the window closed."""
+        waiting, self._deferred = self._deferred, []
+        return waiting
