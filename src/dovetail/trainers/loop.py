@@ -16,18 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.callbacks.base import Report
-from dovetail.data import concat, split_batch
-from dovetail.data.sources import is_one_shot
-from dovetail.errors import ConfigError, DataError, add_note
+from dovetail.data import concat
+from dovetail.errors import DataError, add_note
 from dovetail.history import History
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
+from dovetail.trainers.diagnosis import (
+    check_default_loss,
+    check_metrics,
+    check_output,
+    check_pass,
+    check_repeatable,
+    update_metric,
+)
 from dovetail.trainers.interruption import heeding_signals, leave_if_signalled
 from dovetail.trainers.metrics import (
     Meter,
-    Metric,
     WholePass,
-    are_classes,
     compute_metrics,
     include_means,
     warn_of_no_data,
@@ -106,7 +111,7 @@ def fit(
                 UserWarning,
                 stacklevel=3,
             )
-        _check_repeatable(context, plan)
+        check_repeatable(context, plan)
         if progress.batches == 0 or not context.run.id:
             context.run.id = uuid4().hex
         if context.run.saver is not None and context.process.is_main:
@@ -129,19 +134,6 @@ def fit(
         for on_train_end in callbacks.on_train_end:
             on_train_end(context)
     return context.history
-
-
-def _check_repeatable(context: TrainingContext, plan: Plan) -> None:
-    """Raise if a run of several epochs would read data twice that can be read only once."""
-    if not isinstance(plan.max_length, Epochs) or plan.max_length.length - context.progress.epoch <= 1:
-        return
-    for stage in ("train", "valid"):
-        source = context.run.data.get(stage)
-        if is_one_shot(source) and (stage == "train" or plan.validate is not None):
-            raise DataError(
-                f"the {stage} data is a {type(source).__name__}, which can be read only once, but training runs to "
-                f"{plan.max_length}; give a list, a loader or a dataset, or train one epoch"
-            )
 
 
 def _epoch(trainer: Trainer, plan: Plan) -> None:
@@ -186,44 +178,30 @@ def _epoch(trainer: Trainer, plan: Plan) -> None:
 
 def train_epoch(context: TrainingContext) -> dict[str, float]:
     """Run one pass over the training data from where progress stands, and return its mean metrics."""
-    trainer, plan = _outermost(context), context.run.plan
+    trainer, run = _outermost(context), context.run
+    plan, window, meter, notes = run.plan, run.window, run.meter, run.batch
+    progress, callbacks, optimizers, stepped = context.progress, context.callbacks, context.optimizers, notes.stepped
     assert plan is not None
-    progress, window, meter, notes, callbacks = (
-        context.progress,
-        context.run.window,
-        context.run.meter,
-        context.run.batch,
-        context.callbacks,
-    )
     # Bound once: attribute look-ups are most of what a loop costs over an empty step.
     to_device, batch_length, train_step = trainer.to_device, trainer.batch_length, trainer.train_step
-    backward, step, after_step = trainer.backward, context.step, trainer.after_step
-    scheduler_step, stepped, optimizers = trainer.scheduler_step, notes.stepped, context.optimizers
-    on_step_start, on_update, on_step_end = (
-        callbacks.on_step_start,
-        callbacks.on_update,
-        callbacks.on_step_end,
-    )
+    scheduler_step, after_step = trainer.scheduler_step, trainer.after_step
+    on_step_start, on_update, on_step_end = callbacks.on_step_start, callbacks.on_update, callbacks.on_step_end
 
     total = trainer.num_batches("train")
-    batches: Iterable[Any] = trainer.batches("train")
     accumulates = window.size > 1
-    # A window never spans two epochs, nor one that an error has cut short.
+    lookahead = _Lookahead(trainer.batches("train")) if accumulates and total is None else None
+    # A window never spans two epochs, nor is one continued that an error has cut short.
     window.closes = True
-    if accumulates and total is None:
-        batches = lookahead = _Lookahead(batches)
-    else:
-        lookahead = None
     acts_inside = any(isinstance(it, TrainUnit) and not isinstance(it, Epochs) for it in vars(plan).values())
     until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
     is_first = True
 
-    for batch in batches:
+    for batch in lookahead or trainer.batches("train"):
         notes.number = progress.batch
         for hook in on_step_start:
             hook(context, batch)
         batch = to_device(batch)
-        context.run.num_items = notes.num_samples = notes.num_records = batch_length(batch)
+        run.num_items = notes.num_samples = notes.num_records = batch_length(batch)
         if accumulates:
             is_last = lookahead.is_last if lookahead is not None else progress.batch + 1 == total
             window.begin(is_last=is_last or _ends_after(plan.max_length, progress))
@@ -234,27 +212,9 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
 
         output = train_step(batch)
         if is_first:
-            _check_output(output, optimized=notes.optimized)
-            # Of a batch without samples any loss is 0.
-            if context.run.loss_is_default and progress.batches == 0 and not notes.optimized and notes.num_samples:
-                _check_default_loss(trainer, batch, output["loss"])
+            _check_first(trainer, batch, output)
             is_first = False
-        if not notes.optimized:
-            if "num_items" in output:
-                context.run.num_items = output["num_items"]
-            if accumulates:
-                backward(output["loss"] * window.weight(context.run.num_items, first_of_batch=True))
-            else:
-                backward(output["loss"])
-            if window.closes:
-                if context.run.needs_closure:
-                    context.run.closure = partial(_again, context, batch)
-                step(zero_grad=False)
-        elif accumulates and window.closes:
-            waiting = window.take_deferred()
-            if waiting:
-                step(*waiting)
-
+        _optimize(trainer, batch, output)
         if stepped:
             progress.updates += 1
             scheduler_step("update")
@@ -274,31 +234,53 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
             _report(context)
 
-        if window.closes and not notes.is_ahead:
-            if acts_inside and progress.batch != total:
+        # After the last batch the loader is read to its end, where its generator may draw once more.
+        if window.closes and not notes.is_ahead and progress.batch != total:
+            if acts_inside:
                 _act(trainer)
-            # After the last batch the loader is read to its end, where its generator may draw once more.
-            if progress.batch != total and (
-                context.run.stop_reason is not None or (acts_inside and plan.max_length.reached(progress))
-            ):
-                context.run.interrupted = True
+            if run.stop_reason is not None or (acts_inside and plan.max_length.reached(progress)):
+                run.interrupted = True
                 break
 
     _report(context)
-    if not window.closes:
-        raise DataError(
-            f"the training data ended after {counted(progress.batch, 'batch', 'batches')}, though its length is "
-            f"{total}: the last updates would miss batches; give the loader its true length, or none"
-        )
+    check_pass(progress, total, is_complete=window.closes)
     if progress.batch == 0:
-        if progress.batches:
-            raise DataError(
-                f"the training data has no batches in epoch {progress.epoch + 1}, though it had some before: data such "
-                "as an iterator can be read only once; give a list, a loader or a dataset"
-            )
         warn_of_no_data("training")
         return {"loss": math.nan}
-    return {} if context.run.interrupted else trainer.reduce(meter).compute()
+    return {} if run.interrupted else trainer.reduce(meter).compute()
+
+
+def _check_first(trainer: Trainer, batch: Any, output: Any) -> None:
+    """Check the first batch of an epoch, and the default loss at the start of a run."""
+    context = trainer.context
+    optimized = context.run.batch.optimized
+    check_output(output, optimized=optimized)
+    if context.progress.batches == 0 and not optimized:
+        check_default_loss(context, batch, output["loss"], partial(_predict_quietly, trainer))
+
+
+def _predict_quietly(trainer: Trainer, batch: Any) -> Any:
+    with _evaluating(trainer.context, "train"):
+        return trainer.predict_step(batch)
+
+
+def _optimize(trainer: Trainer, batch: Any, output: Mapping[str, Any]) -> None:
+    """Differentiate the loss and step if the window closes; for a step that did so itself, make its deferred steps."""
+    context = trainer.context
+    run = context.run
+    window = run.window
+    if run.batch.optimized:
+        if window.size > 1 and window.closes and (waiting := window.take_deferred()):
+            context.step(*waiting)
+        return
+    if "num_items" in output:
+        run.num_items = output["num_items"]
+    loss = output["loss"]
+    trainer.backward(loss if window.size == 1 else loss * window.weight(run.num_items, first_of_batch=True))
+    if window.closes:
+        if run.needs_closure:
+            run.closure = partial(_again, context, batch)
+        context.step(zero_grad=False)
 
 
 def _act(trainer: Trainer) -> None:
@@ -404,9 +386,9 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
             output = test_step(batch)
             meter.add(output, batch_length(batch))
             if num_batches == 0:
-                _check_metrics(context, metrics, output)
+                check_metrics(context, metrics, output)
             for metric in metrics.values():
-                _update_metric(metric, output)
+                update_metric(metric, output)
             for on_test_step_end in context.callbacks.on_test_step_end:
                 on_test_step_end(context, output)
             num_batches += 1
@@ -427,35 +409,6 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
             warn_of_no_data(stage)
             return {"loss": math.nan, **dict.fromkeys(metrics, math.nan)}
         return compute_metrics(metrics, means)
-
-
-def _check_metrics(context: TrainingContext, metrics: dict[str, Metric], output: Mapping[str, Any]) -> None:
-    """Check the metrics against the first output of a pass, and leave out default metrics that do not fit."""
-    outputs, targets = output.get("output"), output.get("target")
-    uses_criterion = context.run.batch.uses_criterion
-    if uses_criterion and context.run.loss_is_default and not context.config.get(_LOSS_KEY):
-        _check_fits_cross_entropy(outputs, targets)
-    if not context.run.metrics_are_default:
-        return
-    # The loss of a `test_step` that the user wrote is unknown: only outputs and targets show what it measures.
-    fits = output.keys() >= _OUTPUTS and (uses_criterion or are_classes(outputs, targets))
-    for name in list(metrics):
-        # A number that `test_step` returns under the same name is the user's choice.
-        if not fits or name in output:
-            del metrics[name]
-
-
-_OUTPUTS = {"output", "target"}
-
-
-def _update_metric(metric: Any, output: Mapping[str, Any]) -> None:
-    try:
-        outputs, targets = output["output"], output["target"]
-    except KeyError as error:
-        raise ConfigError(
-            f"metrics need test_step to return 'output' and 'target' besides its numbers, got {sorted(output)}"
-        ) from error
-    metric.update(outputs, targets)
 
 
 @contextmanager
@@ -550,59 +503,6 @@ def _again(context: TrainingContext, batch: Any) -> Tensor:
 def _ends_after(max_length: TrainUnit, progress: Progress) -> bool:
     """Whether training is as long as planned once the running batch is done."""
     return isinstance(max_length, Batches) and progress.batches + 1 >= max_length.length
-
-
-def _check_output(output: Any, *, optimized: bool) -> None:
-    """Look at the first output of an epoch, and say what is wrong with it."""
-    if not isinstance(output, Mapping) or not (optimized or isinstance(output.get("loss"), Tensor)):
-        shown = sorted(output) if isinstance(output, Mapping) else type(output).__name__
-        raise ConfigError(f"train_step: expected a dict with a tensor under 'loss', got {shown}")
-    if optimized:
-        return
-    loss = output["loss"]
-    if loss.ndim != 0:
-        raise ConfigError(
-            f"train_step: the loss must be one number, got a tensor of shape {tuple(loss.shape)}; take its mean()"
-        )
-    if not loss.requires_grad:
-        raise ConfigError(
-            "train_step: the loss does not depend on any parameter that requires a gradient: look for .detach(), "
-            ".item() or torch.no_grad()"
-        )
-
-
-def _check_default_loss(trainer: Trainer, batch: Any, loss: Tensor) -> None:
-    """Raise if cross entropy, which the user did not choose, does not fit the first batch of a run."""
-    context = trainer.context
-    if not context.run.batch.uses_criterion or context.config.get(_LOSS_KEY):
-        return
-    targets = split_batch(batch)[1]
-    outputs = None
-    # The loss of a single class is always 0: only then are the outputs worth a second forward pass.
-    if loss.item() == 0:
-        with _evaluating(context, "train"):
-            outputs = trainer.predict_step(batch)
-    _check_fits_cross_entropy(outputs, targets)
-
-
-def _check_fits_cross_entropy(outputs: Any, targets: Any) -> None:
-    if isinstance(outputs, Tensor) and outputs.ndim > 1 and outputs.shape[1] == 1:
-        raise ConfigError(
-            f"criterion: the default, cross entropy, learns nothing from one output per sample, got outputs of shape "
-            f"{tuple(outputs.shape)}; give criterion='MSELoss', 'BCEWithLogitsLoss', …"
-        )
-    if isinstance(targets, Tensor) and targets.is_floating_point() and targets.ndim > 1 and targets.numel():
-        sums = targets.sum(dim=1)
-        if bool((targets < 0).any()) or not torch.allclose(sums, torch.ones_like(sums), atol=0.01):
-            raise ConfigError(
-                "criterion: the default, cross entropy, needs class numbers or probabilities that add up to 1 as "
-                f"targets, got other numbers of shape {tuple(targets.shape)}; give criterion='MSELoss', "
-                "'BCEWithLogitsLoss', …"
-            )
-
-
-# The loss that a configuration names, for a strategy that has none of its own.
-_LOSS_KEY = "loss_criterion"
 
 
 def _train_mode(model: nn.Module | None) -> None:

@@ -1,0 +1,141 @@
+"""Checks of data, steps and metrics that end a run with one sentence instead of wrong numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.data import split_batch
+from dovetail.data.sources import is_one_shot
+from dovetail.errors import ConfigError, DataError
+from dovetail.trainers.context import Plan, TrainingContext
+from dovetail.trainers.metrics import Metric, are_classes
+from dovetail.units import Epochs, Progress, counted
+
+__all__ = [
+    "check_default_loss",
+    "check_metrics",
+    "check_output",
+    "check_pass",
+    "check_repeatable",
+    "update_metric",
+]
+
+# The loss that a configuration names, for a strategy without its own.
+_LOSS_KEY = "loss_criterion"
+_OUTPUTS = {"output", "target"}
+
+
+def check_repeatable(context: TrainingContext, plan: Plan) -> None:
+    """Raise if a run of several epochs would read data twice that can be read only once."""
+    if not isinstance(plan.max_length, Epochs) or plan.max_length.length - context.progress.epoch <= 1:
+        return
+    for stage in ("train", "valid"):
+        source = context.run.data.get(stage)
+        if is_one_shot(source) and (stage == "train" or plan.validate is not None):
+            raise DataError(
+                f"the {stage} data is a {type(source).__name__}, which can be read only once, but training runs to "
+                f"{plan.max_length}; give a list, a loader or a dataset, or train one epoch"
+            )
+
+
+def check_pass(progress: Progress, total: int | None, *, is_complete: bool) -> None:
+    """Raise if a pass over the training data ended inside a window, or found no batches where there were some before.
+
+    Args:
+        progress: The counters at the end of the pass.
+        total: The announced number of batches; None if it is unknown.
+        is_complete: False if the accumulation window is still open.
+    """
+    if not is_complete:
+        raise DataError(
+            f"the training data ended after {counted(progress.batch, 'batch', 'batches')}, though its length is "
+            f"{total}: the last updates would miss batches; give the loader its true length, or none"
+        )
+    if progress.batch == 0 and progress.batches:
+        raise DataError(
+            f"the training data has no batches in epoch {progress.epoch + 1}, though it had some before: data such "
+            "as an iterator can be read only once; give a list, a loader or a dataset"
+        )
+
+
+def check_output(output: Any, *, optimized: bool) -> None:
+    """Raise if the first output of an epoch is not one that the loop can train with."""
+    if not isinstance(output, Mapping) or not (optimized or isinstance(output.get("loss"), Tensor)):
+        shown = sorted(output) if isinstance(output, Mapping) else type(output).__name__
+        raise ConfigError(f"train_step: expected a dict with a tensor under 'loss', got {shown}")
+    if optimized:
+        return
+    loss = output["loss"]
+    if loss.ndim != 0:
+        raise ConfigError(
+            f"train_step: the loss must be one number, got a tensor of shape {tuple(loss.shape)}; take its mean()"
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "train_step: the loss does not depend on any parameter that requires a gradient: look for .detach(), "
+            ".item() or torch.no_grad()"
+        )
+
+
+def check_default_loss(context: TrainingContext, batch: Any, loss: Tensor, predict: Callable[[Any], Any]) -> None:
+    """Raise if cross entropy, which the user did not choose, does not fit the first batch of a run.
+
+    Args:
+        context: The context of the run.
+        batch: The first batch.
+        loss: Its loss.
+        predict: Returns the outputs for a batch. Called only if the loss is 0, as it always is for a single class:
+            only then are the outputs worth a second forward pass.
+    """
+    is_chosen = not context.run.loss_is_default or context.config.get(_LOSS_KEY)
+    # Any loss of a batch without samples is 0.
+    if is_chosen or not context.run.batch.uses_criterion or not context.run.batch.num_samples:
+        return
+    _check_fits_cross_entropy(predict(batch) if loss.item() == 0 else None, split_batch(batch)[1])
+
+
+def _check_fits_cross_entropy(outputs: Any, targets: Any) -> None:
+    if isinstance(outputs, Tensor) and outputs.ndim > 1 and outputs.shape[1] == 1:
+        raise ConfigError(
+            f"criterion: the default, cross entropy, learns nothing from one output per sample, got outputs of shape "
+            f"{tuple(outputs.shape)}; give criterion='MSELoss', 'BCEWithLogitsLoss', …"
+        )
+    if isinstance(targets, Tensor) and targets.is_floating_point() and targets.ndim > 1 and targets.numel():
+        sums = targets.sum(dim=1)
+        if bool((targets < 0).any()) or not torch.allclose(sums, torch.ones_like(sums), atol=0.01):
+            raise ConfigError(
+                "criterion: the default, cross entropy, needs class numbers or probabilities that add up to 1 as "
+                f"targets, got other numbers of shape {tuple(targets.shape)}; give criterion='MSELoss', "
+                "'BCEWithLogitsLoss', …"
+            )
+
+
+def check_metrics(context: TrainingContext, metrics: dict[str, Metric], output: Mapping[str, Any]) -> None:
+    """Check the metrics against the first output of a pass, and leave out default metrics that do not fit."""
+    outputs, targets = output.get("output"), output.get("target")
+    uses_criterion = context.run.batch.uses_criterion
+    if uses_criterion and context.run.loss_is_default and not context.config.get(_LOSS_KEY):
+        _check_fits_cross_entropy(outputs, targets)
+    if not context.run.metrics_are_default:
+        return
+    # The loss of a `test_step` that the user wrote is unknown: only outputs and targets show what it measures.
+    fits = output.keys() >= _OUTPUTS and (uses_criterion or are_classes(outputs, targets))
+    for name in list(metrics):
+        # A number that `test_step` returns under the same name is the user's choice.
+        if not fits or name in output:
+            del metrics[name]
+
+
+def update_metric(metric: Any, output: Mapping[str, Any]) -> None:
+    """Update a metric with the output of `test_step`; raise if that has no outputs or targets."""
+    try:
+        outputs, targets = output["output"], output["target"]
+    except KeyError as error:
+        raise ConfigError(
+            f"metrics need test_step to return 'output' and 'target' besides its numbers, got {sorted(output)}"
+        ) from error
+    metric.update(outputs, targets)
