@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, UnknownNameError, misspelled_methods
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -259,19 +259,50 @@ def _as_callback(candidate: Any) -> Callback:
 
     made = candidate() if isinstance(candidate, type) else candidate
     if isinstance(made, Callback):
-        _warn_of_unheard(type(made))
+        for sentence in _unused_parts(made):
+            warnings.warn(sentence, UserWarning, stacklevel=3)
         return made
     if isinstance(made, TrainerCallback):
+        for sentence in _unused_events(type(made), TrainerCallback):
+            warnings.warn(sentence, UserWarning, stacklevel=3)
         return PlatoAdapter(made)
     raise ConfigError(
         f"callbacks: expected a dovetail.callbacks.Callback or TrainerCallback (class or instance), got {candidate!r}"
     )
 
 
-def _warn_of_unheard(kind: type[Callback]) -> None:
-    """Say which methods look like hooks and are none; those of a class beside `Callback` are its own business."""
+def _unused_parts(callback: Callback) -> Iterator[str]:
+    """Yield a sentence about each part of a callback that the loop never uses."""
+    kind = type(callback)
     for cls in kind.__mro__:
+        # The methods of a class that is no callback may have other callers.
         for name in vars(cls) if issubclass(cls, Callback) else ():
             if name.startswith("on_") and name not in HOOKS and callable(getattr(kind, name)):
                 unknown = UnknownNameError(f"hook of {cls.__name__}", name, HOOKS, FOREIGN_HOOKS)
-                warnings.warn(f"the loop never calls an {unknown}", UserWarning, stacklevel=4)
+                yield f"the loop never calls an {unknown}"
+    inherited = {name for name, value in vars(Callback).items() if callable(value) and getattr(kind, name) is value}
+    for name in HOOKS:
+        if name in inherited and name in getattr(callback, "__dict__", ()):
+            yield (
+                f"{kind.__name__}.{name} is never called, because it was set on the instance: "
+                f"define it in the class, or use LambdaCallback({name}=…)"
+            )
+    if "state_dict" not in inherited and "load_state_dict" in inherited:
+        yield f"{kind.__name__} defines state_dict without load_state_dict: its state is saved and never restored"
+    if "load_state_dict" not in inherited and "state_dict" in inherited:
+        yield f"{kind.__name__} defines load_state_dict without state_dict: checkpoints have no state for it"
+
+
+def _unused_events(kind: type, base: type) -> Iterator[str]:
+    """Yield a sentence about each method of a plato callback that looks like an event and is none."""
+    # Other names may be events that `CallbackHandler.call_event` calls.
+    for name, nearest in misspelled_methods(kind, base):
+        if name not in HOOKS:
+            yield f"{kind.__name__}.{name} is never called: did you mean {nearest}?"
+    known = ", ".join(sorted(name for name in vars(base) if name.startswith("on_")))
+    for name in HOOKS:
+        if hasattr(kind, name):
+            yield (
+                f"{kind.__name__}.{name} is never called: it is a hook of dovetail.callbacks.Callback, "
+                f"and {kind.__name__} derives from {base.__name__} (known: {known})"
+            )
