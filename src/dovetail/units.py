@@ -5,10 +5,11 @@ This module starts without torch: the command line reads units from files before
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, SupportsFloat, SupportsIndex
 
 from dovetail.errors import ConfigError, UnknownNameError
 
@@ -192,6 +193,23 @@ def check_count(name: str, count: Any, least: int = 1) -> None:
     """
     if isinstance(count, bool) or not isinstance(count, SupportsIndex) or operator.index(count) < least:
         raise ConfigError(f"{name}: expected a whole number that is at least {least}, got {count!r}")
+
+
+def check_finite(name: str, value: Any) -> None:
+    """Raise if a setting is not a finite number.
+
+    Args:
+        name: Which setting, for the error message.
+        value: The setting.
+
+    Example:
+        >>> check_finite("threshold", float("nan"))
+        Traceback (most recent call last):
+        ...
+        dovetail.errors.ConfigError: threshold: expected a finite number, got nan
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not math.isfinite(value):
+        raise ConfigError(f"{name}: expected a finite number, got {value!r}")
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -204,3 +205,16 @@ def test_meaningless_settings_are_refused():
         EarlyStopping(min_delta=-1.0)
     with pytest.raises(ConfigError, match="num_epochs: expected a whole number that is at least 1, got 0"):
         ImprovementWindow(0, 0.1)
+
+
+@pytest.mark.parametrize("limit", [math.nan, math.inf, -math.inf, "0.5", True])
+def test_a_limit_that_no_value_can_be_compared_with_is_an_error(limit):
+    with pytest.raises(ConfigError, match=f"StopWhen: threshold: expected a finite number, got {limit!r}"):
+        StopWhen("valid_loss", limit)
+    with pytest.raises(ConfigError, match=f"ImprovementWindow: improv: expected a finite number, got {limit!r}"):
+        ImprovementWindow(3, limit)
+
+
+def test_a_limit_may_be_a_number_of_numpy_or_torch():
+    assert StopWhen("valid_loss", np.float32(0.5)).threshold == 0.5
+    assert StopWhen("valid_loss", torch.tensor(0.5)).threshold == 0.5

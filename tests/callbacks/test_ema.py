@@ -188,6 +188,18 @@ def test_a_new_run_of_the_same_model_begins_another_average(make):
     assert ema.num_averaged == 5
 
 
+def test_an_average_that_no_update_went_into_is_a_warning(make):
+    sentence = "EMA: the average is still the initial weights: every is 6, and the run made 5 updates"
+    with pytest.warns(UserWarning, match=sentence):
+        make(EMA(every=6)).fit(max_length=Epochs(1))
+    make(EMA(every=5)).fit(max_length=Epochs(1))
+
+
+def test_an_average_of_a_run_that_was_stopped_is_no_warning(make):
+    stop = LambdaCallback(on_step_end=lambda context, output: context.stop("enough"))
+    make(EMA(every=5), stop).fit(max_length=Epochs(1))
+
+
 def test_an_average_of_another_form_is_refused(make):
     make(ema := EMA()).fit(max_length=Epochs(1))
     loaded = EMA()

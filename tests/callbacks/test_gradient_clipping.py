@@ -111,3 +111,10 @@ def test_the_log_of_a_new_run_leaves_out_the_epoch_that_was_broken_off(make):
 def test_exactly_one_positive_limit_is_accepted(limits):
     with pytest.raises(ConfigError, match="exactly one positive limit, max_norm or max_value"):
         GradientClipping(**limits)
+
+
+def test_a_norm_type_beside_max_value_is_an_error():
+    with pytest.raises(
+        ConfigError, match=r"norm_type: expected with max_norm only, got norm_type=inf and max_value=0\.5"
+    ):
+        GradientClipping(max_value=0.5, norm_type=math.inf)

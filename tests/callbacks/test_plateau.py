@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 
 from dovetail.callbacks import LambdaCallback, ReduceOnPlateau
 from dovetail.errors import ConfigError
@@ -97,3 +97,29 @@ def test_meaningless_settings_are_refused():
         ReduceOnPlateau(factor=1.5)
     with pytest.raises(ConfigError, match="threshold_mode: expected 'rel' or 'abs', got 'x'"):
         ReduceOnPlateau(threshold_mode="x")
+    with pytest.raises(ConfigError, match="patience: expected a whole number that is at least 0, got -1"):
+        ReduceOnPlateau(patience=-1)
+    with pytest.raises(ConfigError, match="cooldown: expected a whole number that is at least 0, got -1"):
+        ReduceOnPlateau(cooldown=-1)
+
+
+def test_a_reduction_that_another_scheduler_undoes_is_a_warning(scripted):
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    constant = LambdaLR(optimizer, lambda epoch: 1.0)
+    trainer = scripted(ReduceOnPlateau(factor=0.5, patience=0), model=model, optimizer=optimizer, scheduler=constant)
+    sentence = (
+        r"ReduceOnPlateau has lowered a learning rate from 0\.1 to 0\.05, and a scheduler has set it to 0\.1 again"
+    )
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        rates_of(trainer.script(1.0, 1.0, 1.0, 1.0), 4)
+    assert len(caught) == 1
+
+
+def test_a_scheduler_that_multiplies_rates_keeps_reductions(scripted):
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rising = ExponentialLR(optimizer, 1.5)
+    trainer = scripted(ReduceOnPlateau(factor=0.5, patience=0), model=model, optimizer=optimizer, scheduler=rising)
+    rates_of(trainer.script(1.0, 1.0, 1.0, 1.0), 4)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 1.5**4 * 0.5**3)

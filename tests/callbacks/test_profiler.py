@@ -90,7 +90,15 @@ def test_it_has_no_state() -> None:
     assert Profiler("traces").state_dict() == {}
 
 
-@pytest.mark.parametrize("mistake", [{"active": 0}, {"wait": -1}, {"warmup": 1.5}, {"repeat": True}])
+def test_a_run_without_a_recorded_step_is_a_warning(make: Callable[..., Any], tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, wait=5, warmup=1)
+    sentence = "Profiler: nothing was recorded: it waits for 5 steps and warms up in 1, and the run had 5 steps"
+    with pytest.warns(UserWarning, match=sentence):
+        make(profiler).fit(max_length=Epochs(1))
+    assert profiler.traces == []
+
+
+@pytest.mark.parametrize("mistake", [{"active": 0}, {"wait": -1}, {"warmup": 1.5}, {"repeat": True}, {"rows": 2.5}])
 def test_a_mistake_is_named(mistake: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"Profiler: {next(iter(mistake))}: expected a whole number that is at least"):
         Profiler("traces", **mistake)

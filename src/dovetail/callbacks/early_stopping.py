@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.callbacks.base import is_new_run
 from dovetail.callbacks.monitor import Mode, Monitor
 from dovetail.errors import ConfigError
-from dovetail.units import check_count
+from dovetail.units import check_count, check_finite
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -175,6 +175,7 @@ class StopWhen(_Stopper):
 
     def __init__(self, monitor: str, threshold: float, mode: Mode | None = None) -> None:
         super().__init__(monitor, mode)
+        check_finite("StopWhen: threshold", threshold)
         self.threshold = threshold
         self._value: float | None = None
 
@@ -226,6 +227,7 @@ class ImprovementWindow(_Stopper):
     ) -> None:
         super().__init__(monitor, mode)
         check_count("ImprovementWindow: num_epochs", num_epochs)
+        check_finite("ImprovementWindow: improv", improv)
         self.num_epochs = num_epochs
         self.improv = improv
         self._values: deque[float] = deque(maxlen=num_epochs + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from dovetail.callbacks.base import Callback, is_new_run
 from dovetail.distributed import own_part, part_of
 from dovetail.errors import ConfigError
-from dovetail.units import check_count
+from dovetail.units import check_count, counted
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -61,6 +62,7 @@ class EMA(Callback):
         self.warmup = warmup
         self.validate_with_average = validate_with_average
         self.num_averaged = 0
+        self._updates_before = 0
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}
         # The same tensors as lists, in one order: what the update walks.
@@ -92,6 +94,7 @@ class EMA(Callback):
     def on_train_start(self, context: TrainingContext) -> None:
         """Begin the average, or go on with it."""
         assert context.model is not None
+        self._updates_before = context.progress.updates
         if not self._is_loaded and (context.model is not self._model or is_new_run(context)):
             self._averages, self.num_averaged = {}, 0
         self._model, self._is_loaded = context.model, False
@@ -132,6 +135,17 @@ class EMA(Callback):
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         """Give the model its training weights back after a validation that measured nothing, and so has no end."""
         self._give_back()
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Warn if the run was too short for a single average."""
+        num_updates = context.progress.updates - self._updates_before
+        if self.num_averaged == 0 and num_updates > 0 and context.stop_reason is None:
+            warnings.warn(
+                f"EMA: the average is still the initial weights: every is {self.every}, "
+                f"and the run made {counted(num_updates, 'update')}",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
         """Give the model its training weights back when validation fails."""

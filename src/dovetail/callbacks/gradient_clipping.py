@@ -30,7 +30,7 @@ class GradientClipping(Callback):
     Args:
         max_norm: Scale the gradients down so that their norm is at most this.
         max_value: Limit every element to this magnitude. Exactly one of the two is given.
-        norm_type: Which norm: 2.0 is the Euclidean one, `math.inf` the largest magnitude.
+        norm_type: Which norm `max_norm` limits: 2.0 is the Euclidean one, `math.inf` the largest magnitude.
         log: Record, in the history at the end of every epoch under the stage `gradients`, the mean size of the
             gradients before they were clipped (`size`: their norm, or their largest magnitude) and the share of
             the steps in which they were too large (`clipped`). Further optimizers than the first have their number
@@ -58,6 +58,11 @@ class GradientClipping(Callback):
             raise ConfigError(
                 "GradientClipping: expected exactly one positive limit, max_norm or max_value, "
                 f"got max_norm={max_norm!r} and max_value={max_value!r}"
+            )
+        if max_value is not None and norm_type != 2.0:
+            raise ConfigError(
+                "GradientClipping: norm_type: expected with max_norm only, "
+                f"got norm_type={norm_type!r} and max_value={max_value!r}"
             )
         self.max_norm = max_norm
         self.max_value = max_value

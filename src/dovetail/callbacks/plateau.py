@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dovetail.callbacks.base import is_new_run
 from dovetail.callbacks.monitor import Mode, Monitor
 from dovetail.errors import ConfigError
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -63,6 +65,8 @@ class ReduceOnPlateau(Monitor):
             raise ConfigError(f"ReduceOnPlateau: factor: expected a number between 0 and 1, got {factor!r}")
         if threshold_mode not in ("rel", "abs"):
             raise ConfigError(f"ReduceOnPlateau: threshold_mode: expected 'rel' or 'abs', got {threshold_mode!r}")
+        check_count("ReduceOnPlateau: patience", patience, least=0)
+        check_count("ReduceOnPlateau: cooldown", cooldown, least=0)
         self._settings: dict[str, Any] = {
             "mode": self.mode,
             "factor": factor,
@@ -75,10 +79,14 @@ class ReduceOnPlateau(Monitor):
         }
         self._schedulers: list[ReduceLROnPlateau] = []
         self._loaded: list[Mapping[str, Any]] | None = None
+        # The rates before and after the last reduction, by optimizer and parameter group.
+        self._lowered: list[tuple[float, float]] = []
+        self._has_warned = False
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Bind to the optimizers of the run."""
         super().on_train_start(context)
+        self._lowered, self._has_warned = [], False
         bound = [scheduler.optimizer for scheduler in self._schedulers]
         if self._loaded is None and _same(bound, context.optimizers) and not is_new_run(context):
             return
@@ -91,8 +99,28 @@ class ReduceOnPlateau(Monitor):
 
     def observe(self, context: TrainingContext, value: float) -> None:
         """Give the value to every scheduler."""
+        before = self._rates()
+        self._warn_if_undone(before)
         for scheduler in self._schedulers:
             scheduler.step(value)
+        after = self._rates()
+        if after != before:
+            self._lowered = list(zip(before, after, strict=True))
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for scheduler in self._schedulers for group in scheduler.optimizer.param_groups]
+
+    def _warn_if_undone(self, rates: Sequence[float]) -> None:
+        # A schedule that computes rates from the initial ones, such as LambdaLR, overwrites a reduction.
+        for (before, after), now in zip(self._lowered, rates, strict=False):
+            if after < before <= now and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"ReduceOnPlateau has lowered a learning rate from {before:g} to {after:g}, "
+                    f"and a scheduler has set it to {now:g} again: use one of the two",
+                    UserWarning,
+                    stacklevel=2,
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the schedulers have learned."""

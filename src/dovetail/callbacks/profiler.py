@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.callbacks.base import Callback
-from dovetail.units import check_count
+from dovetail.units import check_count, counted
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -37,7 +37,7 @@ class Profiler(Callback):
         active: Steps that are recorded.
         repeat: How many cycles; 0 for as many as there are.
         sort_by: What the table is sorted by, such as `self_cpu_time_total` or `self_cuda_time_total`.
-        rows: Rows of the table.
+        rows: Rows of the table; -1 for all.
         memory: Whether to record what operators allocate.
         shapes: Whether to record the shapes of their inputs.
         stacks: Whether to record which lines of Python called them.
@@ -75,6 +75,7 @@ class Profiler(Callback):
         self._cycle = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         for name, number in self._cycle.items():
             check_count(f"Profiler: {name}", number, least=int(name == "active"))
+        check_count("Profiler: rows", rows, least=-1)
         self.folder = Path(folder)
         self.table = ""
         self.traces: list[Path] = []
@@ -82,7 +83,7 @@ class Profiler(Callback):
         self._sort_by, self._rows = sort_by, rows
         # After it nothing is recorded, and nothing need be asked.
         self._last_step = (wait + warmup + active) * repeat
-        self._steps = 0
+        self._steps = self._num_earlier = 0
         self._profiler: profile | None = None
         self._sets_level = False
 
@@ -90,7 +91,7 @@ class Profiler(Callback):
         """Begin the first cycle."""
         from torch.profiler import profile, schedule
 
-        self._steps = 0
+        self._steps, self._num_earlier = 0, len(self.traces)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sets_level = _LOG_LEVEL not in os.environ
         if self._sets_level:
@@ -111,8 +112,15 @@ class Profiler(Callback):
             self._stop()
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Keep what was recorded since the last cycle, and stop."""
+        """Keep what was recorded since the last cycle, and stop; warn if there is nothing."""
         self._stop()
+        if len(self.traces) == self._num_earlier and self._steps and context.stop_reason is None:
+            warnings.warn(
+                f"Profiler: nothing was recorded: it waits for {counted(self._cycle['wait'], 'step')} and warms up in "
+                f"{self._cycle['warmup']}, and the run had {counted(self._steps, 'step')}",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
         """Keep what was recorded since the last cycle, and stop."""
