@@ -308,7 +308,16 @@ STOPPING = {"max_time": 4, "time_metric": "batches", "divisor": 2}
         ("gp", {"max_trials": 4, "num_startup_trials": 2}),
         ("cmaes", {"max_trials": 4}),
         ("hyperband", {"max_trials": 4, **STOPPING}),
-        ("pbt", {"population_size": 4, "num_rounds": 2, "max_time": 4, "time_metric": "batches"}),
+        (
+            "pbt",
+            {
+                "population_size": 4,
+                "truncate_fraction": 0.25,
+                "num_rounds": 2,
+                "max_time": 4,
+                "time_metric": "batches",
+            },
+        ),
     ],
 )
 def test_every_searcher_comes_to_an_end(lab: Any, name: str, options: dict[str, Any]) -> None:

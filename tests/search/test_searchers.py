@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ from dovetail.search.searchers import (
     Composed,
     NeverStop,
     RandomSampler,
+    Sampler,
     Searcher,
     SearcherKind,
+    StoppingRule,
     Suggestion,
     make_searcher,
     read_searcher,
@@ -97,6 +100,62 @@ def test_a_method_of_a_searcher_that_is_never_called_is_named() -> None:
             make_searcher(read_searcher({"name": "silent", "metric": "loss"}), Space({}), 0)
     finally:
         del searchers._own["silent"]
+
+
+class Fixed(Sampler):
+    def sample(self, study: Any, number: int) -> dict[str, Any]:
+        return {}
+
+
+class Remembering(Fixed):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Leaving(NeverStop):
+    def leaves(self, number: int, state: str) -> None: ...
+
+
+class Exiting(NeverStop):
+    def on_exit(self, number: int, state: str) -> None: ...
+
+
+class Saving(NeverStop):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Both(Remembering, NeverStop):
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("sampler", "rule", "sentence"),
+    [
+        (Remembering(), NeverStop(), "Composed never calls Remembering.state_dict: of a sampler it calls only sample"),
+        (Fixed(), Leaving(), "Composed never calls Leaving.leaves: did you mean leave?"),
+        (Fixed(), Exiting(), "Composed never calls Exiting.on_exit: did you mean leave?"),
+        (Fixed(), Saving(), "Saving defines state_dict without load_state_dict: its state is saved and never restored"),
+    ],
+)
+def test_methods_of_samplers_and_rules_without_effect_are_warnings(
+    sampler: Sampler, rule: StoppingRule, sentence: str
+) -> None:
+    with pytest.warns(UserWarning, match=re.escape(sentence)) as caught:
+        Composed(sampler, rule, max_trials=1)
+    assert len(caught) == 1
+
+
+def test_one_object_may_be_sampler_and_rule() -> None:
+    both = Both()
+    assert Composed(both, both, max_trials=1).max_concurrent_trials == 1
+
+
+@pytest.mark.parametrize("name", ["max_trials", "max_concurrent_trials"])
+def test_a_composed_searcher_without_a_trial_is_an_error(name: str) -> None:
+    bounds: dict[str, Any] = {"max_trials": 1, name: 0}
+    with pytest.raises(ConfigError, match=f"Composed: {name}: expected a whole number that is at least 1, got 0"):
+        Composed(Fixed(), NeverStop(), **bounds)
 
 
 def test_single_is_one_trial() -> None:

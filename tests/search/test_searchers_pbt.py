@@ -159,3 +159,17 @@ def test_decisions_are_the_same_after_a_state_was_loaded() -> None:
     after, _ = play(second, range(6, 11), created)
     assert before + after == expected
     assert second.state_dict() == straight.state_dict()
+
+
+def test_a_share_of_less_than_one_trial_is_a_warning() -> None:
+    sentence = (
+        r"pbt: a truncate_fraction of 0\.2 of 4 trials is less than one trial, so that none is replaced by a copy of a "
+        r"better one: expected at least 0\.25"
+    )
+    with pytest.warns(UserWarning, match=sentence):
+        PopulationBasedTraining(SPACE, 0, max_time=10, population_size=4)
+
+
+@pytest.mark.parametrize(("size", "fraction"), [(5, 0.2), (16, 0.2), (2, 0.5), (3, 1 / 3), (4, 0.0)])
+def test_a_share_of_a_trial_or_of_none_is_no_warning(size: int, fraction: float) -> None:
+    population(size, truncate_fraction=fraction)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dovetail.errors import misspelled_methods
 from dovetail.search.records import TrialState
-from dovetail.units import TrainUnit
+from dovetail.units import TrainUnit, check_count
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -214,6 +216,10 @@ class Composed(Searcher):
         smaller_is_better: bool = True,
         replaces_invalid: bool = True,
     ) -> None:
+        check_count("Composed: max_trials", max_trials)
+        check_count("Composed: max_concurrent_trials", max_concurrent_trials)
+        for sentence in (*_unused_of_sampler(sampler), *_unused_of_rule(type(rule))):
+            warnings.warn(sentence, UserWarning, stacklevel=2)
         self.max_concurrent_trials = max_concurrent_trials
         self._sampler = sampler
         self._rule = rule
@@ -257,6 +263,31 @@ class Composed(Searcher):
     @property
     def _limit(self) -> int:
         return self._max_trials + min(len(self._invalid), self._max_replaced)
+
+
+def _unused_of_sampler(sampler: Sampler) -> Iterator[str]:
+    """Yield a sentence about each method of a sampler that would need a call which never comes."""
+    # An object that is sampler and rule at once is called as a rule, too.
+    names = () if isinstance(sampler, StoppingRule) else ("on_validation", "on_exit", "state_dict", "load_state_dict")
+    for name in names:
+        if hasattr(sampler, name):
+            yield f"Composed never calls {type(sampler).__name__}.{name}: of a sampler it calls only sample"
+
+
+def _unused_of_rule(kind: type[StoppingRule]) -> Iterator[str]:
+    """Yield a sentence about each method of a stopping rule that has no effect."""
+    answers = {"on_validation": "report", "on_exit": "leave"}
+    wrong = {name: answers[name] for name in answers if hasattr(kind, name)} | dict(
+        misspelled_methods(kind, StoppingRule)
+    )
+    for name, right in wrong.items():
+        yield f"Composed never calls {kind.__name__}.{name}: did you mean {right}?"
+    saves = kind.state_dict is not StoppingRule.state_dict
+    restores = kind.load_state_dict is not StoppingRule.load_state_dict
+    if saves and not restores:
+        yield f"{kind.__name__} defines state_dict without load_state_dict: its state is saved and never restored"
+    if restores and not saves:
+        yield f"{kind.__name__} defines load_state_dict without state_dict: the saved state is empty"
 
 
 def comparable(value: float) -> float:

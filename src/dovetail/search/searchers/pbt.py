@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -83,6 +84,14 @@ class PopulationBasedTraining(Searcher):
         max_concurrent_trials: int | None = None,
         smaller_is_better: bool = True,
     ) -> None:
+        if truncate_fraction > 0 and int(truncate_fraction * population_size) == 0:
+            warnings.warn(
+                f"pbt: a truncate_fraction of {truncate_fraction:g} of {population_size} trials is less than one "
+                "trial, so that none is replaced by a copy of a better one: "
+                f"expected at least {1 / population_size:.4g}",
+                UserWarning,
+                stacklevel=2,
+            )
         self.max_concurrent_trials = max_concurrent_trials or population_size
         self._space = space
         self._seed = seed
