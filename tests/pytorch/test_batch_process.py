@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -291,6 +292,9 @@ def test_a_dataset_without_indices_or_length_is_refused(dataset: Any) -> None:
     ("arguments", "sentence"),
     [
         ({"checkpoint_interval": 0}, "checkpoint_interval: expected a number of batches from 1 on, got 0"),
+        ({"checkpoint_interval": math.nan}, "checkpoint_interval: expected a number of batches from 1 on, got nan"),
+        ({"checkpoint_interval": 2.5}, "checkpoint_interval: expected a number of batches from 1 on, got 2.5"),
+        ({"max_batches": 2.5}, "max_batches: expected a number of batches from 1 on, or None, got 2.5"),
         ({"max_batches": 0}, "max_batches: expected a number of batches from 1 on, or None, got 0"),
         ({"batch_size": 0}, "batch_size: expected a number of samples from 1 on, got 0"),
         ({"dataloader_kwargs": {"batch_size": 3}}, "batch_size: expected as an argument or in dataloader_kwargs"),
@@ -304,6 +308,19 @@ def test_a_mistake_is_said_before_anything_is_done(arguments: dict[str, Any], se
     with pytest.raises(ConfigError, match=sentence):
         calls(**arguments)
     assert CALLS == []
+
+
+class Misspelled(Recorder):
+    def on_finished(self) -> None:
+        raise AssertionError("this is never called")
+
+    on_finish = TorchBatchProcessor.on_finish
+
+
+def test_a_misspelled_method_is_a_warning_before_the_first_batch() -> None:
+    with pytest.warns(UserWarning, match=r"Misspelled\.on_finished is never called: did you mean on_finish\?"):
+        calls(Misspelled)
+    assert "finish" not in CALLS
 
 
 def test_shuffle_may_be_said_to_be_off() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import uuid
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dovetail import checkpoint, core
 from dovetail.data import DataLoader, Share, to_device
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import ConfigError, DataError, misspelled_methods
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.trainers.interruption import Interrupted
 
@@ -178,9 +179,14 @@ def torch_batch_process(
     """
     settings = dict(dataloader_kwargs or {})
     batch_size = _batch_size(batch_size, settings)
-    if checkpoint_interval < 1:
+    # A class with the same methods works without the base.
+    if issubclass(batch_processor_cls, TorchBatchProcessor):
+        for name, nearest in misspelled_methods(batch_processor_cls, TorchBatchProcessor):
+            sentence = f"{batch_processor_cls.__name__}.{name} is never called: did you mean {nearest}?"
+            warnings.warn(sentence, UserWarning, stacklevel=2)
+    if not _is_count(checkpoint_interval):
         raise ConfigError(f"checkpoint_interval: expected a number of batches from 1 on, got {checkpoint_interval}")
-    if max_batches is not None and max_batches < 1:
+    if max_batches is not None and not _is_count(max_batches):
         raise ConfigError(f"max_batches: expected a number of batches from 1 on, or None, got {max_batches}")
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise DataError(f"expected a dataset with indices and a length, got {type(dataset).__name__}")
@@ -303,6 +309,11 @@ def _batch_size(given: int | None, settings: dict[str, Any]) -> int:
     if given is not None and "batch_size" in settings:
         raise ConfigError("batch_size: expected as an argument or in dataloader_kwargs, got both")
     batch_size = settings.pop("batch_size", 1) if given is None else given
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not _is_count(batch_size):
         raise ConfigError(f"batch_size: expected a number of samples from 1 on, got {batch_size!r}")
-    return batch_size
+    return int(batch_size)
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
