@@ -181,7 +181,7 @@ def test_describe_has_configuration_and_trials_in_json(run: Any, finished: Any) 
     assert [trial["hparams"]["width"] for trial in found["trials"]] == [2, 4, 2, 4]
     assert list(found["trials"][0]) == [
         *("id", "number", "experiment_id", "state", "reason", "hparams", "best", "best_at", "latest", "batches"),
-        *("progress", "restarts", "source", "started", "ended", "directory"),
+        *("progress", "status", "restarts", "source", "started", "ended", "directory"),
     ]
 
 

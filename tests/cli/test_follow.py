@@ -52,6 +52,16 @@ def test_progress_has_a_column_while_trials_that_report_it_run() -> None:
     assert "100%" not in text
 
 
+def test_status_has_a_column_while_trials_that_set_it_run() -> None:
+    assert "status" not in shown(experiment(trial(0, status="done")), None)
+    text = shown(experiment(trial(0, status="done"), trial(1, state="RUNNING", status="loading " + "x" * 90)), None)
+    assert "│ status " in text
+    assert "│ loading xx" in text
+    assert "done" not in text
+    # The other columns keep their place.
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_an_experiment_without_trials_is_one_line() -> None:
     assert (
         shown(experiment(), None).rstrip() == summary(experiment()) == "experiment 1 (demo) ACTIVE · 0 trials · 0:00:00"

@@ -31,6 +31,16 @@ def test_describe_prints_json_with_every_value(run: Any, finished: Any) -> None:
     assert found["values"] == {"10": 2.0, "20": 1.0}
 
 
+def test_describe_shows_the_last_status_of_a_trial(run: Any, project: Any) -> None:
+    lines = '    file.write(\'{"status": "loading"}\\n{"status": "saving"}\\n\')\n'
+    (project.code / "train.py").write_text((project.code / "train.py").read_text() + lines)
+    run("e", "create", project.config, project.code, "--home", project.home, "--set", "hyperparameters.width.vals=[2]")
+    _, out, _ = run("trial", "describe", 1, "--home", project.home)
+    assert dict(line.split(maxsplit=1) for line in out.splitlines())["status"] == "saving"
+    assert json.loads(run("trial", "describe", 1, "--home", project.home, "--json")[1])["status"] == "saving"
+    assert json.loads(run("e", "describe", 1, "--home", project.home, "--json")[1])["trials"][0]["status"] == "saving"
+
+
 def test_an_unknown_trial_is_one_sentence(run: Any, finished: Any) -> None:
     code, out, err = run("trial", "describe", 99, "--home", finished.home)
     assert (code, out) == (1, "")

@@ -163,6 +163,7 @@ _BAD_LINES = {
     "expected a report with one of group": b'{"loss": 1}',
     "expected a name under 'group'": b'{"group": "validation", "steps_completed": 1, "metrics": [1]}',
     "progress: expected a number from 0 to 1": b'{"progress": 7}',
+    "status: expected text": b'{"status": 7}',
 }
 
 
@@ -646,6 +647,23 @@ def test_progress_is_shown_while_a_trial_runs_and_kept(lab: Any) -> None:
     done = Runner(lab.store, record.id, observer=see).run()
     assert 0.25 in seen
     assert done.trials[0].progress == 1
+
+
+def test_the_status_of_a_trial_is_shown_while_it_runs_and_kept(lab: Any) -> None:
+    seen: list[str | None] = []
+    wait = "while not (folder / 'seen').exists(): time.sleep(0.01)"
+    record = lab.create(f"write({{'status': 'downloading'}})\n{wait}\nwrite({{'status': 'x' * 1000}})")
+
+    def see(shown: ExperimentRecord) -> None:
+        for trial in shown.trials:
+            seen.append(trial.status)
+            if trial.status == "downloading":
+                (trial.directory / "seen").touch()
+
+    done = Runner(lab.store, record.id, observer=see).run()
+    assert "downloading" in seen
+    # A trial cannot fill the store with its status.
+    assert done.trials[0].status == "x" * 199 + "…"
 
 
 def test_those_who_look_at_the_store_see_progress_too(lab: Any, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:

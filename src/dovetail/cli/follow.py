@@ -19,6 +19,7 @@ from dovetail.errors import ConfigError
 from dovetail.search.charts import shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
 from dovetail.search.report import duration, flat, searched
+from dovetail.search.reports import shortened
 from dovetail.units import counted
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["changes", "print_log", "summary", "trials_view", "watching"]
 
 _POLL_SECONDS = 0.2
+_STATUS_WIDTH = 24
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None) -> Render
     # What no trial has to say needs no column; that one is done, its state says.
     empty = {
         *(["restarts"] if not any(trial.restarts for trial in trials) else []),
-        *(["progress"] if not any(row["progress"] for row in cells) else []),
+        *(name for name in ("progress", "status") if not any(row[name] for row in cells)),
     }
     cells = [{name: cell for name, cell in row.items() if name not in empty} for row in cells]
     table = make_table(
@@ -204,13 +206,15 @@ def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) 
 
 
 def _cells(trial: TrialRecord, names: set[str]) -> dict[str, str]:
+    is_at_work = trial.state in ("RUNNING", "WAITING")
     hparams = {name: value for name, value in flat(trial.hparams).items() if not names or name in names}
     return {
         "trial": str(trial.number),
         "id": str(trial.id),
         "state": trial.state,
         "hyperparameters": hparams_text(hparams),
-        "progress": f"{trial.progress:.0%}" if trial.progress and trial.state in ("RUNNING", "WAITING") else "",
+        "progress": f"{trial.progress:.0%}" if trial.progress and is_at_work else "",
+        "status": shortened(trial.status, _STATUS_WIDTH) if trial.status and is_at_work else "",
         "batches": str(trial.steps),
         "latest": shown(trial.latest),
         "best": shown(trial.best),

@@ -281,6 +281,7 @@ def describe_trial(record: TrialRecord, *, whole: bool = False) -> dict[str, Any
         "latest": record.latest,
         "batches": record.steps,
         "progress": record.progress,
+        "status": record.status,
         "restarts": record.restarts,
         "source": record.source,
         "started": record.started,

@@ -62,6 +62,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
             + ("" if record.best_at is None else f" after {counted(record.best_at, 'batch', 'batches')}"),
             f"latest {metric}": shown(record.latest),
             "batches": str(record.steps) + ("" if record.progress is None else f" ({record.progress:.0%} done)"),
+            **({} if record.status is None else {"status": record.status}),
             "restarts": str(record.restarts),
             **({} if record.source is None else {"began with": f"a checkpoint of trial {record.source}"}),
             "started": moment(record.started),

@@ -38,6 +38,7 @@ class TrialRecord:
         latest: The last value.
         steps: Batches that were reported last.
         progress: How much of its work is done, from 0 to 1, if it has said so.
+        status: What it last set by `set_status`, cut to 200 characters; None if it set none.
         restarts: How often it was started again after a failure.
         started: When it was first started.
         ended: When it was over.
@@ -57,6 +58,7 @@ class TrialRecord:
     latest: float | None = None
     steps: int = 0
     progress: float | None = None
+    status: str | None = None
     restarts: int = 0
     started: datetime | None = None
     ended: datetime | None = None

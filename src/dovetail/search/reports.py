@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["LARGEST_STEP", "METRICS", "RejectedLine", "Reports", "number", "parse_report"]
+__all__ = ["LARGEST_STEP", "METRICS", "RejectedLine", "Reports", "number", "parse_report", "shortened"]
 
 METRICS = "metrics.jsonl"
 """The name of the file in the folder of a trial."""
@@ -161,6 +161,16 @@ def number(values: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
+def shortened(text: str, length: int) -> str:
+    """Return text that has at most so many characters.
+
+    Example:
+        >>> shortened("downloading", 11), shortened("downloading", 5)
+        ('downloading', 'down…')
+    """
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def _check_content(row: dict[str, Any]) -> None:
     """Raise if a report nests too deeply, or has text that cannot be stored or printed."""
     waiting: list[tuple[Any, int]] = [(row, 1)]
@@ -191,6 +201,8 @@ def _check_fields(row: Mapping[str, Any]) -> None:
         progress = number(row, "progress")
         if progress is None or not 0 <= progress <= 1:
             raise ValueError("progress: expected a number from 0 to 1")
+    if "status" in row and not isinstance(row["status"], str):
+        raise ValueError("status: expected text")
 
 
 def _integer(digits: str) -> int:

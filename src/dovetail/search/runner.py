@@ -44,7 +44,7 @@ from dovetail.search.evidence import (
 from dovetail.search.failures import last_words, log_size, newest_checkpoint, tell_log
 from dovetail.search.processes import Attempt, Backend, Ended, Wish, heard_signals
 from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState
-from dovetail.search.reports import LARGEST_STEP, METRICS, Reports, number
+from dovetail.search.reports import LARGEST_STEP, METRICS, Reports, number, shortened
 from dovetail.search.schema import read_experiment
 from dovetail.search.searchers import Searcher, SearcherConfig, Suggestion, make_searcher
 from dovetail.search.secrets import masked
@@ -65,6 +65,7 @@ _OBSERVED_EVERY = 0.25
 _SHOWN_EVERY = 5.0
 # Rejected lines of a trial that are named in its log; a broken script may write millions.
 _NAMED_LINES = 20
+_LONGEST_STATUS = 200
 _SAID = ("trials save and leave (again to kill them)", "trials are killed")
 
 
@@ -251,6 +252,7 @@ class Runner:
         if row.get("exited") == "INVALID_HP":
             trial.is_invalid = True
         trial.progress = number(row, "progress") if "progress" in row else trial.progress
+        trial.status = shortened(row["status"], _LONGEST_STATUS) if "status" in row else trial.status
         if "group" not in row:
             return False
         group, steps, metrics = row["group"], row["steps_completed"], row["metrics"]
@@ -399,9 +401,9 @@ class Runner:
     def _show(self, trial: _Trial) -> None:
         """Write down how far a trial has come, for those who look at the store; now and then is enough."""
         told_at, *told = trial.shown
-        if told != [trial.steps, trial.progress] and time.monotonic() - told_at > _SHOWN_EVERY:
+        if told != [trial.steps, trial.progress, trial.status] and time.monotonic() - told_at > _SHOWN_EVERY:
             self.store.update_trial(self._record_of(trial, "RUNNING"))
-            trial.shown = time.monotonic(), trial.steps, trial.progress
+            trial.shown = time.monotonic(), trial.steps, trial.progress, trial.status
 
     def _dismiss(self, trial: _Trial) -> None:
         """Let a trial leave that somebody wants to."""
@@ -585,6 +587,7 @@ class Runner:
             reason=trial.reason,
             steps=trial.steps,
             progress=trial.progress,
+            status=trial.status,
             best=None if best_at is None else trial.values[best_at],
             best_at=best_at,
         )
@@ -602,7 +605,7 @@ class Runner:
         trial = self._trials.get(record.number)
         if trial is None:
             return record
-        return replace(record, steps=max(record.steps, trial.steps), progress=trial.progress)
+        return replace(record, steps=max(record.steps, trial.steps), progress=trial.progress, status=trial.status)
 
     def _complain(self, trial: _Trial, sentence: str) -> None:
         if sentence not in trial.complaints:
@@ -647,7 +650,10 @@ class _Trial:
     """Where the log ended when the last attempt did: the next one's words begin there."""
     steps: int = 0
     progress: float | None = None
-    shown: tuple[float, int, float | None] = field(default_factory=lambda: (time.monotonic(), 0, None))
+    status: str | None = None
+    shown: tuple[float, int, float | None, str | None] = field(
+        default_factory=lambda: (time.monotonic(), 0, None, None)
+    )
     """When the store was last told how far it has come, and what."""
     complaints: set[str] = field(default_factory=set)
     reported: dict[str, set[str]] = field(default_factory=dict)

@@ -384,6 +384,7 @@ class Store:
             "reason": trial.reason,
             "steps": trial.steps,
             "progress": trial.progress,
+            "status": trial.status,
         }
         self.storage.set_trial_system_attr(trial.id, _RECORD, told)
 
@@ -502,6 +503,7 @@ def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> Tr
         latest=None if last is None else values[last],
         steps=max(told.get("steps", 0), last or 0),
         progress=told.get("progress"),
+        status=told.get("status"),
         restarts=told.get("restarts", 0),
         started=_utc(trial.datetime_start),
         ended=_utc(trial.datetime_complete),
