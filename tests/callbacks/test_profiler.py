@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail import Epochs
+from dovetail import Batches, Epochs
 from dovetail.callbacks import Profiler
 from dovetail.errors import ConfigError
 
@@ -96,6 +96,13 @@ def test_a_run_without_a_recorded_step_is_a_warning(make: Callable[..., Any], tm
     with pytest.warns(UserWarning, match=sentence):
         make(profiler).fit(max_length=Epochs(1))
     assert profiler.traces == []
+
+
+def test_a_run_that_continues_for_too_few_steps_is_no_warning(make: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = make(profiler := Profiler(tmp_path))
+    trainer.fit(max_length=Epochs(1))
+    trainer.fit(max_length=Batches(6))
+    assert len(profiler.traces) == 1
 
 
 @pytest.mark.parametrize("mistake", [{"active": 0}, {"wait": -1}, {"warmup": 1.5}, {"repeat": True}, {"rows": 2.5}])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.callbacks.base import Callback
+from dovetail.callbacks.base import Callback, is_new_run
 from dovetail.units import check_count, counted
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Profiler(Callback):
         # After it nothing is recorded, and nothing need be asked.
         self._last_step = (wait + warmup + active) * repeat
         self._steps = self._num_earlier = 0
+        self._warns_if_empty = False
         self._profiler: profile | None = None
         self._sets_level = False
 
@@ -92,6 +93,8 @@ class Profiler(Callback):
         from torch.profiler import profile, schedule
 
         self._steps, self._num_earlier = 0, len(self.traces)
+        # A resumed run may have too few steps left, which is no mistake.
+        self._warns_if_empty = is_new_run(context)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sets_level = _LOG_LEVEL not in os.environ
         if self._sets_level:
@@ -114,7 +117,8 @@ class Profiler(Callback):
     def on_train_end(self, context: TrainingContext) -> None:
         """Keep what was recorded since the last cycle, and stop; warn if there is nothing."""
         self._stop()
-        if len(self.traces) == self._num_earlier and self._steps and context.stop_reason is None:
+        is_empty = len(self.traces) == self._num_earlier and self._steps > 0
+        if is_empty and self._warns_if_empty and context.stop_reason is None:
             warnings.warn(
                 f"Profiler: nothing was recorded: it waits for {counted(self._cycle['wait'], 'step')} and warms up in "
                 f"{self._cycle['warmup']}, and the run had {counted(self._steps, 'step')}",
