@@ -139,7 +139,7 @@ class EMA(Callback):
     def on_train_end(self, context: TrainingContext) -> None:
         """Warn if the run was too short for a single average."""
         num_updates = context.progress.updates - self._updates_before
-        if self.num_averaged == 0 and num_updates > 0 and context.stop_reason is None:
+        if self.num_averaged == 0 and num_updates > 0 and context.run.stop_reason is None:
             warnings.warn(
                 f"EMA: the average is still the initial weights: every is {self.every}, "
                 f"and the run made {counted(num_updates, 'update')}",

@@ -118,7 +118,7 @@ class Profiler(Callback):
         """Keep what was recorded since the last cycle, and stop; warn if there is nothing."""
         self._stop()
         is_empty = len(self.traces) == self._num_earlier and self._steps > 0
-        if is_empty and self._warns_if_empty and context.stop_reason is None:
+        if is_empty and self._warns_if_empty and context.run.stop_reason is None:
             warnings.warn(
                 f"Profiler: nothing was recorded: it waits for {counted(self._cycle['wait'], 'step')} and warms up in "
                 f"{self._cycle['warmup']}, and the run had {counted(self._steps, 'step')}",
