@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from dovetail.callbacks.base import Callbacks
 from dovetail.errors import DataError
+from dovetail.history import History
+from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.context import Plan, Stage, TrainingContext
+from dovetail.trainers.context import BatchState, Plan, Stage, TrainingContext, Window
+from dovetail.trainers.metrics import Meter
 from dovetail.trainers.strategies.nesting import shown
 from dovetail.trainers.untouched import kept, layers, strategies_of
 from dovetail.units import Epochs
@@ -76,27 +80,34 @@ def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
         has_data, num_batches = _length(trainer, "train")
         rest = None if num_batches is None else num_batches - progress.batch
         batch_size = _batch_size(trainer) if has_data else None
-        rate = _rate(context)
-        updates = validations = checkpoints = end_rate = None
-        if rest is not None:
-            before = progress.updates
-            validations, checkpoints = _pass_through(trainer, plan, rest, batch_size)
-            updates = progress.updates - before
+        rate = _rate(context.optimizers)
+        updates = validations = end_rate = None
+        checkpoints: tuple[Path, ...] | None = None
+        num_val_batches = _length(trainer, "valid")[1]
+        follows_metric = any(bound.takes_metric for bound in context.schedulers)
+        if num_batches is not None:
+            optimizers, is_over = context.optimizers, plan.max_length.reached(progress)
+            planned = replace(plan, max_length=Epochs(progress.epoch + 1)) if is_over else plan
+            context.run.plan = planned
+            rehearsal = _Rehearsal(trainer, num_batches, batch_size)
+            loop.run_epoch(rehearsal, planned)
+            updates, validations = rehearsal.num_updates, rehearsal.num_validations
+            checkpoints = tuple(rehearsal.checkpoints)
             if _is_ours(trainer, "scheduler_step"):
-                end_rate = _rate(context)
+                end_rate = _rate(optimizers)
         return Outlook(
             plan=plan,
             has_data=has_data,
             num_batches=rest,
             batch_size=batch_size,
             updates=updates,
-            num_val_batches=_length(trainer, "valid")[1],
+            num_val_batches=num_val_batches,
             validations=validations,
             checkpoints=checkpoints,
             best_checkpoint=saver.directory / f"best_{saver.name}" if saver is not None and saver.keep_best else None,
             rate=rate,
             end_rate=end_rate,
-            follows_metric=any(bound.takes_metric for bound in context.schedulers),
+            follows_metric=follows_metric,
         )
 
 
@@ -199,36 +210,94 @@ def _values(state: Any) -> list[Any]:
     return list(state.values()) if isinstance(state, Mapping) else [state]
 
 
-def _pass_through(
-    trainer: Trainer, plan: Plan, num_batches: int, batch_size: int | None
-) -> tuple[int, tuple[Path, ...]]:
-    """Count an epoch through as the loop does, schedulers included; return its validations and checkpoints."""
-    context = trainer.context
-    progress, saver = context.progress, context.run.saver
-    moves = _is_ours(trainer, "scheduler_step")
-    moves_inside = moves and any(bound.interval != "epoch" for bound in context.schedulers)
-    context.run.batch.stepped = list(context.optimizers)
-    checked, validations, checkpoints = progress.copy(), 0, []
-    for number in range(1, num_batches + 1):
-        is_last = number == num_batches
-        closes = is_last or number % context.run.window.size == 0
-        if closes:
-            progress.updates += 1
-            if moves_inside:
-                trainer.scheduler_step("update")
-        progress.batch += 1
-        progress.batches += 1
-        progress.records += batch_size or 0
-        if is_last:
-            progress.epoch, progress.batch = progress.epoch + 1, 0
-        if closes:
-            validations += plan.validate is not None and plan.validate.due(checked, progress)
-            if plan.save is not None and saver is not None and plan.save.due(checked, progress):
-                checkpoints.append(saver.path(progress))
-            checked = progress.copy()
-    if moves:
-        trainer.scheduler_step("epoch")
-    return validations, tuple(checkpoints)
+class _Rehearsal(Trainer):
+    """Takes a trainer's place in the loop and counts updates, validations and checkpoints; nothing is computed.
+
+    Args:
+        trainer: The trainer. Its schedulers are moved, so they must be copies.
+        num_batches: Batches of a whole pass over the training data.
+        batch_size: Samples in a batch; None if that is unknown.
+    """
+
+    def __init__(self, trainer: Trainer, num_batches: int, batch_size: int | None) -> None:
+        self.context = context = trainer.context
+        self.num_updates = self.num_validations = 0
+        self.checkpoints: list[Path] = []
+        self._trainer = trainer if _is_ours(trainer, "scheduler_step") else None
+        self._num_batches = num_batches
+        self._batch_size = batch_size or 0
+        # The loop clears gradients and sets modes of what it finds: it must find neither optimizers nor a model.
+        self._optimizers, context.optimizers, context.model = context.optimizers, [], None
+        context.callbacks, context.history = Callbacks(), History()
+        # A process that is not the main one writes nothing.
+        context.process.is_main, context.process.peers, context.process.has_peers = False, None, False
+        run = context.run
+        run.trainer, run.stop_reason, run.loss_is_default = self, None, False
+        run.meter, run.batch, run.window = Meter(), BatchState(), Window(run.window.size)
+        run.checked = context.progress.copy()
+        if run.saver is not None:
+            run.saver = copy.copy(run.saver)
+            run.saver.keep_best = False
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        run = self.context.run
+        run.batch.optimized = True
+        if run.window.closes:
+            self.num_updates += 1
+            run.batch.stepped.extend(self._optimizers)
+        return {}
+
+    def val_epoch(self) -> Mapping[str, float] | None:
+        self.num_validations += 1
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        # The loop requests the state when it writes a checkpoint.
+        assert self.context.run.saver is not None
+        self.checkpoints.append(self.context.run.saver.path(self.context.progress))
+        return {}
+
+    def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
+        if self._trainer is not None:
+            self._trainer.scheduler_step(interval)
+
+    def train_epoch(self) -> Mapping[str, float] | None:
+        return loop.train_epoch(self.context)
+
+    def batches(self, stage: Stage) -> Iterable[Any]:
+        return range(self.context.progress.batch, self._num_batches)
+
+    def num_batches(self, stage: Stage) -> int | None:
+        return self._num_batches
+
+    def batch_length(self, batch: Any) -> int:
+        return self._batch_size
+
+    def reduce(self, meter: Meter) -> Meter:
+        return meter
+
+    def plan(self, **wishes: Any) -> Plan:
+        assert self.context.run.plan is not None
+        return self.context.run.plan
+
+    def to_device(self, batch: Any) -> Any:
+        return batch
+
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        return {}
+
+    def predict_step(self, batch: Any) -> Any:
+        return None
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        return True
+
+    def setup(self) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def teardown(self, error: BaseException | None) -> None: ...
+    def backward(self, loss: Tensor, **kwargs: Any) -> None: ...
+    def clip_gradients(self, optimizer: Optimizer) -> None: ...
+    def after_step(self, output: Mapping[str, Any]) -> None: ...
 
 
 def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
@@ -249,8 +318,8 @@ def _batch_size(trainer: Trainer) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _rate(context: TrainingContext) -> float | None:
-    return float(context.optimizers[0].param_groups[0]["lr"]) if context.optimizers else None
+def _rate(optimizers: Sequence[Optimizer]) -> float | None:
+    return float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
 
 
 # ---------------------------------------------------------------------- showing

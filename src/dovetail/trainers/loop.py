@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # Seconds after which a report is made even though its period has not ended: a display must not look frozen.
 _SLOWEST_REPORT = 1.0
 
-__all__ = ["evaluate", "fit", "looking", "offer_data", "predict", "train_epoch", "val_epoch"]
+__all__ = ["evaluate", "fit", "looking", "offer_data", "predict", "run_epoch", "train_epoch", "val_epoch"]
 
 
 def fit(
@@ -124,7 +124,7 @@ def fit(
             _validate(trainer)
             saving.checkpoint(trainer, due=False)
         while context.run.stop_reason is None and not plan.max_length.reached(progress):
-            _epoch(trainer, plan)
+            run_epoch(trainer, plan)
         if context.run.signal is None and plan.validate is not None and context.run.validated_at != progress.batches:
             _validate(trainer)
         saving.checkpoint(trainer, due=plan.save is not None or context.run.signal is not None, final=True)
@@ -136,8 +136,8 @@ def fit(
     return context.history
 
 
-def _epoch(trainer: Trainer, plan: Plan) -> None:
-    """Run one epoch, or what is left of it, and what follows its end."""
+def run_epoch(trainer: Trainer, plan: Plan) -> None:
+    """Run one epoch, or the rest of it, and the validation, schedule and checkpoint at its end."""
     context = trainer.context
     progress, callbacks = context.progress, context.callbacks
     context.run.is_in_epoch = True
