@@ -60,11 +60,11 @@ from dovetail.federated.backends import Backend, Done, backends
 from dovetail.federated.data.partition import dirichlet
 from dovetail.federated.data.sources import Datasource, PartitionedData, leaf_synthetic
 from dovetail.federated.messages import Task, Update
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import mix
+from dovetail.runtime.signals import listening
 from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.interruption import listening
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 from report import Row, Section, Table, parser, ratios, upper_quartile, verdict
 

@@ -217,7 +217,7 @@ def _run_workers(program: Sequence[str], slots: int, restarts: int, folder: str)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Here, because it brings torch, which one process may never need.
-    from dovetail.elastic import run_workers
+    from dovetail.runtime.elastic import run_workers
 
     # Unbuffered: lines of several processes, and of one that is killed, appear when they are written.
     outcome = run_workers(["-u", *program], slots, folder, restarts)

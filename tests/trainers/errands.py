@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dovetail.callbacks import Callback
+from dovetail.runtime.relay import arithmetic
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.relay import arithmetic
 from dovetail.trainers.strategies import LossCriterionStrategy, ModelUpdateStrategy
 
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from dovetail.callbacks import EMA, LambdaCallback
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
-from dovetail.trainers import relay
+from dovetail.runtime import relay
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.processes import Errand, Seats, TrainingProcessError
 from dovetail.trainers.randomness import rng_state

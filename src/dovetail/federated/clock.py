@@ -14,7 +14,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.backends.base import Done, Outcome
 from dovetail.federated.config import ClientsConfig, ServerConfig
 from dovetail.federated.messages import Fault, Update
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import mix
 
 __all__ = ["Arrival", "Clock", "Speeds"]
 

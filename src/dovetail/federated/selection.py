@@ -12,8 +12,8 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.federated.messages import Update
-from dovetail.federated.seeds import mix
 from dovetail.registry import Registry
+from dovetail.runtime.seeds import mix
 
 __all__ = ["AFLSelection", "ClientSelection", "OortSelection", "RandomSelection", "RoundRobinSelection", "selections"]
 

@@ -24,14 +24,9 @@ import cloudpickle
 
 from dovetail import checkpoint as store
 from dovetail.distributed import PeerError
-from dovetail.elastic import RunResult, run_workers
 from dovetail.errors import ConfigError
-from dovetail.trainers import loop
-from dovetail.trainers.base import Trainer
-from dovetail.trainers.context import Plan
-from dovetail.trainers.interruption import Interrupted
-from dovetail.trainers.randomness import rng_state, set_rng_state
-from dovetail.trainers.relay import (
+from dovetail.runtime.elastic import RunResult, run_workers
+from dovetail.runtime.relay import (
     TrainingProcessError,
     arithmetic,
     described,
@@ -40,6 +35,11 @@ from dovetail.trainers.relay import (
     set_arithmetic,
     share_of_threads,
 )
+from dovetail.runtime.signals import Interrupted
+from dovetail.trainers import loop
+from dovetail.trainers.base import Trainer
+from dovetail.trainers.context import Plan
+from dovetail.trainers.randomness import rng_state, set_rng_state
 
 __all__ = ["ProcessLauncher", "work"]
 

@@ -20,9 +20,10 @@ from dovetail.data import concat, split_batch
 from dovetail.data.sources import is_one_shot
 from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.history import History
+from dovetail.runtime.signals import heeding_signals
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
-from dovetail.trainers.interruption import heeding_signals, leave_if_signalled
+from dovetail.trainers.interruption import leave_if_signalled
 from dovetail.trainers.metrics import (
     Meter,
     Metric,

@@ -27,9 +27,7 @@ from typing import Any
 from dovetail import checkpoint as store
 from dovetail.callbacks import ProgressDisplay
 from dovetail.errors import ConfigError
-from dovetail.trainers.basic import Trainer
-from dovetail.trainers.randomness import rng_state, set_rng_state
-from dovetail.trainers.relay import (
+from dovetail.runtime.relay import (
     TrainingProcessError,
     arithmetic,
     described,
@@ -38,6 +36,8 @@ from dovetail.trainers.relay import (
     set_arithmetic,
     share_of_threads,
 )
+from dovetail.trainers.basic import Trainer
+from dovetail.trainers.randomness import rng_state, set_rng_state
 
 __all__ = ["Errand", "Seats", "TrainingProcessError", "train_in_process"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dovetail.clients.simple import Client
 from dovetail.federated.data.sources import Datasource
-from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection
+from dovetail.runtime.seeds import mix
 from dovetail.servers.fedavg import Server
 from dovetail.trainers.composable import ComposableTrainer
 

@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import mix
 from dovetail.trainers.strategies.nesting import Described
 
 __all__ = ["FedAtt"]

@@ -13,7 +13,7 @@ from dovetail.federated.backends.parcels import copied, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat
 from dovetail.federated.backends.sequential import attempted, fault
 from dovetail.federated.messages import Weights
-from dovetail.trainers.relay import arithmetic, described, rebuilt, set_arithmetic
+from dovetail.runtime.relay import arithmetic, described, rebuilt, set_arithmetic
 
 __all__ = ["Ray"]
 

@@ -12,8 +12,8 @@ import torch
 from dovetail.federated.backends.base import Backend, Done, Outcome, Work
 from dovetail.federated.backends.sequential import Sequential
 from dovetail.federated.messages import Fault, Task, Update
-from dovetail.federated.seeds import mix
 from dovetail.federated.states import ClientState
+from dovetail.runtime.seeds import mix
 
 __all__ = ["BackendContract"]
 

@@ -28,8 +28,8 @@ from dovetail.federated.backends.nursery import Nursery, nursery
 from dovetail.federated.backends.parcels import NOTE_SIZE, Block, Mailbox, Parcel, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
 from dovetail.federated.backends.sequential import attempted, fault
-from dovetail.trainers.interruption import listening
-from dovetail.trainers.relay import arithmetic, described, rebuilt, set_arithmetic, share_of_threads
+from dovetail.runtime.relay import arithmetic, described, rebuilt, set_arithmetic, share_of_threads
+from dovetail.runtime.signals import listening
 
 __all__ = ["Process", "live", "num_cores"]
 

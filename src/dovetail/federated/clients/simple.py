@@ -22,9 +22,9 @@ from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback
 from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
 from dovetail.federated.postprocess import Chain
-from dovetail.federated.seeds import mix
 from dovetail.federated.states import ClientState
 from dovetail.overrides import defines, is_ours, reject_lost_overrides
+from dovetail.runtime.seeds import mix
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext

@@ -12,7 +12,7 @@ from dovetail.errors import ConfigError
 from dovetail.federated.messages import Fault, Task, Update, Weights
 from dovetail.federated.postprocess.base import Codec, Gathering, Postprocessor, Upload
 from dovetail.federated.postprocess.registry import make
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import mix
 
 __all__ = ["Chain"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dovetail.errors import ConfigError, DataError
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import mix
 
 __all__ = ["PairwiseMasks"]
 

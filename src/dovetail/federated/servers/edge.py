@@ -14,9 +14,9 @@ from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.clients.simple import Client
 from dovetail.federated.config import FederatedConfig, ResultsConfig
 from dovetail.federated.messages import Fault, Task, Update
-from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection
 from dovetail.federated.states import ClientState
+from dovetail.runtime.seeds import mix
 
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server
