@@ -45,7 +45,7 @@ from dovetail.federated.servers.results import with_results
 from dovetail.federated.states import ClientStates, StoredClientStates
 from dovetail.federated.validation import admit, check_update
 from dovetail.overrides import defines, reject_lost_overrides
-from dovetail.runtime.seeds import mix
+from dovetail.runtime.seeds import derive_seed as mix
 from dovetail.runtime.signals import listening
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.pieces import as_module
