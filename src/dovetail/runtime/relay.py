@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ import torch
 from dovetail import errors
 from dovetail.checkpoint.encoding import encode
 from dovetail.errors import CheckpointError, DovetailError, add_note
+from dovetail.runtime.cores import threads_per_process
 
 __all__ = [
     "TrainingProcessError",
@@ -32,9 +32,8 @@ class TrainingProcessError(DovetailError):
 
 
 def share_of_threads(limit: int) -> int:
-    """Threads for each of `limit` processes; more than there are cores wait for each other, spinning."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), cores // limit))
+    """Return the threads of torch for each of `limit` processes: a share of the cores, at most as many as here."""
+    return min(torch.get_num_threads(), threads_per_process(limit))
 
 
 def arithmetic() -> dict[str, Any]:

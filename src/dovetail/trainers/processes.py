@@ -27,6 +27,7 @@ from typing import Any
 from dovetail import checkpoint as store
 from dovetail.callbacks import ProgressDisplay
 from dovetail.errors import ConfigError
+from dovetail.runtime.processes import describe_exit
 from dovetail.runtime.relay import (
     TrainingProcessError,
     arithmetic,
@@ -36,6 +37,7 @@ from dovetail.runtime.relay import (
     set_arithmetic,
     share_of_threads,
 )
+from dovetail.runtime.signals import ignore_interrupts
 from dovetail.trainers.basic import Trainer
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
@@ -237,7 +239,8 @@ def train_in_process(
         if failure.exists():
             raise rebuilt(json.loads(failure.read_text(encoding="utf-8")))
         if exit_code != 0:
-            raise TrainingProcessError(_ending(exit_code))
+            guard = "; a program must start training below `if __name__ == '__main__':`" if 0 < exit_code < 128 else ""
+            raise TrainingProcessError(f"the training process {describe_exit(exit_code)}, and nothing came back{guard}")
         result = store.load(Path(folder, _RESULT))
     errand.take(result)
     return result["seconds"], result["payload"]
@@ -276,8 +279,8 @@ def _end(child: SpawnProcess) -> None:
 
 def _work(cargo: Connection, folder: str, found: Mapping[str, Any], num_threads: int) -> None:
     """The whole life of a child."""
-    # Ctrl-C reaches every process of a terminal. The caller hears it, and passes it on as SIGTERM, once.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The caller passes Ctrl-C on as SIGTERM, once.
+    ignore_interrupts()
     set_arithmetic(found, num_threads)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
@@ -310,15 +313,3 @@ class _Alone(pickle.Pickler):
 
     def persistent_id(self, piece: Any) -> str | None:
         return "trainer" if any(piece is it for it in self._known) else None
-
-
-def _ending(exit_code: int) -> str:
-    number = -exit_code if exit_code < 0 else exit_code - 128
-    with suppress(ValueError):
-        reason = signal.Signals(number).name
-        hint = " (the system does so when memory is short)" if reason == "SIGKILL" else ""
-        return f"the training process was ended by {reason}{hint}, and nothing came back"
-    return (
-        f"the training process ended with exit code {exit_code}, and nothing came back; "
-        "a program must start training below `if __name__ == '__main__':`"
-    )

@@ -28,10 +28,12 @@ from dovetail.federated.backends.nursery import Nursery, nursery
 from dovetail.federated.backends.parcels import NOTE_SIZE, Block, Mailbox, Parcel, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
 from dovetail.federated.backends.sequential import attempted, fault
+from dovetail.runtime.cores import num_cores
+from dovetail.runtime.processes import describe_exit
 from dovetail.runtime.relay import arithmetic, described, rebuilt, set_arithmetic, share_of_threads
 from dovetail.runtime.signals import listening
 
-__all__ = ["Process", "live", "num_cores"]
+__all__ = ["Process", "live"]
 
 # Seconds that a worker has to leave by itself when there is nothing to do any more.
 _GRACE = 2.0
@@ -140,7 +142,7 @@ class Process(Pool[_ProcessSeat]):
                 note = _heard(seat.connection)
             except (EOFError, OSError):
                 self._leave(seat, _GRACE)
-                yield seat, Lost(_ending(seat.exit_code))
+                yield seat, Lost(f"its process {describe_exit(seat.exit_code)}")
                 continue
             news = opened(*seat.outbox.fetch(note))
             if isinstance(news, Mapping):
@@ -165,11 +167,6 @@ class Process(Pool[_ProcessSeat]):
         if seat.connection.fileno() >= 0:
             self._selector.unregister(seat.connection)
             seat.connection.close()
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _circumstances(num_workers: int) -> dict[str, Any]:
@@ -208,14 +205,6 @@ def _sendable(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
         return packed(content, known)
     except Exception as error:
         raise ConfigError(f"a task or a client's state cannot be sent to other processes: {error}") from error
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = " (the system does so when memory is short)" if name == "SIGKILL" else ""
-        return f"its process was ended by {name}{hint}"
-    return f"its process ended with exit code {exit_code}"
 
 
 # ------------------------------------------------------------------ in a worker
