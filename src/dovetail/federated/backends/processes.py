@@ -13,7 +13,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
 from dovetail.federated.backends.sequential import attempted, fault
 from dovetail.runtime.cores import num_cores
 from dovetail.runtime.processes import describe_exit
-from dovetail.runtime.relay import arithmetic, described, rebuilt, set_arithmetic, share_of_threads
+from dovetail.runtime.relay import circumstances, described, rebuilt, set_circumstances
 from dovetail.runtime.signals import listening
 
 __all__ = ["Process", "live"]
@@ -170,13 +169,7 @@ class Process(Pool[_ProcessSeat]):
 
 
 def _circumstances(num_workers: int) -> dict[str, Any]:
-    return {
-        "path": sys.path,
-        "folder": os.getcwd(),
-        "environment": dict(os.environ),
-        "arithmetic": arithmetic(),
-        "num_threads": share_of_threads(num_workers),
-    }
+    return {**circumstances(num_workers), "folder": os.getcwd(), "environment": dict(os.environ)}
 
 
 def _held_by_several(work: Sequence[Work]) -> dict[int, Any]:
@@ -225,8 +218,8 @@ def live(descriptors: Sequence[int]) -> None:
         connection.sendall(outbox.post(parcel.content, parcel.bulk))
 
     with suppress(EOFError, ConnectionError), listening():
-        (circumstances, content, places), _ = inbox.fetch(_heard(connection))
-        _settle(circumstances)
+        (found, content, places), _ = inbox.fetch(_heard(connection))
+        _settle(found)
         try:
             memory = cargo.mapped()
             worker: Worker = opened(content, [memory[start : start + length] for start, length in places])
@@ -257,10 +250,10 @@ def _heard(connection: socket.socket) -> bytes:
     return note
 
 
-def _settle(circumstances: Mapping[str, Any]) -> None:
+def _settle(found: Mapping[str, Any]) -> None:
     """Be where the server is, and compute as it does."""
-    sys.path[:] = circumstances["path"]
-    os.chdir(circumstances["folder"])
+    os.chdir(found["folder"])
     os.environ.clear()
-    os.environ.update(circumstances["environment"])
-    set_arithmetic(circumstances["arithmetic"], circumstances["num_threads"])
+    os.environ.update(found["environment"])
+    # Afterwards, because it sets a variable, too.
+    set_circumstances(found)
