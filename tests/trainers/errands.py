@@ -67,6 +67,13 @@ class KillsItself(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class RecordsProcess(Callback):
+    """Records the id of the process that trains."""
+
+    def on_train_start(self, context: Any) -> None:
+        context.state["pid"] = os.getpid()
+
+
 class PressesControlC(Callback):
     """Interrupts whoever waits for it, and trains on; writes down how it ended."""
 
