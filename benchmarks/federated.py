@@ -60,11 +60,11 @@ from dovetail.federated.backends import Backend, Done, backends
 from dovetail.federated.data.partition import dirichlet
 from dovetail.federated.data.sources import Datasource, PartitionedData, leaf_synthetic
 from dovetail.federated.messages import Task, Update
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import derive_seed
+from dovetail.runtime.signals import listening
 from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.interruption import listening
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 from report import Row, Section, Table, parser, ratios, upper_quartile, verdict
 
@@ -143,7 +143,10 @@ class Federation:
         """The samples of every batch of every epoch of a client in a round, as Dovetail draws them."""
         numbers = torch.utils.data.TensorDataset(torch.arange(self.data.num_samples(client_id)))
         loader = DataLoader(
-            numbers, self.workload.batch_size, shuffle=True, seed=mix(mix(SEED, number, client_id), "order")
+            numbers,
+            self.workload.batch_size,
+            shuffle=True,
+            seed=derive_seed(derive_seed(SEED, number, client_id), "order"),
         )
         return [[batch for (batch,) in loader] for _ in range(self.workload.epochs)]
 
@@ -212,7 +215,7 @@ class WithDovetail:
         """Ask the clients of a round, and aggregate."""
         federation = self.federation
         tasks = [
-            Task(number, it, weights, seed=mix(SEED, number, it), config=federation.config)
+            Task(number, it, weights, seed=derive_seed(SEED, number, it), config=federation.config)
             for it in federation.chosen[number]
         ]
         answers: dict[int, Update] = {}

@@ -27,6 +27,7 @@ from typing import Any
 from dovetail.config import hyperparameters, load_config, locate, parse_scalar
 from dovetail.errors import ConfigError, DovetailError, UnknownNameError
 from dovetail.info import VARIABLE, TrialInfo, write_info
+from dovetail.runtime.cores import threads_per_process
 
 __all__ = ["main"]
 
@@ -211,13 +212,11 @@ def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _run_workers(program: Sequence[str], slots: int, restarts: int, folder: str) -> int:
-    # More threads than cores wait for each other, spinning.
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // slots)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(slots)))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Here, because it brings torch, which one process may never need.
-    from dovetail.elastic import run_workers
+    from dovetail.runtime.elastic import run_workers
 
     # Unbuffered: lines of several processes, and of one that is killed, appear when they are written.
     outcome = run_workers(["-u", *program], slots, folder, restarts)

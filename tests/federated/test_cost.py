@@ -16,10 +16,10 @@ from dovetail.callbacks import Callback
 from dovetail.clients.simple import Client
 from dovetail.federated.data.sources import Datasource
 from dovetail.federated.messages import Task, Update
+from dovetail.runtime.signals import listening
 from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.interruption import listening
 from dovetail.trainers.strategies import LossCriterionStrategy, SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 
 pytestmark = pytest.mark.usefixtures("compiler_cache")

@@ -20,7 +20,7 @@ from dovetail import core
 from dovetail.core import METRICS, Context, DistributedContext, read_metrics
 from dovetail.info import VARIABLE, TrialInfo, write_info
 from dovetail.pytorch.batch_process import TorchBatchProcessor, torch_batch_process
-from dovetail.trainers.interruption import Interrupted
+from dovetail.runtime.signals import Interrupted
 
 CASES: dict[str, Callable[..., Any]] = {}
 

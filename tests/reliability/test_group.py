@@ -19,8 +19,8 @@ from group_training import make_trainer, outcome
 from dovetail import Epochs
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, LambdaCallback
-from dovetail.trainers.interruption import Interrupted
-from dovetail.trainers.relay import TrainingProcessError
+from dovetail.runtime.relay import TrainingProcessError
+from dovetail.runtime.signals import Interrupted
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dovetail.search.processes import ATTEMPT, Attempt, Ended, LocalBackend, heard_signals, wrapped
+from dovetail.search.processes import ATTEMPT, Attempt, Ended, LocalBackend, wrapped
 
 Until = Callable[[Callable[[], bool]], None]
 WAIT = "import time; open('begun', 'w').close(); time.sleep(600)"
@@ -207,13 +206,3 @@ def test_trials_share_the_cores(
         _end(backend, each, until)
     expected = [1, cores, max(1, cores // 2), 1]
     assert [int(line) for line in (tmp_path / "log.txt").read_text().split()] == expected
-
-
-def test_signals_are_collected_and_their_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with heard_signals(["once", "more"]) as heard:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert heard == [signal.SIGINT] * 3
-    assert signal.getsignal(signal.SIGINT) == before
-    assert capfd.readouterr().err.split("\n") == ["", "SIGINT: once", "", "SIGINT: more", "", "SIGINT: more", ""]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dovetail.callbacks import Callback
+from dovetail.runtime.relay import arithmetic
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.relay import arithmetic
 from dovetail.trainers.strategies import LossCriterionStrategy, ModelUpdateStrategy
 
 
@@ -65,6 +65,13 @@ class KillsItself(Callback):
     def on_step_end(self, context: Any, output: Any) -> None:
         if context.progress.batches == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RecordsProcess(Callback):
+    """Records the id of the process that trains."""
+
+    def on_train_start(self, context: Any) -> None:
+        context.state["pid"] = os.getpid()
 
 
 class PressesControlC(Callback):

@@ -121,7 +121,7 @@ def test_every_option_is_an_attribute(problem: Problem) -> None:
         ("num_epochs", 1.5, "num_epochs: expected a whole number that is at least 0, got 1.5"),
         ("nonfinite", "explode", "nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got 'explode'"),
         ("learning_rate", "fast", "learning_rate: expected a number that is at least 0.0, got 'fast'"),
-        ("max_concurrency", 2, "max_concurrency: only a ComposableTrainer trains in a process of its own"),
+        ("max_concurrency", 0, "max_concurrency: expected None or a whole number that is at least 1, got 0"),
         ("device_id", 5, "device: 'cuda:5' is not available here"),
     ],
 )

@@ -68,7 +68,7 @@ def test_an_unknown_keyword_names_the_nearest() -> None:
         ({"optimizer": 3}, "optimizer: expected an optimizer of torch"),
         ({"criterion": 3}, "criterion: expected a loss of torch.nn"),
         ({"checkpoint_dir": "x", "checkpoint_name": "../up"}, "checkpoint_name: expected a plain file name"),
-        ({"max_concurrency": 2}, "max_concurrency: only a ComposableTrainer trains in a process of its own"),
+        ({"max_concurrency": 0}, "max_concurrency: expected None or a whole number that is at least 1, got 0"),
         ({"lr_scheduler": "StepLR"}, r"lr_scheduler: StepLR needs step_size; give partial\(StepLR, step_size=…\)"),
         (
             {"metrics": "accuracy"},

@@ -13,9 +13,9 @@ from problem import Problem
 
 from dovetail import Epochs
 from dovetail.callbacks import Callback
+from dovetail.runtime.signals import Interrupted, listening
 from dovetail.trainers import Trainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.interruption import Interrupted, listening
 
 HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 

@@ -12,9 +12,9 @@ from problem import Problem
 
 from dovetail import Batches, Epochs, Trainer
 from dovetail.errors import ConfigError
+from dovetail.runtime.relay import arithmetic, set_arithmetic, share_of_threads
 from dovetail.trainers import DDPTrainer
 from dovetail.trainers.addons import MultiGPUAddon
-from dovetail.trainers.relay import arithmetic, set_arithmetic, share_of_threads
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from errands import Drift, FailsAtBatch, KillsItself, LifeCycle, PressesControlC, SpeakingTrainer
+from errands import Drift, FailsAtBatch, KillsItself, LifeCycle, PressesControlC, RecordsProcess, SpeakingTrainer
 from problem import Problem, make_problem
 from torch import Tensor
 from torch.optim import AdamW
@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from dovetail.callbacks import EMA, LambdaCallback
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
-from dovetail.trainers import relay
+from dovetail.runtime import relay
+from dovetail.trainers import AMPTrainer, Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.processes import Errand, Seats, TrainingProcessError
 from dovetail.trainers.randomness import rng_state
@@ -215,6 +216,45 @@ def test_a_copy_in_another_process_shares_no_memory(problem: Problem) -> None:
 def test_a_piece_that_cannot_be_sent_is_named(problem: Problem, settings: dict[str, Any], sentence: str) -> None:
     trainer = make_trainer(problem, **settings, max_concurrency=1)
     with pytest.raises(ConfigError, match=sentence):
+        trainer.train((problem.x, problem.y))
+
+
+@pytest.mark.slow
+def test_a_basic_trainer_trains_elsewhere_to_the_same_bits(problem: Problem) -> None:
+    states, generators = [], []
+    for limit in (None, 1):
+        torch.manual_seed(3)
+        trainer = Trainer(
+            problem.model(dropout=0.3),
+            "cpu",
+            optim_function="Adam",
+            learning_rate=0.01,
+            lr_scheduler=partial(StepLR, step_size=1, gamma=0.5),
+            val_dataset=(problem.x, problem.y),
+            num_epochs=2,
+            batch_size=8,
+            save_every=0,
+            verbose=False,
+            callbacks=[RecordsProcess],
+            max_concurrency=limit,
+        )
+        module = trainer.model
+        assert trainer.train((problem.x, problem.y), range(50)) > 0
+        assert trainer.model is module
+        assert (trainer.context.state["pid"] == os.getpid()) == (limit is None)
+        trainer.num_epochs = 3
+        trainer.train()
+        assert trainer.cur_epoch == 3
+        states.append(plain(trainer.state_dict()))
+        generators.append(plain(rng_state()))
+    assert states[0] == states[1]
+    assert generators[0] == generators[1]
+
+
+@pytest.mark.parametrize("kind", [Trainer, ComposableTrainer])
+def test_a_layer_that_would_be_lost_is_named(kind: type[Trainer], problem: Problem) -> None:
+    trainer = AMPTrainer(kind(problem.model(), device="cpu", verbose=False, max_concurrency=1))
+    with pytest.raises(ConfigError, match="max_concurrency: the layer AMPTrainer cannot be sent"):
         trainer.train((problem.x, problem.y))
 
 

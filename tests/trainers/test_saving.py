@@ -23,8 +23,8 @@ from dovetail import checkpoint as store
 from dovetail.callbacks import EMA, Callback
 from dovetail.checkpoint.strict_json import seal
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
+from dovetail.runtime.signals import Interrupted
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.interruption import Interrupted
 from dovetail.trainers.saving import Saver
 
 

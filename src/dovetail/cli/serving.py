@@ -11,14 +11,14 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import BaseServer, ThreadingMixIn
-from types import FrameType
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from dovetail.runtime.signals import SignalHandler
 
 __all__ = ["HOST", "Guarded", "LocalServer", "serve"]
 
@@ -124,18 +124,10 @@ def serve(server: BaseServer, announce: Callable[[], None]) -> None:
         server: Who answers.
         announce: Says so. Whoever has heard it may end the server at once.
     """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        # In a thread: it waits for the very loop that was interrupted to call this.
-        threading.Thread(target=server.shutdown).start()
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    # In a thread, because `shutdown` waits for the loop that the signal has interrupted.
+    with SignalHandler(lambda number: threading.Thread(target=server.shutdown).start(), replaces_all=True):
         announce()
         server.serve_forever(poll_interval=0.1)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Quiet(WSGIRequestHandler):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import enum
 import os
-import signal
-import threading
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from dovetail.core.distributed import DistributedContext
 from dovetail.errors import ConfigError
 from dovetail.info import ATTEMPT, PREEMPTED
+from dovetail.runtime.signals import SignalHandler, announce
 
 __all__ = ["PreemptContext", "PreemptMode"]
 
@@ -53,7 +50,7 @@ class PreemptContext:
     def __init__(self, distributed: DistributedContext, mode: PreemptMode = PreemptMode.WorkersAskChief) -> None:
         self._distributed = distributed
         self._mode = PreemptMode(mode)
-        self._replaced: dict[int, Any] = {}
+        self._handler = SignalHandler(self._receive)
         self.signal: int | None = None
         """The signal that this process has heard, or None."""
 
@@ -66,19 +63,11 @@ class PreemptContext:
 
     def start(self) -> None:
         """Listen."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-        for number, handler in defaults.items():
-            if signal.getsignal(number) == handler:
-                self._replaced[number] = handler
-                signal.signal(number, self._hear)
+        self._handler.start()
 
     def close(self) -> None:
         """Listen no longer; every handler is what it was."""
-        for number, handler in self._replaced.items():
-            signal.signal(number, handler)
-        self._replaced.clear()
+        self._handler.close()
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
         """Return whether to save and leave.
@@ -111,10 +100,7 @@ class PreemptContext:
             with suppress(OSError):
                 Path(folder, PREEMPTED).touch()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int) -> None:
         self.signal = number
         self.close()
-        # Not print: the signal may have come while the program was writing to the same stream.
-        with suppress(OSError):
-            name = signal.Signals(number).name
-            os.write(2, f"\n{name}: the script is asked to leave when it looks (again to leave at once)\n".encode())
+        announce(number, ": the script is asked to leave when it looks (again to leave at once)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import warnings
 from collections import deque
@@ -30,8 +29,9 @@ from torch.utils.data import (
 from dovetail.data.slicing import Rows, rows_in_memory
 from dovetail.data.workers import WorkerStates
 from dovetail.errors import DataError
+from dovetail.runtime.seeds import derive_seed
 
-__all__ = ["DataLoader", "EpochSampler", "iterate_from", "mixed_seed"]
+__all__ = ["DataLoader", "EpochSampler", "iterate_from"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -322,7 +322,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         for purpose, generator in enumerate(self._seeded):
             # The first is that of workers, which rows do without.
             if purpose or rows is None:
-                generator.manual_seed(mixed_seed(cast(int, self.seed), self._next_epoch, purpose))
+                generator.manual_seed(derive_seed(cast(int, self.seed), self._next_epoch, purpose, rule="loader"))
         batches = self._torch_batches(start) if rows is None else self._sliced_batches(rows, start)
         self._workers_seeded = self.persistent_workers
         return self._counted(running, batches)
@@ -598,7 +598,9 @@ class _Indices(Iterator[Any]):
         number, indices = next(islice(self._numbered, num_skipped, None) if num_skipped else self._numbered)
         if self._pending is not None:
             self._pending.append(indices)
-        return indices if self._seeds is None else _Seeded(indices, mixed_seed(*self._seeds, _IN_WORKERS, number))
+        if self._seeds is None:
+            return indices
+        return _Seeded(indices, derive_seed(*self._seeds, _IN_WORKERS, number, rule="loader"))
 
     def draw(self) -> None:
         self._drawn.extend(islice(self, 1))
@@ -649,12 +651,6 @@ def _distinct(generators: Iterable[Generator | None], leave_out: list[Generator]
         if generator is not None and generator not in found and generator not in leave_out:
             found.append(generator)
     return found
-
-
-def mixed_seed(*numbers: int) -> int:
-    """Return a seed of 64 bits that differs, without a pattern, for every other row of numbers."""
-    digest = hashlib.sha256(repr(numbers).encode()).digest()
-    return int.from_bytes(digest[:8], "little")
 
 
 def _sources(seed: int | None, num_generators: int) -> str:

@@ -14,7 +14,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.backends.base import Done, Outcome
 from dovetail.federated.config import ClientsConfig, ServerConfig
 from dovetail.federated.messages import Fault, Update
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import derive_seed
 
 __all__ = ["Arrival", "Clock", "Speeds"]
 
@@ -76,7 +76,7 @@ class Speeds:
         if not self._numbers:
             return 0.0
         draw = _DISTRIBUTIONS[self._config.simulation_distribution["distribution"].lower()][1]
-        random = np.random.default_rng(mix(self._config.random_seed, "speed", client_id))
+        random = np.random.default_rng(derive_seed(self._config.random_seed, "speed", client_id))
         return float(min(max(draw(random, **self._numbers), 0.0), _SLOWEST))
 
     def transfer(self, down: int, up: int) -> float:

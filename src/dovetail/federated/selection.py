@@ -12,8 +12,8 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.federated.messages import Update
-from dovetail.federated.seeds import mix
 from dovetail.registry import Registry
+from dovetail.runtime.seeds import derive_seed
 
 __all__ = ["AFLSelection", "ClientSelection", "OortSelection", "RandomSelection", "RoundRobinSelection", "selections"]
 
@@ -52,7 +52,7 @@ class ClientSelection(ABC):
 
     def generator(self, round: int) -> random.Random:
         """Return the generator of a round: the same for the same seed and round, whatever happened before."""
-        return random.Random(mix(self.seed, "selection", round))
+        return random.Random(derive_seed(self.seed, "selection", round))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned: tensors and plain values."""

@@ -21,7 +21,7 @@ from dovetail import checkpoint, core
 from dovetail.data import DataLoader, Share, to_device
 from dovetail.errors import ConfigError, DataError, misspelled_methods
 from dovetail.pytorch.reducer import MetricReducer, Reducers
-from dovetail.trainers.interruption import Interrupted
+from dovetail.runtime.signals import Interrupted
 
 __all__ = ["TorchBatchProcessor", "TorchBatchProcessorContext", "torch_batch_process"]
 

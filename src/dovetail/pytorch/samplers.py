@@ -13,8 +13,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import BatchSampler, Sampler
 
-from dovetail.data.loader import EpochSampler, mixed_seed
+from dovetail.data.loader import EpochSampler
 from dovetail.errors import DataError
+from dovetail.runtime.seeds import derive_seed
 
 __all__ = [
     "DistributedBatchSampler",
@@ -206,7 +207,7 @@ class ReproducibleShuffleSampler(_Wrapper[T]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[T]:
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self._epoch, 1))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self._epoch, 1, rule="loader"))
         self._epoch += 1
         items = list(self.sampler)
         return iter([items[place] for place in torch.randperm(len(items), generator=generator).tolist()])

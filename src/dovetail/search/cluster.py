@@ -21,26 +21,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from types import ModuleType
 from typing import Any
 
 from dovetail.errors import ConfigError, DovetailError
-from dovetail.extras import require
+from dovetail.runtime.ray_cluster import NAMESPACE, connect
 from dovetail.search.checkpoints import latest_checkpoint
 from dovetail.search.processes import Attempt, Ended, LocalBackend
 from dovetail.search.secrets import masked_url, write_private
 from dovetail.search.spread import is_spreadable, spread
 from dovetail.search.storage import opened, pull, push
 
-__all__ = ["ClusterLostError", "RayBackend", "connected", "guarded", "main"]
+__all__ = ["ClusterLostError", "RayBackend", "guarded", "main"]
 
-_NAMESPACE = "dovetail"
 _EVERY = 0.05
 # Seconds for which the nodes of a cluster are believed to be the same.
 _REMEMBERED = 2.0
@@ -86,7 +84,7 @@ class RayBackend:
         if storage is not None:
             opened(storage)
         self._storage = storage
-        self._ray = connected("auto" if address == "ray" else address)
+        self._ray = connect("auto" if address == "ray" else address)
         is_outside = address.startswith("ray://")
         self._head = address.removeprefix("ray://") if is_outside else _cluster_address()
         self._head_seen = time.monotonic()
@@ -120,7 +118,7 @@ class RayBackend:
             _tell(attempt, f"waits for {slots} slots: the cluster has {sum(rooms)}")
         options = {
             "name": _name(attempt),
-            "namespace": _NAMESPACE,
+            "namespace": NAMESPACE,
             "lifetime": "detached",
             # One of several who start the same attempt makes it, and all of them talk to that one.
             "get_if_exists": True,
@@ -223,7 +221,7 @@ class RayBackend:
     def _found(self, attempt: Attempt) -> _Keeping | None:
         # Ray raises this where there is none of the name, or none any more.
         with suppress(ValueError):
-            keeper = self._ray.get_actor(_name(attempt), namespace=_NAMESPACE)
+            keeper = self._ray.get_actor(_name(attempt), namespace=NAMESPACE)
             return _Keeping(keeper, keeper.wait.remote())
         return None
 
@@ -336,29 +334,6 @@ class _Keeper:
         return timer
 
 
-def connected(address: str) -> ModuleType:
-    """Connect this process to a cluster, or start one that is `local`, and return Ray.
-
-    Raises:
-        ConfigError: There is none at the address.
-        MissingExtraError: Ray is not installed.
-    """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with _own_signals():
-        ray = require("ray", "ray")
-        if ray.is_initialized():
-            return ray
-        options: dict[str, Any] = {"namespace": _NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
-        if address == "local":
-            options |= {"include_dashboard": False, "num_cpus": LocalBackend().capacity(1)}
-        try:
-            ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            problem = str(error).strip().partition("\n")[0]
-            raise ConfigError(f"cluster: no Ray cluster can be reached at {address!r}: {problem}") from error
-    return ray
-
-
 def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[bytes]:
     """Start a process that ends others as soon as this one is dead, however it dies.
 
@@ -394,20 +369,6 @@ def main(arguments: Sequence[str]) -> int:
         else:
             LocalBackend().stop(Attempt(Path(folder)), kill=True)
     return 0
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep Ray from answering SIGTERM: it would end a runner that is to let its trials save."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _cluster_address() -> str:

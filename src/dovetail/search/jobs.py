@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.info import TrialInfo, write_info
+from dovetail.runtime.signals import collect_signals
 from dovetail.search.locks import holding
-from dovetail.search.processes import Attempt, Backend, LocalBackend, heard_signals
+from dovetail.search.processes import Attempt, Backend, LocalBackend
 from dovetail.search.records import JobRecord
 from dovetail.search.schema import read_experiment
 from dovetail.search.secrets import masked, write_private
@@ -109,7 +110,7 @@ def _wait(
     log.touch()
     # A sign of several bytes may be half written.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    with heard_signals(_SAID) as signals, open(log, "rb") as output:
+    with collect_signals(_SAID) as signals, open(log, "rb") as output:
         backend.start(attempt, command, env, folder / "code", slots)
         while True:
             is_over = backend.poll(attempt) is not None

@@ -20,21 +20,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Literal, Protocol, cast
 
 import psutil
 
 from dovetail.info import ATTEMPT, HPARAMS_READ, PREEMPTED
+from dovetail.runtime.cores import graphics_cards, num_cores, threads_per_process
 
-__all__ = ["ATTEMPT", "Attempt", "Backend", "Ended", "LocalBackend", "Wish", "heard_signals", "is_at_work", "wrapped"]
+__all__ = ["ATTEMPT", "Attempt", "Backend", "Ended", "LocalBackend", "Wish", "is_at_work", "wrapped"]
 
 Wish = Literal["pause", "stop", "cancel"]
 """Why a trial is asked to leave: `stop` is the searcher's wish, the others are people's."""
@@ -202,8 +200,8 @@ class LocalBackend:
     """
 
     def __init__(self, slots: int | None = None, concurrent: int | None = None) -> None:
-        self._cards = _cards()
-        self._slots = slots or len(self._cards) or _num_cores()
+        self._cards = graphics_cards()
+        self._slots = slots or len(self._cards) or num_cores()
         self._concurrent = concurrent
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
         self._cards_of: dict[Path, list[str]] = {}
@@ -216,7 +214,7 @@ class LocalBackend:
         """Begin an attempt; one that has begun already is left alone."""
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         fit = self.capacity(slots)
-        threads = max(1, _num_cores() // (slots * min(fit, self._concurrent or fit)))
+        threads = threads_per_process(slots * min(fit, self._concurrent or fit))
         variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **env, ATTEMPT: str(attempt.folder)}
         if self._cards:
             taken = {card for cards in self._cards_of.values() for card in cards}
@@ -281,33 +279,6 @@ def is_at_work(attempt: Attempt) -> bool:
     return False
 
 
-@contextmanager
-def heard_signals(sentences: Sequence[str]) -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM in a list, instead of dying of them; in other threads than the main one, nothing.
-
-    Args:
-        sentences: What to tell people after the first, the second, … of them.
-    """
-    heard: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield heard
-        return
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        # Not print: the signal may have come while the program was writing to the same stream.
-        with suppress(OSError):
-            said = sentences[min(len(heard), len(sentences)) - 1]
-            os.write(2, f"\n{signal.Signals(number).name}: {said}\n".encode())
-
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def wrapped(attempt: Attempt, command: Sequence[str]) -> list[str]:
     """Return the command of the shell that begins an attempt, runs a command and writes down its exit code."""
     return ["sh", "-c", _SHELL, "dovetail-trial", str(attempt.folder), *command]
@@ -344,17 +315,3 @@ def _number(path: Path) -> int | None:
     with suppress(FileNotFoundError, NotADirectoryError, ValueError):
         return int(path.read_text())
     return None
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _cards() -> list[str]:
-    """Return the names of the graphics cards that this process may use, without asking torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [card for card in visible.split(",") if card and card != "-1"]
-    with suppress(OSError):
-        return [str(number) for number, _ in enumerate(os.listdir("/proc/driver/nvidia/gpus"))]
-    return []

@@ -33,6 +33,7 @@ from typing import Any, Literal, cast
 
 from dovetail.errors import DovetailError
 from dovetail.info import TrialInfo, write_info
+from dovetail.runtime.signals import collect_signals
 from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
 from dovetail.search.databases import file_url
 from dovetail.search.evidence import (
@@ -42,7 +43,7 @@ from dovetail.search.evidence import (
     sentence_about_metric,
 )
 from dovetail.search.failures import last_words, log_size, newest_checkpoint, tell_log
-from dovetail.search.processes import Attempt, Backend, Ended, Wish, heard_signals
+from dovetail.search.processes import Attempt, Backend, Ended, Wish
 from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState
 from dovetail.search.reports import LARGEST_STEP, METRICS, Reports, number, shortened
 from dovetail.search.schema import read_experiment
@@ -122,7 +123,7 @@ class Runner:
         Raises:
             ExperimentError: Another process runs it.
         """
-        with self.store.running(self.experiment_id), heard_signals(_SAID) as self._signals:
+        with self.store.running(self.experiment_id), collect_signals(_SAID) as self._signals:
             before = self.store.experiment(self.experiment_id)
             wish = _read_wish(self._directory)
             is_granted = wish is None or (wish == "pause" and before.state == "PAUSED")

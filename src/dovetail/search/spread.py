@@ -21,6 +21,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.extras import require
+from dovetail.runtime.ray_cluster import connect
 from dovetail.search.processes import ATTEMPT, Attempt
 
 __all__ = ["is_spreadable", "main", "spread"]
@@ -78,13 +79,11 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: How many processes, what each of them needs one of, and the command.
     """
-    from dovetail.search.cluster import connected
-
     slots, resource, *command = arguments
     attempt = Attempt(Path(os.environ[ATTEMPT]))
     # The processes see for themselves that they were asked to leave; this one is the last to go.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    ray = connected("auto")
+    ray = connect("auto")
     train, data_parallel = require("ray.train", "ray"), require("ray.train.v2.api.data_parallel_trainer", "ray")
     # The environment of the processes is that of the keeper; these are for Ray Train alone.
     work = {"command": list(command), "env": dict(os.environ), "cwd": os.getcwd(), "attempt": str(attempt.folder)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 
 from dovetail.errors import ConfigError
 from dovetail.info import VARIABLE
+from dovetail.runtime.seeds import derive_seed
 from dovetail.search.processes import Backend, LocalBackend
 from dovetail.search.schema import ExperimentConfig
 from dovetail.search.secrets import masked_url
@@ -52,7 +52,7 @@ def variables_of(config: ExperimentConfig, home: Path, info: Path) -> dict[str, 
 
 def trial_seed(seed: int, number: int) -> int:
     """Return the seed of a trial, which depends on that of the experiment and on its number only."""
-    return int.from_bytes(sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
+    return derive_seed(seed, number, rule="trial")
 
 
 def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ class OptionAttributes:
     optimizer, `gradient_clip` and `batch_size` also during a run.
     """
 
-    trains_in_processes: ClassVar[bool]
     context: TrainingContext
     options: TrainerOptions
     given: frozenset[str]
@@ -135,7 +134,6 @@ class OptionAttributes:
     def _check_assignment(self, name: str, options: TrainerOptions) -> None:
         """Raise if an assigned option cannot take effect."""
         context = self.context
-        self._check_concurrency(options)
         done = context.progress.batch
         if name in _ORDER_OPTIONS and done and context.run.trainer is None:
             raise ConfigError(
@@ -227,10 +225,6 @@ class OptionAttributes:
     def _first_group(self) -> dict[str, Any]:
         """Return the first parameter group, or nothing without a model."""
         return {} if self.optimizer is None else self.optimizer.param_groups[0]
-
-    def _check_concurrency(self, options: TrainerOptions) -> None:
-        if options.max_concurrency is not None and not self.trains_in_processes:
-            raise ConfigError("max_concurrency: only a ComposableTrainer trains in a process of its own")
 
     @property
     def num_epochs(self) -> int:

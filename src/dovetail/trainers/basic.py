@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from dovetail.trainers.processes import train_in_process
 from dovetail.trainers.spellings import ClassicSpelling, PlatoSpelling, RunSpelling
 
 __all__ = ["SingleProcess", "Trainer"]
@@ -13,6 +16,9 @@ class Trainer(ClassicSpelling, RunSpelling, PlatoSpelling):
     Everything has a default that suits a classifier. What differs is given as an argument, or a subclass overrides a
     verb (`train_step`, `test_step`, …) or a seam (`get_optimizer`, `get_loss_criterion`, `get_lr_scheduler`,
     `get_train_loader`, `train_epoch`, `val_epoch`).
+
+    With `max_concurrency=n`, `train` works in a spawned process, at most n of which run at once, and the trainer ends
+    as if it had trained itself; see `dovetail.trainers.processes.train_in_process`.
 
     Args:
         model: A module, or a class or function that makes one.
@@ -41,6 +47,24 @@ class Trainer(ClassicSpelling, RunSpelling, PlatoSpelling):
         >>> history.get_latest_metric("valid_accuracy") > 0.9
         True
     """
+
+    def train(self, trainset: Any = None, sampler: Any = None) -> float:
+        """Train up to `num_epochs`, with `max_concurrency` in a process of its own, and return the seconds it took.
+
+        Without arguments training continues from the current epoch and writes checkpoints and history where the options
+        say. With a `trainset` (plato's form) it is a new run over these data. The start of a process does not count.
+
+        Args:
+            trainset: Training data of a new run, or None to continue with `train_dataset`.
+            sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
+        """
+        if self.options.max_concurrency is None:
+            return super().train(trainset, sampler)
+        return self._train_elsewhere(trainset, sampler)
+
+    def _train_elsewhere(self, trainset: Any, sampler: Any) -> float:
+        seconds, _ = train_in_process(self, trainset, sampler)
+        return seconds
 
 
 SingleProcess = Trainer

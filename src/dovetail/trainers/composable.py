@@ -65,8 +65,6 @@ class ComposableTrainer(Trainer):
         True
     """
 
-    trains_in_processes = True
-
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -98,20 +96,6 @@ class ComposableTrainer(Trainer):
             **options,
         )
         self._payload: tuple[tuple[str, int], dict[str, Any]] | None = None
-
-    def train(self, trainset: Any = None, sampler: Any = None) -> float:
-        """Train as `basic.Trainer.train` does, with `max_concurrency` in a process of its own.
-
-        Args:
-            trainset: Training data of a new run, or None to go on with `train_dataset`.
-            sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
-
-        Returns:
-            The seconds it took, without the start of a process.
-        """
-        if self.options.max_concurrency is None:
-            return super().train(trainset, sampler)
-        return self._train_elsewhere(trainset, sampler)
 
     def obtain_model_update(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> dict[str, Any]:
         """Train anew on `trainset`, and return what a client sends.

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -107,9 +107,6 @@ class CoreTrainer(base.Trainer, OptionAttributes):
     The arguments are those of `basic.Trainer`.
     """
 
-    # Whether `train` can work in a process of its own.
-    trains_in_processes: ClassVar[bool] = False
-
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -139,7 +136,6 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         self._has_schedulers = True
         # A client's runs are many and short: only new attributes are worth a look at their names.
         self._num_attributes = 0
-        self._check_concurrency(self.options)
         if self.options.seed is not None and not isinstance(model, nn.Module):
             # A model that is made here is made reproducibly.
             seed_everything(self.options.seed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,22 +23,21 @@ import cloudpickle
 
 from dovetail import checkpoint as store
 from dovetail.distributed import PeerError
-from dovetail.elastic import RunResult, run_workers
 from dovetail.errors import ConfigError
+from dovetail.runtime.elastic import RunResult, run_workers
+from dovetail.runtime.relay import (
+    TrainingProcessError,
+    circumstances,
+    load_error,
+    rebuilt,
+    saved_error,
+    set_circumstances,
+)
+from dovetail.runtime.signals import Interrupted
 from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Plan
-from dovetail.trainers.interruption import Interrupted
-from dovetail.trainers.randomness import rng_state, set_rng_state
-from dovetail.trainers.relay import (
-    TrainingProcessError,
-    arithmetic,
-    described,
-    is_storable,
-    rebuilt,
-    set_arithmetic,
-    share_of_threads,
-)
+from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
 
 __all__ = ["ProcessLauncher", "work"]
 
@@ -69,12 +67,8 @@ class ProcessLauncher:
         """
         cargo = _packed(trainer, entry, arguments)
         with TemporaryDirectory(prefix="dovetail-run-", ignore_cleanup_errors=True) as folder:
-            circumstances = {
-                "path": sys.path,
-                "arithmetic": arithmetic(),
-                "num_threads": share_of_threads(self.num_processes),
-            }
-            with _handing_out((json.dumps(circumstances).encode(), cargo), Path(folder, "socket")):
+            found = json.dumps(circumstances(self.num_processes)).encode()
+            with _handing_out((found, cargo), Path(folder, "socket")):
                 outcome = run_workers(
                     ("-m", "dovetail.trainers.worker", folder), self.num_processes, folder, self.max_restarts
                 )
@@ -95,15 +89,11 @@ def work(folder: Path) -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     # Torch marks the optimizer that a scheduler is made for, to know their order later; the mark does not travel.
     warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden", UserWarning)
-    try:
+    with saved_error(folder / f"failure-{attempt}-{rank}.json", rank=rank):
         with Client(str(folder / "socket"), "AF_UNIX") as caller:
-            circumstances = json.loads(caller.recv_bytes())
-            sys.path[:] = circumstances["path"]
-            set_arithmetic(circumstances["arithmetic"], circumstances["num_threads"])
-            trainer, entry, arguments, state, rng = cloudpickle.loads(caller.recv_bytes())
-        if state is not None:
-            trainer.load_state_dict(state)
-        set_rng_state(rng)
+            set_circumstances(json.loads(caller.recv_bytes()))
+            trainer, entry, arguments, initial = cloudpickle.loads(caller.recv_bytes())
+        set_initial_state(trainer, initial)
         if attempt and entry == "fit" and _keeps_checkpoints(trainer, arguments):
             arguments = {**arguments, "resume": "auto"}
         returned, number = None, None
@@ -113,51 +103,31 @@ def work(folder: Path) -> None:
             if interruption.at_once:
                 raise
             number = interruption.number
-        result = _brought_back(trainer, entry, returned)
+        result = trained_state(trainer) if entry == "fit" else {"returned": returned}
         if rank == 0:
             store.save(folder / _RESULT, result)
             if number is not None:
                 (folder / _INTERRUPTED).write_text(str(number), encoding="ascii")
-    except Exception as error:
-        failure = json.dumps({**described(error), "rank": rank})
-        (folder / f"failure-{attempt}-{rank}.json").write_text(failure, encoding="utf-8")
-        raise SystemExit(1) from None
 
 
 # ------------------------------------------------------------------ there and back
 
 
 def _packed(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes:
-    # Optimizers are made anew from the same pieces. Those of a run that goes on are more than their pieces.
-    state = trainer.state_dict() if trainer.context.optimizers else None
+    initial = initial_state(trainer, continues=True)
     try:
-        return bytes(cloudpickle.dumps((trainer, entry, dict(arguments), state, rng_state())))
+        return bytes(cloudpickle.dumps((trainer, entry, dict(arguments), initial)))
     except Exception as error:
         raise ConfigError(f"the trainer or its data cannot be sent to other processes: {error}") from error
-
-
-def _brought_back(trainer: Trainer, entry: str, returned: Any) -> dict[str, Any]:
-    if entry != "fit":
-        return {"returned": returned}
-    context = trainer.context
-    return {
-        "trainer": trainer.state_dict(),
-        "shared": {name: value for name, value in context.state.items() if is_storable(name, value)},
-        "stop_reason": context.run.stop_reason,
-    }
 
 
 def _taken(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: Mapping[str, Any]) -> Any:
     """Bring the trainer to where the workers have brought their copies, and return what the entry point returns."""
     if entry != "fit":
         return result["returned"]
-    context = trainer.context
-    loop.offer_data(context, train=arguments["train_data"], valid=arguments["val_data"])
-    context.run.plan = _planned(trainer, arguments)
-    trainer.load_state_dict(result["trainer"])
-    context.state.update(result["shared"])
-    context.run.stop_reason = result["stop_reason"]
-    return context.history
+    loop.offer_data(trainer.context, train=arguments["train_data"], valid=arguments["val_data"])
+    take_trained_state(trainer, _planned(trainer, arguments), result)
+    return trainer.context.history
 
 
 def _keeps_checkpoints(trainer: Trainer, arguments: Mapping[str, Any]) -> bool:
@@ -170,7 +140,7 @@ def _planned(trainer: Trainer, arguments: Mapping[str, Any]) -> Plan:
 
 def _failure(folder: Path, outcome: RunResult) -> Exception:
     """The first error of a worker that is not about another worker; else what became of the first that was killed."""
-    told = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("failure-*.json"))]
+    told = [load_error(path) for path in sorted(folder.glob("failure-*.json"))]
     own = [each for each in told if each["name"] != PeerError.__name__]
     killed = {rank: end for rank, end in outcome.failures.items() if end.exitcode < 0}
     if not own and killed:

@@ -19,6 +19,7 @@ from dovetail.callbacks.base import Report
 from dovetail.data import concat
 from dovetail.errors import DataError, add_note
 from dovetail.history import History
+from dovetail.runtime.signals import heeding_signals
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.diagnosis import (
@@ -29,7 +30,7 @@ from dovetail.trainers.diagnosis import (
     check_repeatable,
     update_metric,
 )
-from dovetail.trainers.interruption import heeding_signals, leave_if_signalled
+from dovetail.trainers.interruption import leave_if_signalled
 from dovetail.trainers.metrics import (
     Meter,
     WholePass,

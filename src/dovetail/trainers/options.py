@@ -67,7 +67,7 @@ class TrainerOptions:
         best_mode: Whether small (`min`) or large (`max`) values of it are good; None follows its name.
         save_in_background: Whether checkpoints are written by a thread while training goes on.
         on_save_error: Whether a checkpoint that cannot be written ends training (`raise`) or is told (`warn`).
-        max_concurrency: `ComposableTrainer.train` works in a process of its own, of which this many at most run at
+        max_concurrency: `train` works in a process of its own, of which this many at most run at
             once; None to train in this one.
     """
 

@@ -7,7 +7,6 @@ somebody wrote. What comes back is data only, a checkpoint in a temporary folder
 from __future__ import annotations
 
 import io
-import json
 import multiprocessing
 import os
 import pickle
@@ -22,22 +21,26 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail import checkpoint as store
 from dovetail.callbacks import ProgressDisplay
 from dovetail.errors import ConfigError
-from dovetail.trainers.basic import Trainer
-from dovetail.trainers.randomness import rng_state, set_rng_state
-from dovetail.trainers.relay import (
+from dovetail.runtime.processes import describe_exit
+from dovetail.runtime.relay import (
     TrainingProcessError,
-    arithmetic,
-    described,
-    is_storable,
+    circumstances,
+    load_error,
     rebuilt,
-    set_arithmetic,
-    share_of_threads,
+    saved_error,
+    set_circumstances,
 )
+from dovetail.runtime.signals import ignore_interrupts
+from dovetail.trainers.spellings import ClassicSpelling
+from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
+
+if TYPE_CHECKING:
+    from dovetail.trainers.basic import Trainer
 
 __all__ = ["Errand", "Seats", "TrainingProcessError", "train_in_process"]
 
@@ -106,13 +109,11 @@ class Errand:
         Raises:
             ConfigError: A piece cannot be pickled; the message names it.
         """
-        # Optimizers are made anew from the same pieces. Those of a run that goes on are more than their pieces.
-        goes_on = not self.begins_anew and bool(self.trainer.context.optimizers)
-        state = self.trainer.state_dict() if goes_on else None
+        initial = initial_state(self.trainer, continues=not self.begins_anew)
         try:
             # Not multiprocessing's pickler: torch has taught that one to move tensors to memory shared with the child,
             # one open file each, so that the child would train the caller's own weights.
-            return pickle.dumps((self, state, rng_state()))
+            return pickle.dumps((self, initial))
         except Exception as error:
             what, cause = next(self._culprits(), ("the trainer", error))
             raise ConfigError(
@@ -124,34 +125,27 @@ class Errand:
     def unpack(cls, cargo: bytes) -> Errand:
         """Return the errand, ready to run in this process, quietly."""
         errand: Errand
-        errand, state, rng = pickle.loads(cargo)  # noqa: S301 - the bytes of our own caller, through a pipe
+        errand, initial = pickle.loads(cargo)  # noqa: S301 - the bytes of our own caller, through a pipe
         trainer = errand.trainer
         trainer.options = replace(trainer.options, max_concurrency=None)
         callbacks = trainer.context.callbacks
         callbacks.remove(*[callback for callback in callbacks if isinstance(callback, ProgressDisplay)])
-        if state is not None:
-            trainer.load_state_dict(state)
-        set_rng_state(rng)
+        set_initial_state(trainer, initial)
         return errand
 
     def run(self) -> dict[str, Any]:
         """Train, and return all that the caller's trainer needs to be in the same state."""
-        trainer, context = self.trainer, self.trainer.context
+        trainer = self.trainer
         started = time.perf_counter()
         if self.config is None:
-            # Not the override that sent us here.
-            Trainer.train(trainer, self.trainset, self.sampler)
+            # Not an override in a subclass: it has called the one that sent the trainer here.
+            ClassicSpelling.train(trainer, self.trainset, self.sampler)
         else:
             trainer.train_model(self.config, self.trainset, self.sampler)
         seconds = time.perf_counter() - started
         update = trainer.strategies.model_update
-        return {
-            "seconds": seconds,
-            "trainer": trainer.state_dict(),
-            "payload": {} if update is None else update.get_update_payload(context),
-            "shared": {name: value for name, value in context.state.items() if is_storable(name, value)},
-            "stop_reason": context.run.stop_reason,
-        }
+        payload = {} if update is None else update.get_update_payload(trainer.context)
+        return {"seconds": seconds, "payload": payload, **trained_state(trainer)}
 
     def take(self, result: Mapping[str, Any]) -> None:
         """Bring the trainer to where `run` has brought its copy."""
@@ -167,10 +161,7 @@ class Errand:
             trainer.saves_by_default = True
         trainer.forget_loaders()
         context.state.pop("train_loader", None)
-        context.run.plan = trainer.plan()
-        trainer.load_state_dict(result["trainer"])
-        context.state.update(result["shared"])
-        context.run.stop_reason = result["stop_reason"]
+        take_trained_state(trainer, trainer.plan(), result)
 
     def _culprits(self) -> Iterator[tuple[str, Exception]]:
         for name, piece in self._pieces():
@@ -212,7 +203,7 @@ def train_in_process(
     it after its running update, and a second one at once. `setup` and `teardown` of strategies stay with the caller.
 
     Args:
-        trainer: A `ComposableTrainer` with the option `max_concurrency`.
+        trainer: A trainer with the option `max_concurrency`.
         trainset: Training data, as `train` takes it.
         sampler: Which of them.
         config: What `train_model` is given; None to do what `train` does.
@@ -221,34 +212,42 @@ def train_in_process(
         The seconds that training took, without the start of the process, and the payload of the update strategy.
 
     Raises:
-        ConfigError: A piece cannot be pickled.
+        ConfigError: A piece cannot be pickled, or a layer around the trainer was called.
         TrainingProcessError: The process was killed, or ended by an error that is neither Python's own nor ours; those
             are raised as what they are. A note has the traceback of the child.
     """
     limit = trainer.options.max_concurrency
     assert limit is not None
+    layer = trainer.context.run.addressed
+    if layer is not None:
+        # Otherwise the child, which gets the innermost trainer, would train without the layers.
+        raise ConfigError(
+            f"max_concurrency: the layer {type(layer).__name__} cannot be sent to a training process; mount it on the "
+            "class with add_on, or train without max_concurrency"
+        )
     errand = Errand(trainer, trainset, sampler, config)
     with (
         _CHILDREN.taken(limit),
         TemporaryDirectory(prefix="dovetail-training-", ignore_cleanup_errors=True) as folder,
     ):
-        exit_code = _spawn(errand.pack(), folder, share_of_threads(limit))
+        exit_code = _spawn(errand.pack(), folder, limit)
         failure = Path(folder, _FAILURE)
         if failure.exists():
-            raise rebuilt(json.loads(failure.read_text(encoding="utf-8")))
+            raise rebuilt(load_error(failure))
         if exit_code != 0:
-            raise TrainingProcessError(_ending(exit_code))
+            guard = "; a program must start training below `if __name__ == '__main__':`" if 0 < exit_code < 128 else ""
+            raise TrainingProcessError(f"the training process {describe_exit(exit_code)}, and nothing came back{guard}")
         result = store.load(Path(folder, _RESULT))
     errand.take(result)
     return result["seconds"], result["payload"]
 
 
-def _spawn(cargo: bytes, folder: str, num_threads: int) -> int:
+def _spawn(cargo: bytes, folder: str, limit: int) -> int:
     """Run a child to its end, and return its exit code."""
     spawn = multiprocessing.get_context("spawn")
     theirs, ours = spawn.Pipe(duplex=False)
     # Not a daemon: those may have no children, and so no loader with workers.
-    given = theirs, folder, arithmetic(), num_threads
+    given = theirs, folder, circumstances(limit)
     child = spawn.Process(target=_work, args=given, name="dovetail-training", daemon=False)
     with ours:
         with theirs:
@@ -274,17 +273,15 @@ def _end(child: SpawnProcess) -> None:
         child.join()
 
 
-def _work(cargo: Connection, folder: str, found: Mapping[str, Any], num_threads: int) -> None:
+def _work(cargo: Connection, folder: str, found: Mapping[str, Any]) -> None:
     """The whole life of a child."""
-    # Ctrl-C reaches every process of a terminal. The caller hears it, and passes it on as SIGTERM, once.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_arithmetic(found, num_threads)
+    # The caller passes Ctrl-C on as SIGTERM, once.
+    ignore_interrupts()
+    set_circumstances(found)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
-        store.save(Path(folder, _RESULT), Errand.unpack(cargo.recv_bytes()).run())
-    except Exception as error:
-        Path(folder, _FAILURE).write_text(json.dumps(described(error)), encoding="utf-8")
-        raise SystemExit(1) from None
+        with saved_error(Path(folder, _FAILURE)):
+            store.save(Path(folder, _RESULT), Errand.unpack(cargo.recv_bytes()).run())
     finally:
         caller = multiprocessing.parent_process()
         if caller is not None and not caller.is_alive():
@@ -310,15 +307,3 @@ class _Alone(pickle.Pickler):
 
     def persistent_id(self, piece: Any) -> str | None:
         return "trainer" if any(piece is it for it in self._known) else None
-
-
-def _ending(exit_code: int) -> str:
-    number = -exit_code if exit_code < 0 else exit_code - 128
-    with suppress(ValueError):
-        reason = signal.Signals(number).name
-        hint = " (the system does so when memory is short)" if reason == "SIGKILL" else ""
-        return f"the training process was ended by {reason}{hint}, and nothing came back"
-    return (
-        f"the training process ended with exit code {exit_code}, and nothing came back; "
-        "a program must start training below `if __name__ == '__main__':`"
-    )

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dovetail.federated.backends import Auto, Backend, Work, backends
-from dovetail.federated.backends.processes import num_cores
 from dovetail.federated.messages import Task, Update
 from dovetail.federated.states import ClientState
+from dovetail.runtime.cores import num_cores
 
 several_cores = pytest.mark.skipif(num_cores() < 2, reason="this machine has one core")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dovetail.clients.simple import Client
 from dovetail.federated.data.sources import Datasource
-from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection
+from dovetail.runtime.seeds import derive_seed
 from dovetail.servers.fedavg import Server
 from dovetail.trainers.composable import ComposableTrainer
 
@@ -70,10 +70,10 @@ def test_one_client_with_all_data_is_central_training() -> None:
     server = Server(make_model, AllInOne(), trainer=trainer, rounds=1, per_round=1, seed=5)
     server.run(Client(trainer=trainer))
     central = make_trainer(num_epochs=2, optimizer=torch.optim.Adam)
-    torch.manual_seed(mix(5, "model"))
+    torch.manual_seed(derive_seed(5, "model"))
     central.model = make_model()
-    seed = mix(5, 1, 1)
-    central.context.state["order_seed"] = mix(seed, "order")
+    seed = derive_seed(5, 1, 1)
+    central.context.state["order_seed"] = derive_seed(seed, "order")
     torch.manual_seed(seed)
     central.fit(AllInOne().train_data(1))
     torch.testing.assert_close(server.weights, central.model.state_dict(), rtol=1e-5, atol=1e-6)
@@ -147,6 +147,6 @@ def test_clients_without_samples_change_nothing() -> None:
 def test_where_nobody_has_samples_the_model_stays() -> None:
     server = Server(make_model, Unlucky(*range(1, 9)), trainer=make_trainer(), rounds=1, per_round=8)
     records = server.run(Client(trainer=make_trainer()))
-    torch.manual_seed(mix(1, "model"))
+    torch.manual_seed(derive_seed(1, "model"))
     torch.testing.assert_close(dict(server.weights), dict(make_model().state_dict()), rtol=0, atol=0)
     assert "train_loss" not in records[0].metrics

@@ -13,9 +13,9 @@ from dovetail import Trainer
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
+from dovetail.runtime.signals import Interrupted
 from dovetail.trainers.addons import AddOnBase, MultiGPUAddon, SignalHandlerAddon, StateManagerAddon
 from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
-from dovetail.trainers.interruption import Interrupted
 
 
 def make(problem: Problem, cls: type[Any], **options: Any) -> Any:

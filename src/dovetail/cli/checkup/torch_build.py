@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.cli.checkup.check import Check, shortened
+from dovetail.runtime.cores import num_cores
 from dovetail.units import counted
 
 __all__ = ["TESTED_TORCH", "answers_of", "check_torch", "probing"]
@@ -84,7 +85,7 @@ def _version(found: Mapping[str, Any]) -> Check:
 
 
 def _threads(found: Mapping[str, Any]) -> Check:
-    threads, cores = int(found["threads"]), _num_cores()
+    threads, cores = int(found["threads"]), num_cores()
     said = os.environ.get("OMP_NUM_THREADS")
     text = f"{threads} of torch on {counted(cores, 'core')}{f' (OMP_NUM_THREADS={said})' if said else ''}"
     if threads <= cores:
@@ -126,8 +127,3 @@ def _compiler(answer: Mapping[str, Any]) -> Check:
         "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++  # or as your system does it"
     )
     return Check("torch", "compiler", "note", text, remedy)
-
-
-def _num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.strategies.nesting import Described
 
 __all__ = ["FedAtt"]
@@ -68,7 +68,7 @@ class FedAtt(Described, ParameterAware):
         mean = average(alike)
         steps = {name: self.epsilon * mean[name] for name in norms}
         changed = [name for name, norm in norms.items() if norm.any()]
-        generator = torch.Generator().manual_seed(mix(self.seed, "fedatt", self.rounds))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedatt", self.rounds))
         for name in changed if self.magnitude else ():
             noise = torch.randn(steps[name].shape, generator=generator, dtype=steps[name].dtype)
             steps[name] = steps[name] + self.magnitude * noise.to(steps[name].device)

@@ -13,7 +13,8 @@ from dovetail.federated.backends.parcels import copied, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat
 from dovetail.federated.backends.sequential import attempted, fault
 from dovetail.federated.messages import Weights
-from dovetail.trainers.relay import arithmetic, described, rebuilt, set_arithmetic
+from dovetail.runtime.ray_cluster import connect
+from dovetail.runtime.relay import arithmetic, described, rebuilt, set_arithmetic
 
 __all__ = ["Ray"]
 
@@ -55,9 +56,7 @@ class Ray(Pool[_ActorSeat]):
     # ------------------------------------------------------------------ what a pool asks for
 
     def _open(self, worker: Worker) -> None:
-        from dovetail.search.cluster import connected
-
-        self._ray = connected(self.address)
+        self._ray = connect(self.address)
         try:
             cargo = _sent(worker)
         except Exception as error:

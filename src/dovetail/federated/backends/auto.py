@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dovetail.federated.backends.base import Backend, Foresight, Outcome, Work, Worker
-from dovetail.federated.backends.processes import Process, num_cores
+from dovetail.federated.backends.processes import Process
 from dovetail.federated.backends.sequential import Sequential
 from dovetail.federated.backends.vectorized import Vectorized
 from dovetail.federated.messages import Task
+from dovetail.runtime.cores import num_cores
 
 __all__ = ["Auto"]
 

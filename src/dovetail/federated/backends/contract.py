@@ -12,8 +12,8 @@ import torch
 from dovetail.federated.backends.base import Backend, Done, Outcome, Work
 from dovetail.federated.backends.sequential import Sequential
 from dovetail.federated.messages import Fault, Task, Update
-from dovetail.federated.seeds import mix
 from dovetail.federated.states import ClientState
+from dovetail.runtime.seeds import derive_seed
 
 __all__ = ["BackendContract"]
 
@@ -184,7 +184,7 @@ def _tasks(number: int, states: dict[int, ClientState] | None = None, **more: An
     # A view, an empty tensor and a number: what a model's state may hold besides.
     weights = {"linear": whole[2:6, ::2], "bias": whole[0], "none": torch.empty(0), "scale": torch.tensor(2.0)}
     return [
-        (Task(number, client, weights, seed=mix(0, number, client), **more), (states or {}).get(client, {}))
+        (Task(number, client, weights, seed=derive_seed(0, number, client), **more), (states or {}).get(client, {}))
         for client in range(1, _NUM_CLIENTS + 1)
     ]
 

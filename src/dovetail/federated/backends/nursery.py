@@ -12,7 +12,6 @@ It never runs a script: functions and classes of the caller's script come with w
 from __future__ import annotations
 
 import atexit
-import ctypes
 import importlib
 import json
 import os
@@ -27,6 +26,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from dovetail.errors import ConfigError
+from dovetail.runtime.processes import end_with_parent
+from dovetail.runtime.signals import ignore_interrupts
 
 __all__ = ["Nursery", "nursery", "serve"]
 
@@ -40,7 +41,6 @@ _PROGRAM = (
 _REQUEST = struct.Struct("!cqd")
 _ANSWER = struct.Struct("!q")
 _NUM_DESCRIPTORS = 7
-_KILLED_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 # How workers begin. Torch's number of threads is set in them; other libraries stay out of each other's way. Memory that
 # a step frees stays for the next: else glibc may give it back and ask for it anew in every step of a small CNN.
 _BEGINNING = {
@@ -140,8 +140,7 @@ def _close(owner: int) -> None:
 
 def serve(descriptor: int) -> None:
     """Be the nursery: fork until nobody can ask any more."""
-    # Ctrl-C reaches every process of a terminal. The caller hears it, and ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     for name in _PRELOADED:
         importlib.import_module(name)
     from dovetail.federated.backends.processes import live
@@ -186,7 +185,7 @@ def _be(live: Callable[[Sequence[int]], None], descriptors: Sequence[int]) -> No
     """Be a worker, and never return."""
     code = 1
     try:
-        _end_with(os.getppid())
+        end_with_parent(os.getppid(), signal.SIGKILL)()
         live(descriptors)
         code = 0
     except SystemExit as leaving:
@@ -199,12 +198,3 @@ def _be(live: Callable[[Sequence[int]], None], descriptors: Sequence[int]) -> No
             sys.stderr.flush()
         # Torn down step by step, the threads of torch sometimes abort a process that has done its work.
         os._exit(code)
-
-
-def _end_with(parent: int) -> None:
-    """Let the kernel end this process with its parent, also if it is too busy to notice."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_KILLED_WITH_PARENT, signal.SIGKILL)
-    # It may have died before.
-    if os.getppid() != parent:
-        os._exit(1)

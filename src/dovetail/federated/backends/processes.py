@@ -13,7 +13,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,10 +27,12 @@ from dovetail.federated.backends.nursery import Nursery, nursery
 from dovetail.federated.backends.parcels import NOTE_SIZE, Block, Mailbox, Parcel, opened, packed
 from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
 from dovetail.federated.backends.sequential import attempted, fault
-from dovetail.trainers.interruption import listening
-from dovetail.trainers.relay import arithmetic, described, rebuilt, set_arithmetic, share_of_threads
+from dovetail.runtime.cores import num_cores
+from dovetail.runtime.processes import describe_exit
+from dovetail.runtime.relay import circumstances, described, rebuilt, set_circumstances
+from dovetail.runtime.signals import listening
 
-__all__ = ["Process", "live", "num_cores"]
+__all__ = ["Process", "live"]
 
 # Seconds that a worker has to leave by itself when there is nothing to do any more.
 _GRACE = 2.0
@@ -140,7 +141,7 @@ class Process(Pool[_ProcessSeat]):
                 note = _heard(seat.connection)
             except (EOFError, OSError):
                 self._leave(seat, _GRACE)
-                yield seat, Lost(_ending(seat.exit_code))
+                yield seat, Lost(f"its process {describe_exit(seat.exit_code)}")
                 continue
             news = opened(*seat.outbox.fetch(note))
             if isinstance(news, Mapping):
@@ -167,19 +168,8 @@ class Process(Pool[_ProcessSeat]):
             seat.connection.close()
 
 
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def _circumstances(num_workers: int) -> dict[str, Any]:
-    return {
-        "path": sys.path,
-        "folder": os.getcwd(),
-        "environment": dict(os.environ),
-        "arithmetic": arithmetic(),
-        "num_threads": share_of_threads(num_workers),
-    }
+    return {**circumstances(num_workers), "folder": os.getcwd(), "environment": dict(os.environ)}
 
 
 def _held_by_several(work: Sequence[Work]) -> dict[int, Any]:
@@ -210,14 +200,6 @@ def _sendable(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
         raise ConfigError(f"a task or a client's state cannot be sent to other processes: {error}") from error
 
 
-def _ending(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = " (the system does so when memory is short)" if name == "SIGKILL" else ""
-        return f"its process was ended by {name}{hint}"
-    return f"its process ended with exit code {exit_code}"
-
-
 # ------------------------------------------------------------------ in a worker
 
 
@@ -236,8 +218,8 @@ def live(descriptors: Sequence[int]) -> None:
         connection.sendall(outbox.post(parcel.content, parcel.bulk))
 
     with suppress(EOFError, ConnectionError), listening():
-        (circumstances, content, places), _ = inbox.fetch(_heard(connection))
-        _settle(circumstances)
+        (found, content, places), _ = inbox.fetch(_heard(connection))
+        _settle(found)
         try:
             memory = cargo.mapped()
             worker: Worker = opened(content, [memory[start : start + length] for start, length in places])
@@ -268,10 +250,10 @@ def _heard(connection: socket.socket) -> bytes:
     return note
 
 
-def _settle(circumstances: Mapping[str, Any]) -> None:
+def _settle(found: Mapping[str, Any]) -> None:
     """Be where the server is, and compute as it does."""
-    sys.path[:] = circumstances["path"]
-    os.chdir(circumstances["folder"])
+    os.chdir(found["folder"])
     os.environ.clear()
-    os.environ.update(circumstances["environment"])
-    set_arithmetic(circumstances["arithmetic"], circumstances["num_threads"])
+    os.environ.update(found["environment"])
+    # Afterwards, because it sets a variable, too.
+    set_circumstances(found)

@@ -23,9 +23,9 @@ from dovetail.federated.callbacks import ClientCallback
 from dovetail.federated.fleet import FleetTrainer, Member, why_alone
 from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
 from dovetail.federated.postprocess import Chain
-from dovetail.federated.seeds import mix
 from dovetail.federated.states import ClientState
 from dovetail.overrides import defines, is_ours, reject_lost_overrides
+from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
@@ -304,7 +304,7 @@ class Client:
         core: Any = self.trainer
         core.strategies.begin_client(core.context)
         data = self.datasource.train_data(task.client_id)
-        return Member(before, data, mix(task.seed, "order"), core.context.client.state, task.payload)
+        return Member(before, data, derive_seed(task.seed, "order"), core.context.client.state, task.payload)
 
     def _answer(
         self,
@@ -371,7 +371,7 @@ class Client:
         core.forget_loaders()
         core.configure(task.config)
         context.state.clear()
-        context.state.update(self._fresh["shared"], order_seed=mix(task.seed, "order"))
+        context.state.update(self._fresh["shared"], order_seed=derive_seed(task.seed, "order"))
         if self._fresh["strategies"]:
             core.strategies.load_state_dict(copy.deepcopy(self._fresh["strategies"]))
         for callback, first in self._fresh["callbacks"]:

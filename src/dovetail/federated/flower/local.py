@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from dovetail.errors import DovetailError
+from dovetail.runtime.processes import end_with_parent
 
 __all__ = ["LocalFlower"]
 
 _HOST = "127.0.0.1"
 _PATIENCE = 120.0
-_KILLED_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 # Nothing is told to anybody, and tasks begin when they come.
 _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -113,7 +111,7 @@ class LocalFlower:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_ended_with(os.getpid()),
+                preexec_fn=end_with_parent(os.getpid(), signal.SIGTERM),
             )
         self._processes.append(process)
         return process
@@ -139,21 +137,6 @@ class LocalFlower:
             process.wait()
         self._processes.clear()
         self.nodes.clear()
-
-
-def _ended_with(parent: int) -> Callable[[], None] | None:
-    """Return what lets the kernel end a new process with its parent, where a kernel does so."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def run() -> None:
-        prctl(_KILLED_WITH_PARENT, signal.SIGTERM)
-        # It may have died before.
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return run
 
 
 def _free_port() -> int:

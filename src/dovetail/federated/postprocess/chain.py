@@ -12,7 +12,7 @@ from dovetail.errors import ConfigError
 from dovetail.federated.messages import Fault, Task, Update, Weights
 from dovetail.federated.postprocess.base import Codec, Gathering, Postprocessor, Upload
 from dovetail.federated.postprocess.registry import make
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import derive_seed
 
 __all__ = ["Chain"]
 
@@ -87,7 +87,7 @@ class Chain:
         keeping = {}
         for position, step in enumerate(self.steps):
             own = dict(kept.get(str(position), {}))
-            update = step.encode(update, Upload(task, mix(task.seed, _KEY, position), own))
+            update = step.encode(update, Upload(task, derive_seed(task.seed, _KEY, position), own))
             if own:
                 keeping[str(position)] = own
         if keeping:
@@ -116,7 +116,7 @@ class Chain:
     def aggregated(self, mean: Weights, updates: Sequence[Update], gathering: Gathering) -> Weights:
         """Take the mean of a round's decoded updates through all steps, on the server."""
         for position, step in reversed(list(enumerate(self.steps))):
-            own = replace(gathering, seed=mix(gathering.seed, _KEY, position))
+            own = replace(gathering, seed=derive_seed(gathering.seed, _KEY, position))
             mean = step.aggregated(mean, updates, own)
         return mean
 
@@ -127,7 +127,7 @@ class Chain:
             ConfigError: A step is no codec: it says something of updates only.
         """
         for position, codec in enumerate(self._codecs()):
-            weights = codec.pack(weights, torch.Generator().manual_seed(mix(seed, _KEY, position)))
+            weights = codec.pack(weights, torch.Generator().manual_seed(derive_seed(seed, _KEY, position)))
         return weights
 
     def unpack(self, weights: Weights) -> Weights:

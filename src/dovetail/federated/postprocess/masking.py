@@ -12,7 +12,7 @@ from torch import Tensor
 from dovetail.errors import ConfigError, DataError
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
-from dovetail.federated.seeds import mix
+from dovetail.runtime.seeds import derive_seed
 
 __all__ = ["PairwiseMasks"]
 
@@ -127,7 +127,7 @@ class PairwiseMasks(Postprocessor):
         mask = torch.zeros(length, dtype=_DTYPES[self.bits])
         if own == other:
             return mask
-        seed = mix(self.seed, current_round, min(own, other), max(own, other))
+        seed = derive_seed(self.seed, current_round, min(own, other), max(own, other))
         mask.random_(-(2 ** (self.bits - 1)), None, generator=torch.Generator().manual_seed(seed))
         return mask if own < other else -mask
 

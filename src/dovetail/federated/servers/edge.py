@@ -14,9 +14,9 @@ from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.clients.simple import Client
 from dovetail.federated.config import FederatedConfig, ResultsConfig
 from dovetail.federated.messages import Fault, Task, Update
-from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection
 from dovetail.federated.states import ClientState
+from dovetail.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server
@@ -162,7 +162,7 @@ class Edge:
         selection = copy.deepcopy(self._silos.selection)
         if silo > 1:
             # Or else all would ask the same places of their lists.
-            selection.seed = mix(selection.seed, "silo", silo)
+            selection.seed = derive_seed(selection.seed, "silo", silo)
         rounds = task.round * config.algorithm.local_rounds
         server = Server(
             self._model,

@@ -32,7 +32,6 @@ from dovetail.federated.postprocess import Chain, Gathering
 from dovetail.federated.postprocess.base import EVERYONE
 from dovetail.federated.records import ClientsEvaluation, RoundRecord, accuracy_of_clients, client_metrics
 from dovetail.federated.robust import make_aggregator
-from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection, RandomSelection, selections
 from dovetail.federated.servers.edge import Silos
 from dovetail.federated.servers.refusals import (
@@ -46,8 +45,9 @@ from dovetail.federated.servers.results import with_results
 from dovetail.federated.states import ClientStates, StoredClientStates
 from dovetail.federated.validation import admit, check_update
 from dovetail.overrides import defines, reject_lost_overrides
+from dovetail.runtime.seeds import derive_seed as mix
+from dovetail.runtime.signals import listening
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.interruption import listening
 from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 

@@ -7,7 +7,6 @@ what federation it is by Flower's run configuration, and the server tells its ro
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -29,6 +28,7 @@ from dovetail.federated.records import ClientsEvaluation, RoundRecord
 from dovetail.federated.servers.building import federation
 from dovetail.federated.servers.fedavg import Server
 from dovetail.federated.servers.results import with_results
+from dovetail.runtime.cores import num_cores
 
 __all__ = ["clientapp", "run_on_flower", "serverapp"]
 
@@ -54,7 +54,7 @@ def run_on_flower(
     """
     server = config.server
     nodes = num_nodes or server.num_workers or config.trainer.max_concurrency
-    nodes = min(nodes or os.cpu_count() or 1, config.clients.per_round, config.clients.total_clients)
+    nodes = min(nodes or num_cores(), config.clients.per_round, config.clients.total_clients)
     # Flower's processes work elsewhere.
     paths = {"checkpoint_path": server.checkpoint_path, "states_path": server.states_path}
     config = config.with_settings(**{name: str(Path(path).absolute()) for name, path in paths.items() if path})

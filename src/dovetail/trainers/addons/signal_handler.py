@@ -7,8 +7,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from dovetail.runtime.signals import Interrupted
 from dovetail.trainers.addons.core import AddOnBase
-from dovetail.trainers.interruption import Interrupted
 from dovetail.units import counted
 
 __all__ = ["SignalHandlerAddon"]

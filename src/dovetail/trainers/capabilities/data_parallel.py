@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from dovetail.data import Share
 from dovetail.distributed import Group, PeerError, is_launched
 from dovetail.errors import ConfigError
+from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Launcher
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
@@ -112,7 +113,7 @@ class DataParallel(Capability):
         self._start_alike(group)
         if is_fresh and group.rank:
             # Alike in all but noise: dropout and augmentation draw something else in every process.
-            seed_everything(_seed_of(context.state["order_seed"], 0, group.rank))
+            seed_everything(derive_seed(context.state["order_seed"], 0, group.rank, rule="rank"))
         # Nothing is left of a step that an error has cut short.
         self._layouts.clear()
         self._turn, context.run.batch.is_idle = _Turn(), False
@@ -162,7 +163,9 @@ class DataParallel(Capability):
             with restoring("data_parallel.rng"):
                 set_rng_state(kept["rng"][rank])
         elif rank:
-            seed_everything(_seed_of(self.context.state["order_seed"], self.context.progress.batches, rank))
+            seed_everything(
+                derive_seed(self.context.state["order_seed"], self.context.progress.batches, rank, rule="rank")
+            )
 
     def settle(self) -> None:
         """Let every process know whether any was asked to stop."""
@@ -497,7 +500,3 @@ def _dense(gradient: Tensor | None, part: Tensor) -> Tensor:
     if gradient is None:
         return torch.zeros_like(part)
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _seed_of(seed: int, batches: int, rank: int) -> int:
-    return hash((seed, batches, rank)) % 2**63

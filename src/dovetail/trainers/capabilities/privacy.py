@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import secrets
 import warnings
@@ -25,6 +24,7 @@ from dovetail.data.slicing import rows_in_memory
 from dovetail.distributed import Group
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
+from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import restoring
@@ -240,8 +240,7 @@ class DifferentialPrivacy(Capability):
         total = num_batches(loader)
         assert total is not None
         # Its own seed for every epoch: one that is resumed draws again what it drew.
-        digest = hashlib.sha256(f"{self._seed}, {progress.epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, progress.epoch, rule="poisson"))
         sampler = require("opacus.utils.uniform_sampler", "privacy").UniformWithReplacementSampler(
             num_samples=sampling.num_samples,
             sample_rate=sampling.rate,

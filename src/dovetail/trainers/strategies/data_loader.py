@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from dovetail.data import DataLoader, SamplerSource, as_loader
 from dovetail.errors import DataError
+from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.strategies.base import DataLoaderStrategy
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.units import check_count
@@ -297,7 +298,7 @@ class _SizedBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         indices = list(self._order)
         if self._shuffles:
-            generator = torch.Generator().manual_seed((self._seed + 0x9E3779B9 * self._epoch) % 2**63)
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, self._epoch, rule="sized_batches"))
             indices = [indices[place] for place in torch.randperm(len(indices), generator=generator).tolist()]
         for start in range(0, len(indices), self.batch_size):
             yield indices[start : start + self.batch_size]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +17,19 @@ import torch
 from dovetail import errors
 from dovetail.checkpoint.encoding import encode
 from dovetail.errors import CheckpointError, DovetailError, add_note
+from dovetail.runtime.cores import threads_per_process
 
 __all__ = [
     "TrainingProcessError",
     "arithmetic",
+    "circumstances",
     "described",
     "is_storable",
+    "load_error",
     "rebuilt",
+    "saved_error",
     "set_arithmetic",
+    "set_circumstances",
     "share_of_threads",
 ]
 
@@ -32,9 +39,8 @@ class TrainingProcessError(DovetailError):
 
 
 def share_of_threads(limit: int) -> int:
-    """Threads for each of `limit` processes; more than there are cores wait for each other, spinning."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), cores // limit))
+    """Return the threads of torch for each of `limit` processes: a share of the cores, at most as many as here."""
+    return min(torch.get_num_threads(), threads_per_process(limit))
 
 
 def arithmetic() -> dict[str, Any]:
@@ -64,6 +70,22 @@ def set_arithmetic(found: Mapping[str, Any], num_threads: int) -> None:
     torch.set_float32_matmul_precision(found["precision"])
 
 
+def circumstances(num_processes: int) -> dict[str, Any]:
+    """Return what each of several worker processes is given for `set_circumstances`: where modules are, and arithmetic.
+
+    Example:
+        >>> sorted(circumstances(2))
+        ['arithmetic', 'num_threads', 'path']
+    """
+    return {"path": sys.path, "arithmetic": arithmetic(), "num_threads": share_of_threads(num_processes)}
+
+
+def set_circumstances(found: Mapping[str, Any]) -> None:
+    """Import from where another process does, and compute as it does."""
+    sys.path[:] = found["path"]
+    set_arithmetic(found["arithmetic"], found["num_threads"])
+
+
 def is_storable(name: str, value: Any) -> bool:
     """Whether a value can be brought back."""
     try:
@@ -84,6 +106,27 @@ def described(error: Exception) -> dict[str, Any]:
         "notes": list(getattr(error, "__notes__", [])),
         "traceback": "".join(traceback.format_exception(error)),
     }
+
+
+@contextmanager
+def saved_error(path: Path, **details: Any) -> Iterator[None]:
+    """Write an error of a worker process to a file, for `load_error`, and end the process with exit code 1.
+
+    Args:
+        path: The file, which is written only after an error.
+        details: Plain values that are stored with it.
+    """
+    try:
+        yield
+    except Exception as error:
+        path.write_text(json.dumps({**described(error), **details}), encoding="utf-8")
+        raise SystemExit(1) from None
+
+
+def load_error(path: Path) -> dict[str, Any]:
+    """Return the error in a file of `saved_error`, for `rebuilt`."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def rebuilt(described: Mapping[str, Any]) -> Exception:

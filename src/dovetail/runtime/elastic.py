@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from dovetail.runtime.signals import preserved_handlers
 
 __all__ = ["RunResult", "run_workers"]
 
@@ -115,15 +116,11 @@ def _quiet_elastic() -> Iterator[None]:
     # Each of its modules has a logger with a level of its own.
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     levels = {name: logging.getLogger(name).level for name in names}
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
     for name in names:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        yield
+        with preserved_handlers(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            yield
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Processes, signals, cores, seeds and the Ray connection: one of each, for every package above."""

@@ -1,0 +1,34 @@
+"""Cores, graphics cards and threads that this process may use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+__all__ = ["graphics_cards", "num_cores", "threads_per_process"]
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def graphics_cards() -> list[str]:
+    """Return the names of the graphics cards that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [card for card in visible.split(",") if card and card != "-1"]
+    with suppress(OSError):
+        return [str(number) for number, _ in enumerate(os.listdir("/proc/driver/nvidia/gpus"))]
+    return []
+
+
+def threads_per_process(num_processes: int) -> int:
+    """Return how many threads each of several processes gets; more threads than cores wait for each other, spinning.
+
+    Example:
+        >>> threads_per_process(10**6)
+        1
+    """
+    return max(1, num_cores() // num_processes)

@@ -1,0 +1,201 @@
+"""Handlers of Ctrl-C and SIGTERM, and the error that ends an interrupted run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Protocol
+
+__all__ = [
+    "Interrupted",
+    "SignalHandler",
+    "Stoppable",
+    "announce",
+    "collect_signals",
+    "heeding_signals",
+    "ignore_interrupts",
+    "listening",
+    "preserved_handlers",
+]
+
+_DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """Training was ended by a signal, after the running update and with a checkpoint where there is a place for one.
+
+    Left alone it ends the program with the exit code 128 + signal (130 for Ctrl-C, 143 for SIGTERM) and no traceback.
+
+    Args:
+        number: The signal.
+        at_once: Whether it was the second one, so that training broke off where it was and nothing was saved.
+    """
+
+    def __init__(self, number: int, *, at_once: bool = False) -> None:
+        super().__init__(128 + number)
+        self.code = 128 + number
+        self.number = number
+        self.at_once = at_once
+
+
+class SignalHandler:
+    """Calls a function for every SIGINT and SIGTERM, from `start` to `close`, which restores the previous handlers.
+
+    Python allows handlers in the main thread only; in any other thread nothing is replaced.
+
+    Args:
+        receive: Called with the number of the signal. It may call `close`, so that a second signal acts as before.
+        replaces_all: Replace also handlers that the user has set; otherwise only Python's own.
+
+    Example:
+        >>> received = []
+        >>> with SignalHandler(received.append, replaces_all=True):
+        ...     signal.raise_signal(signal.SIGTERM)
+        >>> received == [signal.SIGTERM]
+        True
+    """
+
+    def __init__(self, receive: Callable[[int], object], *, replaces_all: bool = False) -> None:
+        self._receive = receive
+        self._replaces_all = replaces_all
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalHandler:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Replace the handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, default in _DEFAULTS.items():
+            previous = signal.getsignal(number)
+            if self._replaces_all or previous == default:
+                self._previous[number] = previous
+                signal.signal(number, self._handle)
+
+    def close(self) -> None:
+        """Restore the handlers that `start` has replaced."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._receive(number)
+
+
+def announce(number: int, sentence: str) -> None:
+    """Write a line about a signal to the terminal, from inside of a handler."""
+    # Not print: the signal may have come while the program was writing to the same stream.
+    with suppress(OSError):
+        os.write(2, f"\n{signal.Signals(number).name}{sentence}\n".encode())
+
+
+@contextmanager
+def collect_signals(sentences: Sequence[str]) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in a list instead of ending the process; in other threads than the main one, nothing.
+
+    Args:
+        sentences: What to announce after the first signal, the second one, …; the last sentence is repeated.
+    """
+    received: list[int] = []
+
+    def receive(number: int) -> None:
+        received.append(number)
+        announce(number, f": {sentences[min(len(received), len(sentences)) - 1]}")
+
+    with SignalHandler(receive, replaces_all=True):
+        yield received
+
+
+@contextmanager
+def preserved_handlers(*numbers: int) -> Iterator[None]:
+    """Restore the handlers that a library has replaced meanwhile; in other threads than the main one, nothing."""
+    previous = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def ignore_interrupts() -> None:
+    """Ignore SIGINT in a worker process: Ctrl-C reaches all processes of a terminal, and the caller ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# ------------------------------------------------------------------ training runs
+
+
+class Stoppable(Protocol):
+    """A run that a signal can stop."""
+
+    def stop(self, reason: str, signal: int | None = None) -> None:
+        """Request the end of the run after the running update."""
+
+
+class _RunSignals:
+    """Stops the current run at the first signal, and ends it at once at the second; between runs, acts as Python."""
+
+    def __init__(self) -> None:
+        self.run: Stoppable | None = None
+        self.is_stopping = False
+
+    def receive(self, number: int) -> None:
+        if self.run is None:
+            signal.signal(number, _DEFAULTS[number])
+            signal.raise_signal(number)
+        elif self.is_stopping:
+            announce(number, " again: leaving at once")
+            raise Interrupted(number, at_once=True)
+        else:
+            self.is_stopping = True
+            self.run.stop(f"interrupted by {signal.Signals(number).name}", number)
+            announce(number, ": finishing the running update, then leaving (again to leave at once)")
+
+
+_run_signals: _RunSignals | None = None
+
+
+@contextmanager
+def listening() -> Iterator[_RunSignals | None]:
+    """Install the handlers once for all runs inside: for each run it would take longer than a small batch of a client.
+
+    Handlers of the user stay, and so do all of them outside of the main thread.
+    """
+    global _run_signals
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    if _run_signals is not None:
+        yield _run_signals
+        return
+    _run_signals = _RunSignals()
+    try:
+        with SignalHandler(_run_signals.receive):
+            yield _run_signals
+    finally:
+        _run_signals = None
+
+
+@contextmanager
+def heeding_signals(run: Stoppable) -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into a stop of the run, and the second into its immediate end."""
+    with listening() as signals:
+        if signals is None or signals.run is not None:
+            # A run inside another one: the signal stops the outer one.
+            yield
+            return
+        signals.run, signals.is_stopping = run, False
+        try:
+            yield
+        finally:
+            signals.run = None
