@@ -123,7 +123,7 @@ def test_the_tracker_keeps_no_graph() -> None:
     tracker = LossTracker()
     activation = Activation()
     alive = weakref.ref(activation)
-    loss = Identity.apply(torch.ones((), requires_grad=True), activation)
+    loss = Identity.apply(torch.ones((), requires_grad=True), activation)  # type: ignore[no-untyped-call]
     tracker.update(loss)
     del activation
     assert alive() is not None

@@ -53,8 +53,8 @@ def make() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def scripted(make: Callable[..., Any]) -> Callable[..., Scripted]:
-    def scripted(*callbacks: Any, **options: Any) -> Scripted:
+def scripted(make: Callable[..., Any]) -> Callable[..., Any]:
+    def scripted(*callbacks: Any, **options: Any) -> Any:
         return make(*callbacks, kind=Scripted, **options)
 
     return scripted

@@ -113,7 +113,7 @@ def test_stop_when_waits_for_a_small_loss(scripted: Callable[..., Any]) -> None:
     assert trainer.context.progress.epoch == 3
 
 
-STOPPERS = {
+STOPPERS: dict[str, tuple[Callable[[], Any], tuple[float, ...], str]] = {
     "early": (lambda: EarlyStopping(patience=2, restore_best=True), (3.0, 2.0, 2.5, 2.2, 1.0), "loss"),
     "window": (lambda: ImprovementWindow(3, 0.01), ACCURACIES, "accuracy"),
     "when": (lambda: StopWhen("valid_accuracy", 0.3), ACCURACIES, "accuracy"),

@@ -23,7 +23,7 @@ def by_hand(trainer: Any, clip: Any, num_epochs: int = 2, accumulate: Any = 1) -
     for _ in range(num_epochs):
         for inputs, targets in zip(x.split(8 * accumulate), y.split(8 * accumulate), strict=True):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
+            nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             sizes.append(clip(model.parameters()))
             optimizer.step()
     return sizes

@@ -11,7 +11,7 @@ from dovetail.trainers.context import TrainingContext
 
 class Plato(TrainerCallback):
     def __init__(self) -> None:
-        self.seen = []
+        self.seen: list[Any] = []
 
     def on_train_step_end(self, trainer: Any, config: Any, batch: Any = None, loss: Any = None, **kwargs: Any) -> None:
         self.seen.append((trainer, config, batch, loss))

@@ -12,7 +12,7 @@ from dovetail.units import Epochs
 
 
 def test_functions_are_called_with_the_arguments_of_their_hooks(make: Callable[..., Any]) -> None:
-    seen = []
+    seen: list[Any] = []
     callback = LambdaCallback(
         on_epoch_end=lambda context, metrics: seen.append((context.progress.epoch, sorted(metrics))),
         on_train_end=lambda context: seen.append("end"),
@@ -33,7 +33,7 @@ def test_an_unknown_hook_names_the_nearest() -> None:
 
 def test_a_value_that_is_no_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="on_epoch_end: expected a function, got 3"):
-        LambdaCallback(on_epoch_end=3)
+        LambdaCallback(on_epoch_end=3)  # type: ignore[arg-type]
 
 
 def test_it_reaches_another_process() -> None:

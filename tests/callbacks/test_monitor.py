@@ -34,7 +34,7 @@ def test_a_name_that_says_nothing_needs_a_mode(name: str) -> None:
 
 def test_a_wrong_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected 'min', 'max' or None, got 'up'"):
-        StopWhen("valid_loss", 0.1, mode="up")
+        StopWhen("valid_loss", 0.1, mode="up")  # type: ignore[arg-type]
 
 
 def test_a_missing_metric_of_validation_names_the_nearest(scripted: Callable[..., Any]) -> None:

@@ -37,7 +37,7 @@ def test_it_names_the_batch_and_the_value(make: Callable[..., Any], value: Any, 
 
 
 def test_it_can_stop_in_good_order(make: Callable[..., Any]) -> None:
-    ended = []
+    ended: list[Any] = []
     trainer = make(
         NonFiniteLoss("stop"),
         LambdaCallback(on_train_end=ended.append),
@@ -75,4 +75,4 @@ def test_weights_are_not_touched(make: Callable[..., Any]) -> None:
 
 def test_an_unknown_action_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected 'raise', 'stop' or 'warn', got 'ignore'"):
-        NonFiniteLoss("ignore")
+        NonFiniteLoss("ignore")  # type: ignore[arg-type]

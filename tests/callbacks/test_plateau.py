@@ -98,4 +98,4 @@ def test_meaningless_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"factor: expected a number between 0 and 1, got 1\.5"):
         ReduceOnPlateau(factor=1.5)
     with pytest.raises(ConfigError, match="threshold_mode: expected 'rel' or 'abs', got 'x'"):
-        ReduceOnPlateau(threshold_mode="x")
+        ReduceOnPlateau(threshold_mode="x")  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ def terminal(width: int = 120) -> Console:
 
 
 def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
@@ -238,7 +239,7 @@ def test_an_epoch_resumed_in_its_middle_is_shown_from_there(make: Callable[..., 
 
 
 def test_a_notebook_has_one_output_that_is_updated(make: Callable[..., Any]) -> None:
-    outputs = []
+    outputs: list[list[Any]] = []
 
     class Handle:
         def update(self, content: Any, *, raw: Any) -> None:
@@ -266,13 +267,17 @@ def test_a_notebook_has_one_output_that_is_updated(make: Callable[..., Any]) -> 
 
 
 def test_short_epochs_do_not_flood_a_notebook() -> None:
-    messages = []
+    messages: list[Any] = []
 
     class Handle:
         def update(self, content: Any, *, raw: Any) -> None:
             messages.append(content)
 
-    notebook = _Notebook(1e9, lambda content, raw, display_id: messages.append(content) or Handle())
+    def display(content: Any, *, raw: Any, display_id: Any) -> Handle:
+        messages.append(content)
+        return Handle()
+
+    notebook = _Notebook(1e9, display)
     for number in range(1000):
         notebook.print(Text(f"line {number}"))
     notebook.close()

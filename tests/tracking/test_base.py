@@ -41,7 +41,8 @@ def test_a_histogram_does_not_follow_its_tensor() -> None:
 
 def test_values_are_told_apart(figure: Any) -> None:
     histogram = Histogram([1.0])
-    found = sort({"a": 1, "b": torch.tensor([2.0]), "c": np.float32(3), "h": histogram, "valid/f": figure})
+    values: dict[str, Any] = {"b": torch.tensor([2.0]), "c": np.float32(3)}
+    found = sort({"a": 1, **values, "h": histogram, "valid/f": figure})
     assert found.numbers == {"a": 1.0, "b": 2.0, "c": 3.0}
     assert found.histograms == {"h": histogram}
     assert found.figures == {"valid/f": figure}
@@ -49,7 +50,7 @@ def test_values_are_told_apart(figure: Any) -> None:
 
 def test_a_tensor_with_several_elements_is_refused_with_its_shape() -> None:
     with pytest.raises(ConfigError, match=r"'output'.*got a tensor of shape \(2, 3\)"):
-        sort({"output": torch.zeros(2, 3)})
+        sort({"output": torch.zeros(2, 3)})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "/etc/x", "a//b", "a/../../b", "a\\b", "a\0", "c:x"])

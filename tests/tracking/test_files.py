@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -28,7 +28,9 @@ def read(logger: Any) -> list[tuple[int, str, float]]:
 
 
 @FORMATS
-def test_the_metrics_are_those_of_the_history(make: Callable[..., Any], tmp_path: Path, format: str) -> None:
+def test_the_metrics_are_those_of_the_history(
+    make: Callable[..., Any], tmp_path: Path, format: Literal["csv", "jsonl"]
+) -> None:
     logger = FolderLogger(tmp_path / "new", format)
     history = make(Tracker(logger)).fit(max_length=Epochs(2))
     rows = read(logger)
@@ -40,7 +42,7 @@ def test_the_metrics_are_those_of_the_history(make: Callable[..., Any], tmp_path
 @FORMATS
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(
-    make: Callable[..., Any], tmp_path: Path, format: str, cut: Any
+    make: Callable[..., Any], tmp_path: Path, format: Literal["csv", "jsonl"], cut: Any
 ) -> None:
     straight, cut_off, resumed = (FolderLogger(tmp_path / name, format) for name in ("straight", "cut", "cut"))
     make(Tracker(straight, histograms_every=2)).fit(max_length=Epochs(3))
@@ -56,7 +58,7 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(
 
 
 @FORMATS
-def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path, format: str) -> None:
+def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path, format: Literal["csv", "jsonl"]) -> None:
     logger = FolderLogger(tmp_path, format)
     logger.start(Run("a"))
     logger.log({"x": 1.0}, 1)
@@ -67,7 +69,7 @@ def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path, format: str)
 
 
 @FORMATS
-def test_numbers_that_are_not_finite_are_kept(tmp_path: Path, format: str) -> None:
+def test_numbers_that_are_not_finite_are_kept(tmp_path: Path, format: Literal["csv", "jsonl"]) -> None:
     logger = FolderLogger(tmp_path, format)
     logger.start(Run("a", hyperparameters={"limit": math.inf}))
     logger.log({"x": math.nan, "y": -math.inf}, 1)
@@ -126,7 +128,7 @@ def test_every_run_has_a_folder_of_its_own(make: Callable[..., Any], tmp_path: P
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'jsonl'"):
-        FolderLogger(tmp_path, "json")
+        FolderLogger(tmp_path, "json")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="label: expected one name"):
         FolderLogger(tmp_path, label="a/b")
     with pytest.raises(ConfigError, match="expected a name"):
@@ -136,7 +138,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv"])
-def test_a_damaged_line_does_not_turn_the_logger_off(make: Callable[..., Any], tmp_path: Path, format: str) -> None:
+def test_a_damaged_line_does_not_turn_the_logger_off(
+    make: Callable[..., Any], tmp_path: Path, format: Literal["csv", "jsonl"]
+) -> None:
     logger = FolderLogger(tmp_path / "runs", format)
     trainer = make(Tracker(logger))
     trainer.fit(max_length=Epochs(1))

@@ -47,7 +47,9 @@ def runs(store: Any) -> Any:
     client = mlflow.MlflowClient(tracking_uri=store)
 
     def runs() -> Any:
-        found = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+        experiment = client.get_experiment_by_name("digits")
+        assert experiment is not None
+        found = client.search_runs([experiment.experiment_id])
         return [(run, lambda name, run=run: client.get_metric_history(run.info.run_id, name)) for run in found]
 
     return runs

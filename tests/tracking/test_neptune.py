@@ -23,7 +23,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[R
     pytest.importorskip("neptune", reason="neptune is not installed; its boto3 needs python-dateutil below 3")
     monkeypatch.chdir(tmp_path)
 
-    def read() -> Callable[[], list[Read]]:
+    def read() -> list[Read]:
         folders = sorted((tmp_path / ".neptune" / "offline").iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
         return [Read(folder) for folder in folders]
 
@@ -33,9 +33,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[R
 class Read:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.fields: dict = {}
-        self.series: dict = {}
-        self.files: dict = {}
+        self.fields: dict[str, Any] = {}
+        self.series: dict[str, Any] = {}
+        self.files: dict[str, Any] = {}
         decoder = json.JSONDecoder()
         text = "".join(path.read_text() for path in sorted(folder.glob("data-*.log")))
         while text := text.lstrip():

@@ -22,7 +22,7 @@ def read(path: Path) -> Any:
     return events
 
 
-def scalars(events: Any, name: str) -> list[tuple[int, float]]:
+def scalars(events: Any, name: str) -> list[tuple[int, Any]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 

@@ -22,6 +22,7 @@ from dovetail.tracking import (
     Tracker,
     WandBLogger,
 )
+from dovetail.trainers.basic import Trainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.units import Batches, Epochs
 
@@ -82,12 +83,16 @@ def test_histograms_are_those_of_the_weights_and_of_the_gradients_that_led_to_th
     logger = memory()
     gradients, weights = [], []
 
+    def first_weight(context: TrainingContext) -> Any:
+        model: Any = context.model
+        return model[0].weight
+
     class Watch(Callback):
         def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
-            gradients.append(context.model[0].weight.grad.clone())
+            gradients.append(first_weight(context).grad.clone())
 
         def on_update(self, context: TrainingContext) -> None:
-            weights.append(context.model[0].weight.detach().clone())
+            weights.append(first_weight(context).detach().clone())
 
     make(Tracker(logger, histograms_every=2), Watch()).fit(max_length=Epochs(1))
     for name, tensors in (("gradients/0.weight", gradients), ("weights/0.weight", weights)):
@@ -100,7 +105,7 @@ def test_histograms_are_those_of_the_weights_and_of_the_gradients_that_led_to_th
 def test_gradients_of_a_step_that_was_skipped_are_not_shown(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
 
-    class Skipping(type(make())):
+    class Skipping(Trainer):
         def optimizer_step(self, optimizer: Optimizer) -> bool:
             return super().optimizer_step(optimizer) if self.context.progress.batches != 1 else False
 
@@ -121,7 +126,8 @@ def test_a_figure_of_the_user_is_logged_at_the_running_step(
 def test_numbers_of_the_user_are_logged(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     tracker = Tracker(logger)
-    count = LambdaCallback(on_epoch_end=lambda context, metrics: tracker.log({"mine": torch.tensor(3.0)}, step=99))
+    mine: dict[str, Any] = {"mine": torch.tensor(3.0)}
+    count = LambdaCallback(on_epoch_end=lambda context, metrics: tracker.log(mine, step=99))
     make(tracker, count).fit(max_length=Epochs(1))
     assert logger.series("mine") == [(99, torch.tensor(3.0))]
 
@@ -261,14 +267,15 @@ def test_a_tracker_with_all_loggers_can_be_sent_to_another_process(tmp_path: Pat
 
 
 def test_a_tracker_that_has_run_can_be_sent_to_another_process(make: Callable[..., Any], tmp_path: Path) -> None:
-    tracker = Tracker(FolderLogger(tmp_path))
+    logger = FolderLogger(tmp_path)
+    tracker = Tracker(logger)
     make(tracker).fit(max_length=Epochs(1))
-    assert pickle.loads(pickle.dumps(tracker)).loggers[0].path == tracker.loggers[0].path
+    assert pickle.loads(pickle.dumps(tracker)).loggers[0].path == logger.path
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"expected loggers such as .*, got 'runs'"):
-        Tracker("runs")
+        Tracker("runs")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="histograms_every: expected a number of updates"):
         Tracker(histograms_every=-1)
 
@@ -288,7 +295,7 @@ def test_a_callback_of_the_user_may_log_on_every_rank() -> None:
     try:
         Tracker().log({"x": 1.0})
         with pytest.raises(ConfigError, match="expected a number"):
-            Tracker().log({"x": "one"})
+            Tracker().log({"x": "one"})  # type: ignore[dict-item]
     finally:
         dist.destroy_process_group()
 

@@ -28,7 +28,7 @@ def make_logger(tmp_path: Path) -> Callable[..., WandBLogger]:
 def read(tmp_path: Path) -> Callable[[], list[Read]]:
     """Reads every offline run back, the oldest first."""
 
-    def read() -> Callable[[], list[Read]]:
+    def read() -> list[Read]:
         import wandb
 
         # Its process may still be writing when a run is finished; it has written all when it has ended.
@@ -42,11 +42,11 @@ class Read:
     """The records of a `.wandb` file: a LevelDB log, each of whose entries is a message of protocol buffers."""
 
     def __init__(self, path: Path) -> None:
-        from wandb.proto.wandb_internal_pb2 import Record
+        from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
         self.folder = path.parent
-        self.rows: list[dict] = []
-        self.config: dict = {}
+        self.rows: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
         self.run = self.exit = None
         for entry in entries(path.read_bytes()):
             record = Record.FromString(entry)
@@ -66,7 +66,7 @@ class Read:
 
 
 def items(found: Any) -> dict[str, Any]:
-    made: dict = {}
+    made: dict[str, Any] = {}
     for item in found:
         *outer, name = item.nested_key or [item.key]
         place = made
