@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install check lint types imports unit test docs bench torture clean
+.PHONY: help demo install check lint types imports unit test coverage docs bench torture clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -55,6 +55,10 @@ check: lint types imports unit ## the fast part: ruff, mypy, import contracts, u
 test: lint types imports       ## everything: check, slow and integration tests, doctests, examples
 	$(BIN)/python -m pytest -n 3 tests
 
+# Only packages whose tests take a few minutes; the list is also `include` in pyproject.toml, which has the floor.
+coverage: $(VENV)/.dev         ## branch coverage of callbacks, checkpoint, data, history and tracking, with a floor
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --cov=dovetail tests/callbacks tests/checkpoint tests/data tests/tracking tests/test_history.py
+
 docs: $(VENV)/.dev             ## the guide and the reference as a site, in build/docs
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 docs build/docs
 	@echo "build/docs/index.html"
@@ -67,4 +71,4 @@ bench: $(VENV)/.bench          ## side-by-side benchmarks, written to benchmarks
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:                         ## remove the environment and every cache
-	rm -rf $(VENV) build dist docs/project docs/api/*.rst .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist docs/project docs/api/*.rst .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage

@@ -141,7 +141,7 @@ def test_the_contents_have_one_row_for_every_page_of_the_guide() -> None:
 
 
 def is_ours(kind: Any) -> bool:
-    return kind.__module__.startswith("dovetail.")
+    return str(kind.__module__).startswith("dovetail.")
 
 
 def test_every_algorithm_has_a_row_and_a_page() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,12 @@ class Identity(torch.autograd.Function):
     """A node of the graph that holds on to an object."""
 
     @staticmethod
-    def forward(ctx, x, held):
+    def forward(ctx: Any, x: torch.Tensor, held: Any) -> torch.Tensor:
         ctx.held = held
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Any) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
@@ -122,7 +123,7 @@ def test_the_tracker_keeps_no_graph() -> None:
     tracker = LossTracker()
     activation = Activation()
     alive = weakref.ref(activation)
-    loss = Identity.apply(torch.ones((), requires_grad=True), activation)
+    loss = Identity.apply(torch.ones((), requires_grad=True), activation)  # type: ignore[no-untyped-call]
     tracker.update(loss)
     del activation
     assert alive() is not None
@@ -479,7 +480,7 @@ def test_a_row_that_did_not_fit_on_the_disk_leaves_no_trace(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda history: pickle.loads(pickle.dumps(history))])
-def test_a_copy_does_not_write_into_the_file(tmp_path: Path, make_copy) -> None:
+def test_a_copy_does_not_write_into_the_file(tmp_path: Path, make_copy: Callable[[Any], Any]) -> None:
     history = small_run()
     history.attach(tmp_path / "h.jsonl")
     twin = make_copy(history)

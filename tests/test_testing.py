@@ -90,7 +90,10 @@ optimizer(lambda: ours.RMSpropOptimizerStrategy(lr=0.01, centered=True))
 optimizer(
     lambda: ours.ParameterGroupOptimizerStrategy(
         torch.optim.Adam,
-        lambda model: [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.001}],
+        lambda model: [
+            {"params": model[0].parameters()},  # type: ignore[index]
+            {"params": model[2].parameters(), "lr": 0.001},  # type: ignore[index]
+        ],
         default_lr=0.01,
     )
 )
@@ -227,7 +230,7 @@ class TestCSVLogger(testing.CallbackContract):
         self.path = tmp_path / "log"
 
     def make(self) -> Callback:
-        return self.logger(self.path)
+        return self.logger(self.path)  # type: ignore[call-arg]
 
 
 class TestJSONLLogger(TestCSVLogger):
@@ -300,7 +303,8 @@ class DetachedPart(ours.LossCriterionStrategy):
     """Forgets half of its gradient."""
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
-        return functional.cross_entropy(outputs, labels) + outputs.square().mean().detach()
+        penalty: Tensor = outputs.square().mean().detach()
+        return functional.cross_entropy(outputs, labels) + penalty
 
 
 class InPlaceLoss(ours.LossCriterionStrategy):
@@ -311,7 +315,8 @@ class InPlaceLoss(ours.LossCriterionStrategy):
 
 class InfiniteLoss(ours.LossCriterionStrategy):
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
-        return outputs.sum() * math.inf
+        loss: Tensor = outputs.sum() * math.inf
+        return loss
 
 
 class SharedLoss(ours.CrossEntropyLossStrategy):

@@ -53,7 +53,7 @@ def test_a_unit_is_read_from_its_form_in_a_file() -> None:
 
 
 def test_units_of_different_kinds_differ() -> None:
-    assert Epochs(3) != Batches(3)
+    assert Epochs(3) != Batches(3)  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "3", True, None])

@@ -18,7 +18,7 @@ class Scripted(Trainer):
 
     valid: Iterable[dict[str, float] | None] = ()
 
-    def val_epoch(self):
+    def val_epoch(self) -> dict[str, float] | None:
         return next(self._values)
 
     def script(self, *values: float | dict[str, float] | None, name: str = "loss") -> Scripted:
@@ -27,7 +27,7 @@ class Scripted(Trainer):
 
 
 @pytest.fixture
-def data():
+def data() -> tuple[torch.Tensor, torch.Tensor]:
     return X, Y
 
 
@@ -53,8 +53,8 @@ def make() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def scripted(make) -> Callable[..., Scripted]:
-    def scripted(*callbacks: Any, **options: Any) -> Scripted:
+def scripted(make: Callable[..., Any]) -> Callable[..., Any]:
+    def scripted(*callbacks: Any, **options: Any) -> Any:
         return make(*callbacks, kind=Scripted, **options)
 
     return scripted

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,38 +16,38 @@ from dovetail.units import Batches, Epochs
 ACCURACIES = (0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3)
 
 
-def test_it_stops_after_so_many_values_without_an_improvement(scripted):
+def test_it_stops_after_so_many_values_without_an_improvement(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping(patience=2)).script(3.0, 2.0, 2.5, 2.2, 1.0)
     trainer.fit(max_length=Epochs(5))
     assert trainer.context.progress.epoch == 4
     assert trainer.context.run.stop_reason == "valid_loss has not improved 2 times in a row (best: 2 in epoch 2)"
 
 
-def test_an_improvement_starts_the_count_anew(scripted):
+def test_an_improvement_starts_the_count_anew(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping(patience=2)).script(3.0, 3.1, 2.0, 2.1, 2.2, 1.0)
     trainer.fit(max_length=Epochs(6))
     assert trainer.context.progress.epoch == 5
 
 
-def test_an_improvement_must_be_larger_than_min_delta(scripted):
+def test_an_improvement_must_be_larger_than_min_delta(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping(patience=2, min_delta=0.5)).script(3.0, 2.5, 2.6, 1.0)
     trainer.fit(max_length=Epochs(4))
     assert trainer.context.progress.epoch == 3
 
 
-def test_large_values_of_an_accuracy_are_good(scripted):
+def test_large_values_of_an_accuracy_are_good(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping("valid_accuracy", patience=1)).script(0.5, 0.6, 0.55, name="accuracy")
     trainer.fit(max_length=Epochs(9))
     assert trainer.context.progress.epoch == 3
 
 
-def test_nan_is_no_improvement_even_as_the_first_value(scripted):
+def test_nan_is_no_improvement_even_as_the_first_value(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping(patience=2)).script(math.nan, math.nan, 1.0)
     trainer.fit(max_length=Epochs(3))
     assert trainer.context.progress.epoch == 2
 
 
-def test_a_metric_of_training_is_looked_at_after_every_epoch(make):
+def test_a_metric_of_training_is_looked_at_after_every_epoch(make: Callable[..., Any]) -> None:
     stopping = EarlyStopping("train_loss", patience=1, min_delta=100.0)
     trainer = make(stopping)
     history = trainer.fit(max_length=Epochs(9))
@@ -53,14 +55,14 @@ def test_a_metric_of_training_is_looked_at_after_every_epoch(make):
     assert stopping.best == history.get_metric_values("train_loss")[0]
 
 
-def test_a_validation_inside_an_epoch_can_stop(scripted):
+def test_a_validation_inside_an_epoch_can_stop(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping(patience=1)).script(1.0, 2.0, 3.0)
     trainer.fit(max_length=Epochs(3), validation_period=Batches(3))
     assert trainer.context.progress.batches == 6
 
 
 @pytest.mark.parametrize("num_epochs", [3, 9], ids=["length reached", "stopped"])
-def test_the_best_weights_are_restored(scripted, num_epochs):
+def test_the_best_weights_are_restored(scripted: Callable[..., Any], num_epochs: int) -> None:
     seen = []
     recorder = LambdaCallback(
         on_validation_end=lambda context, metrics: seen.append(copy.deepcopy(context.model.state_dict()))
@@ -72,7 +74,7 @@ def test_the_best_weights_are_restored(scripted, num_epochs):
     assert not torch.equal(best["0.weight"], last["0.weight"])
 
 
-def test_without_restore_best_the_last_weights_stay(scripted):
+def test_without_restore_best_the_last_weights_stay(scripted: Callable[..., Any]) -> None:
     straight = scripted().script(3.0, 1.0, 2.0)
     straight.fit(max_length=Epochs(3))
     stopped = scripted(EarlyStopping(patience=1)).script(3.0, 1.0, 2.0, 2.0)
@@ -80,39 +82,39 @@ def test_without_restore_best_the_last_weights_stay(scripted):
     assert torch.equal(straight.model[0].weight, stopped.model[0].weight)
 
 
-def test_the_window_has_its_known_answer(scripted):
+def test_the_window_has_its_known_answer(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ImprovementWindow(num_epochs=3, improv=0.01)).script(*ACCURACIES, name="accuracy")
     trainer.fit(max_length=Epochs(8))
     assert trainer.context.progress.epoch == 6
     assert trainer.context.run.stop_reason == "valid_accuracy has gained 0 over the last 3 values, 0.01 was wanted"
 
 
-def test_the_gain_of_a_loss_is_its_decrease(scripted):
+def test_the_gain_of_a_loss_is_its_decrease(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ImprovementWindow(2, 0.5, monitor="valid_loss")).script(4.0, 3.0, 2.0, 1.6, 1.6, 1.6)
     trainer.fit(max_length=Epochs(6))
     assert trainer.context.progress.epoch == 5
 
 
-def test_a_window_that_ends_in_nan_stops(scripted):
+def test_a_window_that_ends_in_nan_stops(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ImprovementWindow(1, 0.1)).script(0.1, 0.5, math.nan, 0.9, name="accuracy")
     trainer.fit(max_length=Epochs(4))
     assert trainer.context.progress.epoch == 3
 
 
-def test_stop_when_includes_the_threshold(scripted):
+def test_stop_when_includes_the_threshold(scripted: Callable[..., Any]) -> None:
     trainer = scripted(StopWhen("valid_accuracy", 0.75)).script(0.5, 0.74, 0.75, 0.9, name="accuracy")
     trainer.fit(max_length=Epochs(4))
     assert trainer.context.progress.epoch == 3
     assert trainer.context.run.stop_reason == "valid_accuracy is 0.75, 0.75 was wanted"
 
 
-def test_stop_when_waits_for_a_small_loss(scripted):
+def test_stop_when_waits_for_a_small_loss(scripted: Callable[..., Any]) -> None:
     trainer = scripted(StopWhen("valid_loss", 0.5)).script(2.0, math.nan, 0.4, 0.1)
     trainer.fit(max_length=Epochs(4))
     assert trainer.context.progress.epoch == 3
 
 
-STOPPERS = {
+STOPPERS: dict[str, tuple[Callable[[], Any], tuple[float, ...], str]] = {
     "early": (lambda: EarlyStopping(patience=2, restore_best=True), (3.0, 2.0, 2.5, 2.2, 1.0), "loss"),
     "window": (lambda: ImprovementWindow(3, 0.01), ACCURACIES, "accuracy"),
     "when": (lambda: StopWhen("valid_accuracy", 0.3), ACCURACIES, "accuracy"),
@@ -120,7 +122,7 @@ STOPPERS = {
 
 
 @pytest.mark.parametrize("kind", STOPPERS)
-def test_a_resumed_run_stops_where_the_uninterrupted_one_does(scripted, kind):
+def test_a_resumed_run_stops_where_the_uninterrupted_one_does(scripted: Callable[..., Any], kind: Any) -> None:
     make, values, name = STOPPERS[kind]
     straight = scripted(make()).script(*values, name=name)
     straight.fit(max_length=Epochs(8))
@@ -136,7 +138,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(scripted, kind):
 
 
 @pytest.mark.parametrize("kind", STOPPERS)
-def test_a_run_that_had_stopped_trains_nothing_when_resumed(scripted, kind):
+def test_a_run_that_had_stopped_trains_nothing_when_resumed(scripted: Callable[..., Any], kind: Any) -> None:
     make, values, name = STOPPERS[kind]
     states = []
     # Where the loop writes its last checkpoint.
@@ -153,7 +155,7 @@ def test_a_run_that_had_stopped_trains_nothing_when_resumed(scripted, kind):
 
 
 @pytest.mark.parametrize("kind", STOPPERS)
-def test_a_further_fit_of_the_same_trainer_has_a_new_chance(scripted, kind):
+def test_a_further_fit_of_the_same_trainer_has_a_new_chance(scripted: Callable[..., Any], kind: Any) -> None:
     make, values, name = STOPPERS[kind]
     trainer = scripted(make()).script(*values, name=name)
     trainer.fit(max_length=Epochs(8))
@@ -162,7 +164,7 @@ def test_a_further_fit_of_the_same_trainer_has_a_new_chance(scripted, kind):
     assert trainer.context.progress.epoch > stopped_after
 
 
-def test_a_new_run_is_not_measured_by_the_one_before_it(scripted):
+def test_a_new_run_is_not_measured_by_the_one_before_it(scripted: Callable[..., Any]) -> None:
     stopping = EarlyStopping(patience=2, restore_best=True)
     trainer = scripted(stopping).script(1.0, 5.0, 4.0, 3.0)
     trainer.fit(max_length=Epochs(1))
@@ -171,7 +173,7 @@ def test_a_new_run_is_not_measured_by_the_one_before_it(scripted):
     assert (trainer.context.progress.epoch, stopping.best, stopping.best_epoch) == (3, 3.0, 3)
 
 
-def test_the_window_of_a_new_run_is_empty(scripted):
+def test_the_window_of_a_new_run_is_empty(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ImprovementWindow(num_epochs=2, improv=0.01)).script(0.8, 0.9, 0.1, 0.2, name="accuracy")
     trainer.fit(max_length=Epochs(2))
     trainer.reset()
@@ -179,7 +181,9 @@ def test_the_window_of_a_new_run_is_empty(scripted):
     assert trainer.context.progress.epoch == 2
 
 
-def test_a_run_resumed_from_the_validation_before_its_first_batch_keeps_what_it_saw(scripted):
+def test_a_run_resumed_from_the_validation_before_its_first_batch_keeps_what_it_saw(
+    scripted: Callable[..., Any],
+) -> None:
     stopping = EarlyStopping()
     trainer = scripted(stopping).script(3.0)
     trainer.context.run.validated_at = 0
@@ -188,7 +192,7 @@ def test_a_run_resumed_from_the_validation_before_its_first_batch_keeps_what_it_
     assert stopping.best == 2.0
 
 
-def test_a_loaded_copy_of_the_best_weights_is_its_own(scripted):
+def test_a_loaded_copy_of_the_best_weights_is_its_own(scripted: Callable[..., Any]) -> None:
     first = scripted(stopping := EarlyStopping(restore_best=True)).script(1.0)
     first.fit(max_length=Epochs(1))
     loaded = EarlyStopping(restore_best=True)
@@ -198,7 +202,7 @@ def test_a_loaded_copy_of_the_best_weights_is_its_own(scripted):
     assert torch.equal(loaded.state_dict()["weights"]["0.weight"], before)
 
 
-def test_meaningless_settings_are_refused():
+def test_meaningless_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="patience: expected a whole number that is at least 1, got 0"):
         EarlyStopping(patience=0)
     with pytest.raises(ConfigError, match="min_delta: expected a number that is not negative"):
@@ -208,13 +212,14 @@ def test_meaningless_settings_are_refused():
 
 
 @pytest.mark.parametrize("limit", [math.nan, math.inf, -math.inf, "0.5", True])
-def test_a_limit_that_no_value_can_be_compared_with_is_an_error(limit):
+def test_a_limit_that_no_value_can_be_compared_with_is_an_error(limit: Any) -> None:
     with pytest.raises(ConfigError, match=f"StopWhen: threshold: expected a finite number, got {limit!r}"):
         StopWhen("valid_loss", limit)
     with pytest.raises(ConfigError, match=f"ImprovementWindow: improv: expected a finite number, got {limit!r}"):
         ImprovementWindow(3, limit)
 
 
-def test_a_limit_may_be_a_number_of_numpy_or_torch():
-    assert StopWhen("valid_loss", np.float32(0.5)).threshold == 0.5
-    assert StopWhen("valid_loss", torch.tensor(0.5)).threshold == 0.5
+def test_a_limit_may_be_a_number_of_numpy_or_torch() -> None:
+    limits: list[Any] = [np.float32(0.5), torch.tensor(0.5)]
+    for limit in limits:
+        assert StopWhen("valid_loss", limit).threshold == 0.5

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +13,15 @@ from dovetail.errors import ConfigError
 from dovetail.units import Batches, Epochs
 
 
-def weights(trainer):
+def weights(trainer: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
-def same(these, those):
+def same(these: Any, those: Any) -> bool:
     return all(torch.equal(one, other) for one, other in zip(these, those, strict=True))
 
 
-def recorded(make, ema, num_epochs=3):
+def recorded(make: Callable[..., Any], ema: Any, num_epochs: int = 3) -> list[list[torch.Tensor]]:
     """Train with an EMA and return the weights at the start and after every update."""
     seen = []
     record = LambdaCallback(
@@ -32,7 +34,7 @@ def recorded(make, ema, num_epochs=3):
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("warmup", [False, True])
-def test_the_average_is_that_of_the_formula(make, every, warmup):
+def test_the_average_is_that_of_the_formula(make: Callable[..., Any], every: Any, warmup: Any) -> None:
     ema = EMA(decay=0.9, every=every, warmup=warmup)
     start, *updates = recorded(make, ema)
     expected = start
@@ -46,7 +48,7 @@ def test_the_average_is_that_of_the_formula(make, every, warmup):
         assert not torch.equal(average, value)
 
 
-def test_training_is_the_same_bit_for_bit(make, data):
+def test_training_is_the_same_bit_for_bit(make: Callable[..., Any], data: Any) -> None:
     plain, averaged = make(), make(EMA(decay=0.5))
     for trainer in (plain, averaged):
         trainer.fit(None, data, max_length=Epochs(3), validation_period=Batches(2))
@@ -54,7 +56,7 @@ def test_training_is_the_same_bit_for_bit(make, data):
     assert plain.context.history.losses == averaged.context.history.losses
 
 
-def test_validation_sees_the_average(make, data):
+def test_validation_sees_the_average(make: Callable[..., Any], data: Any) -> None:
     ema = EMA(decay=0.5)
     trainer = make(ema)
     history = trainer.fit(None, data, max_length=Epochs(2))
@@ -64,14 +66,14 @@ def test_validation_sees_the_average(make, data):
     assert trainer.evaluate(data)["loss"] == history.get_latest_metric("valid_loss")
 
 
-def test_validation_can_see_the_training_weights(make, data):
+def test_validation_can_see_the_training_weights(make: Callable[..., Any], data: Any) -> None:
     trainer = make(EMA(decay=0.5, validate_with_average=False))
     history = trainer.fit(None, data, max_length=Epochs(2))
     assert trainer.evaluate(data)["loss"] == history.get_latest_metric("valid_loss")
 
 
-def test_an_error_in_validation_leaves_the_training_weights(make, data):
-    def fail(trainer, batch):
+def test_an_error_in_validation_leaves_the_training_weights(make: Callable[..., Any], data: Any) -> None:
+    def fail(trainer: Any, batch: Any) -> None:
         raise ZeroDivisionError
 
     plain, broken = make(), make(EMA(decay=0.5), test_step=fail)
@@ -81,14 +83,16 @@ def test_an_error_in_validation_leaves_the_training_weights(make, data):
     assert same(weights(plain), weights(broken))
 
 
-def test_a_validation_that_measures_nothing_leaves_the_training_weights(make, scripted):
+def test_a_validation_that_measures_nothing_leaves_the_training_weights(
+    make: Callable[..., Any], scripted: Callable[..., Any]
+) -> None:
     plain, averaged = make(), scripted(EMA(decay=0.5)).script(None, None)
     for trainer in (plain, averaged):
         trainer.fit(max_length=Epochs(2))
     assert same(weights(plain), weights(averaged))
 
 
-def test_resumed_is_uninterrupted(make):
+def test_resumed_is_uninterrupted(make: Callable[..., Any]) -> None:
     straight, first, second = EMA(decay=0.9, warmup=True), EMA(decay=0.9, warmup=True), EMA(decay=0.9, warmup=True)
     make(straight).fit(max_length=Epochs(4))
     begun = make(first)
@@ -100,7 +104,7 @@ def test_resumed_is_uninterrupted(make):
     assert same(second.average_state_dict().values(), straight.average_state_dict().values())
 
 
-def test_a_loaded_average_is_its_own_copy(make):
+def test_a_loaded_average_is_its_own_copy(make: Callable[..., Any]) -> None:
     make(ema := EMA()).fit(max_length=Epochs(1))
     loaded = EMA()
     loaded.load_state_dict(state := ema.state_dict())
@@ -109,7 +113,7 @@ def test_a_loaded_average_is_its_own_copy(make):
     assert torch.equal(loaded.state_dict()["averages"]["0.weight"], before)
 
 
-def test_the_average_that_is_given_away_does_not_change(make):
+def test_the_average_that_is_given_away_does_not_change(make: Callable[..., Any]) -> None:
     trainer = make(ema := EMA(decay=0.5))
     trainer.fit(max_length=Epochs(1))
     given = ema.average_state_dict()
@@ -118,7 +122,7 @@ def test_the_average_that_is_given_away_does_not_change(make):
     assert torch.equal(given["0.weight"], before)
 
 
-def test_buffers_and_frozen_parameters_are_those_of_the_model(make):
+def test_buffers_and_frozen_parameters_are_those_of_the_model(make: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
     model[2].requires_grad_(False)
     trainer = make(ema := EMA(decay=0.5), model=model)
@@ -128,15 +132,15 @@ def test_buffers_and_frozen_parameters_are_those_of_the_model(make):
     assert state.keys() - equal == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def test_tied_weights_have_one_average(make):
+def test_tied_weights_have_one_average(make: Callable[..., Any]) -> None:
     class Tied(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(3, 3, bias=False)
             self.second = nn.Linear(3, 3, bias=False)
             self.second.weight = self.first.weight
 
-        def forward(self, x):
+        def forward(self, x: torch.Tensor) -> Any:
             return self.second(self.first(x))
 
     trainer = make(ema := EMA(decay=0.5), model=Tied().double())
@@ -149,7 +153,7 @@ def test_tied_weights_have_one_average(make):
     assert not torch.equal(trainer.model.first.weight, average["first.weight"])
 
 
-def test_the_average_of_half_precision_weights_is_kept_in_full(make):
+def test_the_average_of_half_precision_weights_is_kept_in_full(make: Callable[..., Any]) -> None:
     model = nn.Linear(3, 2).bfloat16()
     trainer = make(ema := EMA(), model=model)
     x, y = trainer.context.run.data["train"]
@@ -158,7 +162,7 @@ def test_the_average_of_half_precision_weights_is_kept_in_full(make):
     assert {value.dtype for value in ema.average_state_dict().values()} == {torch.bfloat16}
 
 
-def test_an_unfrozen_parameter_joins_at_the_next_epoch(make):
+def test_an_unfrozen_parameter_joins_at_the_next_epoch(make: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
     model[0].requires_grad_(False)
     unfreeze = LambdaCallback(on_epoch_end=lambda context, _: model[0].requires_grad_(True))
@@ -169,7 +173,7 @@ def test_an_unfrozen_parameter_joins_at_the_next_epoch(make):
     assert ema.state_dict()["averages"].keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def test_another_model_begins_another_average(make):
+def test_another_model_begins_another_average(make: Callable[..., Any]) -> None:
     ema = EMA(decay=0.5)
     make(ema).fit(max_length=Epochs(1))
     alone = EMA(decay=0.5)
@@ -178,7 +182,7 @@ def test_another_model_begins_another_average(make):
     assert same(ema.average_state_dict().values(), alone.average_state_dict().values())
 
 
-def test_a_new_run_of_the_same_model_begins_another_average(make):
+def test_a_new_run_of_the_same_model_begins_another_average(make: Callable[..., Any]) -> None:
     trainer = make(ema := EMA(decay=1.0))
     trainer.fit(max_length=Epochs(1))
     trainer.reset()
@@ -188,19 +192,19 @@ def test_a_new_run_of_the_same_model_begins_another_average(make):
     assert ema.num_averaged == 5
 
 
-def test_an_average_that_no_update_went_into_is_a_warning(make):
+def test_an_average_that_no_update_went_into_is_a_warning(make: Callable[..., Any]) -> None:
     sentence = "EMA: the average is still the initial weights: every is 6, and the run made 5 updates"
     with pytest.warns(UserWarning, match=sentence):
         make(EMA(every=6)).fit(max_length=Epochs(1))
     make(EMA(every=5)).fit(max_length=Epochs(1))
 
 
-def test_an_average_of_a_run_that_was_stopped_is_no_warning(make):
+def test_an_average_of_a_run_that_was_stopped_is_no_warning(make: Callable[..., Any]) -> None:
     stop = LambdaCallback(on_step_end=lambda context, output: context.stop("enough"))
     make(EMA(every=5), stop).fit(max_length=Epochs(1))
 
 
-def test_an_average_of_another_form_is_refused(make):
+def test_an_average_of_another_form_is_refused(make: Callable[..., Any]) -> None:
     make(ema := EMA()).fit(max_length=Epochs(1))
     loaded = EMA()
     loaded.load_state_dict(ema.state_dict())
@@ -208,7 +212,7 @@ def test_an_average_of_another_form_is_refused(make):
         make(loaded, model=nn.Sequential(nn.Linear(3, 2)).double()).fit(max_length=Epochs(1))
 
 
-def test_meaningless_settings_are_refused():
+def test_meaningless_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"decay: expected a number from 0 to 1, got 1\.5"):
         EMA(decay=1.5)
     with pytest.raises(ConfigError, match="every: expected a whole number that is at least 1, got 0"):

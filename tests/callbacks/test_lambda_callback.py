@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -9,8 +11,8 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.units import Epochs
 
 
-def test_functions_are_called_with_the_arguments_of_their_hooks(make):
-    seen = []
+def test_functions_are_called_with_the_arguments_of_their_hooks(make: Callable[..., Any]) -> None:
+    seen: list[Any] = []
     callback = LambdaCallback(
         on_epoch_end=lambda context, metrics: seen.append((context.progress.epoch, sorted(metrics))),
         on_train_end=lambda context: seen.append("end"),
@@ -19,22 +21,22 @@ def test_functions_are_called_with_the_arguments_of_their_hooks(make):
     assert seen == [(1, ["train_loss"]), (2, ["train_loss"]), "end"]
 
 
-def test_hooks_that_were_not_given_cost_nothing():
+def test_hooks_that_were_not_given_cost_nothing() -> None:
     callbacks = Callbacks([LambdaCallback(on_epoch_end=print)])
     assert (len(callbacks.on_epoch_end), len(callbacks.on_step_end)) == (1, 0)
 
 
-def test_an_unknown_hook_names_the_nearest():
+def test_an_unknown_hook_names_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="unknown hook 'on_epoch_ended': did you mean 'on_epoch_end'"):
         LambdaCallback(on_epoch_ended=print)
 
 
-def test_a_value_that_is_no_function_is_refused():
+def test_a_value_that_is_no_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="on_epoch_end: expected a function, got 3"):
-        LambdaCallback(on_epoch_end=3)
+        LambdaCallback(on_epoch_end=3)  # type: ignore[arg-type]
 
 
-def test_it_reaches_another_process():
+def test_it_reaches_another_process() -> None:
     copied = pickle.loads(pickle.dumps(LambdaCallback(on_train_end=print)))
     assert copied.on_train_end is print
     assert isinstance(copied, LambdaCallback)

@@ -4,6 +4,9 @@ import copy
 import csv
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,7 @@ from dovetail.callbacks import CSVLogger, JSONLLogger, LambdaCallback
 from dovetail.units import Batches, Epochs
 
 
-def read(path):
+def read(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".csv":
         with path.open(newline="") as file:
             return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
@@ -22,7 +25,9 @@ KINDS = pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "log.csv"), (JSON
 
 
 @KINDS
-def test_every_epoch_has_one_row_with_the_metrics_of_the_history(make, data, tmp_path, kind, name):
+def test_every_epoch_has_one_row_with_the_metrics_of_the_history(
+    make: Callable[..., Any], data: Any, tmp_path: Path, kind: Any, name: str
+) -> None:
     path = tmp_path / "new" / name
     history = make(kind(path)).fit(None, data, max_length=Epochs(3))
     rows = read(path)
@@ -33,7 +38,9 @@ def test_every_epoch_has_one_row_with_the_metrics_of_the_history(make, data, tmp
 
 
 @KINDS
-def test_validations_inside_an_epoch_have_rows_of_their_own(scripted, tmp_path, kind, name):
+def test_validations_inside_an_epoch_have_rows_of_their_own(
+    scripted: Callable[..., Any], tmp_path: Path, kind: Any, name: str
+) -> None:
     trainer = scripted(kind(tmp_path / name)).script(5.0, 4.0, 3.0, 2.0, 1.0)
     trainer.fit(max_length=Epochs(2), validation_period=Batches(2))
     rows = [
@@ -50,7 +57,9 @@ def test_validations_inside_an_epoch_have_rows_of_their_own(scripted, tmp_path, 
 
 
 @KINDS
-def test_a_validation_at_the_last_batch_shares_the_row_of_its_epoch(scripted, tmp_path, kind, name):
+def test_a_validation_at_the_last_batch_shares_the_row_of_its_epoch(
+    scripted: Callable[..., Any], tmp_path: Path, kind: Any, name: str
+) -> None:
     trainer = scripted(kind(tmp_path / name)).script(4.0, 3.0)
     trainer.fit(max_length=Epochs(2), validation_period=Batches(5))
     rows = read(tmp_path / name)
@@ -59,14 +68,16 @@ def test_a_validation_at_the_last_batch_shares_the_row_of_its_epoch(scripted, tm
 
 
 @KINDS
-def test_a_validation_after_the_last_epoch_is_kept(scripted, tmp_path, kind, name):
+def test_a_validation_after_the_last_epoch_is_kept(
+    scripted: Callable[..., Any], tmp_path: Path, kind: Any, name: str
+) -> None:
     trainer = scripted(kind(tmp_path / name)).script(4.0, 3.0)
     trainer.fit(max_length=Epochs(3), validation_period=Epochs(2))
     assert [row.get("valid_loss") and float(row["valid_loss"]) for row in read(tmp_path / name)] == [None, 4.0, 3.0]
 
 
 @KINDS
-def test_new_metrics_become_new_columns(scripted, tmp_path, kind, name):
+def test_new_metrics_become_new_columns(scripted: Callable[..., Any], tmp_path: Path, kind: Any, name: str) -> None:
     trainer = scripted(kind(tmp_path / name)).script({"loss": 1.0}, {"loss": 0.5, "f1": 0.25})
     trainer.fit(max_length=Epochs(2))
     first, second = read(tmp_path / name)
@@ -77,7 +88,9 @@ def test_new_metrics_become_new_columns(scripted, tmp_path, kind, name):
 
 @KINDS
 @pytest.mark.parametrize("cut", [1, 2])
-def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(scripted, tmp_path, kind, name, cut):
+def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(
+    scripted: Callable[..., Any], tmp_path: Path, kind: Any, name: str, cut: Any
+) -> None:
     values = ({"loss": 4.0}, {"loss": 3.0}, {"loss": 2.0, "f1": 0.5}, {"loss": math.nan})
     scripted(kind(tmp_path / f"straight-{name}")).script(*values).fit(max_length=Epochs(4))
     states = []
@@ -93,14 +106,16 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(scripted, tmp_pat
 
 
 @KINDS
-def test_a_new_run_begins_a_new_file(make, tmp_path, kind, name):
+def test_a_new_run_begins_a_new_file(make: Callable[..., Any], tmp_path: Path, kind: Any, name: str) -> None:
     for _ in range(2):
         make(kind(tmp_path / name)).fit(max_length=Epochs(2))
     assert len(read(tmp_path / name)) == 2
 
 
 @KINDS
-def test_a_new_run_of_the_same_trainer_begins_a_new_file(make, tmp_path, kind, name):
+def test_a_new_run_of_the_same_trainer_begins_a_new_file(
+    make: Callable[..., Any], tmp_path: Path, kind: Any, name: str
+) -> None:
     trainer = make(kind(tmp_path / name))
     trainer.fit(max_length=Epochs(2))
     trainer.reset()
@@ -109,7 +124,7 @@ def test_a_new_run_of_the_same_trainer_begins_a_new_file(make, tmp_path, kind, n
 
 
 @KINDS
-def test_a_further_fit_appends(make, tmp_path, kind, name):
+def test_a_further_fit_appends(make: Callable[..., Any], tmp_path: Path, kind: Any, name: str) -> None:
     trainer = make(kind(tmp_path / name))
     trainer.fit(max_length=Epochs(1))
     trainer.fit(max_length=Epochs(3))
@@ -117,16 +132,16 @@ def test_a_further_fit_appends(make, tmp_path, kind, name):
 
 
 @KINDS
-def test_rows_that_are_gone_are_missed(tmp_path, kind, name):
+def test_rows_that_are_gone_are_missed(tmp_path: Path, kind: Any, name: str) -> None:
     with pytest.warns(UserWarning, match="has 0 rows, the checkpoint knows of 3: the others are lost"):
         kind(tmp_path / name).load_state_dict({"rows": 3})
 
 
-def test_json_has_strings_for_what_is_not_finite(scripted, tmp_path):
+def test_json_has_strings_for_what_is_not_finite(scripted: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     scripted(JSONLLogger(path)).script(math.nan, -math.inf).fit(max_length=Epochs(2))
 
-    def refuse(constant):
+    def refuse(constant: Any) -> None:
         raise AssertionError(constant)
 
     rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
@@ -135,7 +150,9 @@ def test_json_has_strings_for_what_is_not_finite(scripted, tmp_path):
 
 @KINDS
 @pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'[[["\0\n', b"batches\nmany\n"])
-def test_a_damaged_file_is_kept_aside_and_does_not_end_a_resumed_run(make, data, tmp_path, kind, name, damage):
+def test_a_damaged_file_is_kept_aside_and_does_not_end_a_resumed_run(
+    make: Callable[..., Any], data: Any, tmp_path: Path, kind: Any, name: str, damage: Any
+) -> None:
     path, checkpoint = tmp_path / name, tmp_path / "ck"
     trainer = make(kind(path))
     trainer.fit(None, data, max_length=Epochs(2))

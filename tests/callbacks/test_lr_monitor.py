@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,11 +13,11 @@ from dovetail.errors import ConfigError
 from dovetail.units import Batches, Epochs, Updates
 
 
-def lr_rows(history):
+def lr_rows(history: Any) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key != "stage"} for row in history if row["stage"] == "lr"]
 
 
-def test_it_records_the_rate_that_every_epoch_starts_with(make):
+def test_it_records_the_rate_that_every_epoch_starts_with(make: Callable[..., Any]) -> None:
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = make(LRMonitor(), model=model, optimizer=optimizer, scheduler=ExponentialLR(optimizer, 0.5))
@@ -26,17 +29,17 @@ def test_it_records_the_rate_that_every_epoch_starts_with(make):
     ]
 
 
-def test_it_records_every_second_epoch(make):
+def test_it_records_every_second_epoch(make: Callable[..., Any]) -> None:
     rows = lr_rows(make(LRMonitor(every=Epochs(2))).fit(max_length=Epochs(5)))
     assert [row["epoch"] for row in rows] == [0, 2, 4]
 
 
-def test_it_records_updates_from_the_first_on(make):
+def test_it_records_updates_from_the_first_on(make: Callable[..., Any]) -> None:
     rows = lr_rows(make(LRMonitor(every=Updates(4))).fit(max_length=Epochs(2)))
     assert [row["updates"] for row in rows] == [0, 4, 8]
 
 
-def test_every_group_of_every_optimizer_has_a_name(make):
+def test_every_group_of_every_optimizer_has_a_name(make: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
     optimizers = [
         torch.optim.SGD([{"params": model[0].weight, "lr": 0.4}, {"params": model[0].bias, "lr": 0.2}]),
@@ -54,6 +57,6 @@ def test_every_group_of_every_optimizer_has_a_name(make):
 
 
 @pytest.mark.parametrize("every", [Batches(1), Updates(0), 3])
-def test_other_periods_are_refused(every):
+def test_other_periods_are_refused(every: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected Epochs\(n\) or Updates\(n\)"):
         LRMonitor(every=every)

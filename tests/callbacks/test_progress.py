@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,17 @@ from rich.text import Text
 from dovetail.callbacks import Callbacks, LambdaCallback, ProgressDisplay
 from dovetail.callbacks.progress import _Notebook
 from dovetail.errors import ConfigError
+from dovetail.trainers.context import TrainingContext
 from dovetail.units import Batches, Epochs
 
 ALWAYS, HARDLY = 1e9, 1e-9
 
 
-def log():
+def log() -> Console:
     return Console(file=io.StringIO(), width=40, force_terminal=False)
 
 
-def terminal(width=120):
+def terminal(width: int = 120) -> Console:
     # With a name of its own: the tests may run where TERM is "dumb".
     environment = {"TERM": "xterm-256color"}
     return Console(
@@ -29,16 +32,17 @@ def terminal(width=120):
     )
 
 
-def written(console):
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def untimed(text):
+def untimed(text: str) -> list[str]:
     """Return the lines without the seconds at their ends."""
     return [re.sub(r"  \d+\.\d+s$", "", line) for line in text.splitlines()]
 
 
-def screen(text, width=120):
+def screen(text: str, width: int = 120) -> list[str]:
     """Return the lines that a terminal shows after `text`: the few controls that rich uses, applied."""
     lines, row = [""], 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
@@ -54,12 +58,12 @@ def screen(text, width=120):
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def frames(console):
+def frames(console: Console) -> list[str]:
     """Return every bar that was drawn."""
     return re.findall(r"epoch[^\r\n\x1b]*  lr 0\.1[^\r\n\x1b]*", written(console))
 
 
-def test_a_log_has_one_line_per_epoch(scripted):
+def test_a_log_has_one_line_per_epoch(scripted: Callable[..., Any]) -> None:
     console = log()
     trainer = scripted(ProgressDisplay(console=console)).script({"loss": 0.5, "accuracy": 0.25}, {"loss": 2e-4})
     history = trainer.fit(max_length=Epochs(2))
@@ -70,7 +74,7 @@ def test_a_log_has_one_line_per_epoch(scripted):
     ]
 
 
-def test_epoch_numbers_align(make):
+def test_epoch_numbers_align(make: Callable[..., Any]) -> None:
     console = log()
     make(ProgressDisplay(console=console)).fit(max_length=Epochs(10))
     lines = untimed(written(console))
@@ -78,7 +82,9 @@ def test_epoch_numbers_align(make):
     assert len({len(line) for line in lines}) == 1
 
 
-def test_standard_output_that_is_no_terminal_gets_lines_even_with_forced_colour(make, capsys, monkeypatch):
+def test_standard_output_that_is_no_terminal_gets_lines_even_with_forced_colour(
+    make: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     make(ProgressDisplay(ALWAYS)).fit(max_length=Epochs(3))
     lines = capsys.readouterr().out.splitlines()
@@ -86,14 +92,14 @@ def test_standard_output_that_is_no_terminal_gets_lines_even_with_forced_colour(
     assert not any("\x1b[2K" in line or "━" in line for line in lines)
 
 
-def test_the_reason_of_a_stop_is_the_last_line(scripted):
+def test_the_reason_of_a_stop_is_the_last_line(scripted: Callable[..., Any]) -> None:
     console = log()
     stop = LambdaCallback(on_epoch_end=lambda context, _: context.stop("enough"))
     scripted(ProgressDisplay(console=console), stop).script(1.0).fit(max_length=Epochs(3))
     assert written(console).splitlines()[-1] == "stopped: enough"
 
 
-def test_a_validation_inside_an_epoch_has_a_line(scripted):
+def test_a_validation_inside_an_epoch_has_a_line(scripted: Callable[..., Any]) -> None:
     console = log()
     trainer = scripted(ProgressDisplay(console=console)).script(3.0, 2.0)
     trainer.fit(max_length=Batches(4), validation_period=Batches(3))
@@ -105,7 +111,7 @@ def test_a_validation_inside_an_epoch_has_a_line(scripted):
     ]
 
 
-def test_an_epoch_that_was_not_finished_has_a_line(make):
+def test_an_epoch_that_was_not_finished_has_a_line(make: Callable[..., Any]) -> None:
     console = log()
     history = make(ProgressDisplay(console=console)).fit(max_length=Batches(7))
     mean = sum(history.losses[5:]) / 2
@@ -113,7 +119,9 @@ def test_an_epoch_that_was_not_finished_has_a_line(make):
 
 
 @pytest.mark.parametrize(("period", "count"), [(Batches(5), 2), (Epochs(1), 2), (Epochs(2), 3)])
-def test_a_validation_at_the_end_of_an_epoch_is_in_its_line(scripted, period, count):
+def test_a_validation_at_the_end_of_an_epoch_is_in_its_line(
+    scripted: Callable[..., Any], period: Any, count: Any
+) -> None:
     console = log()
     num_epochs = 3 if period == Epochs(2) else 2
     trainer = scripted(ProgressDisplay(console=console)).script(3.0, 2.0, 1.0)
@@ -124,7 +132,7 @@ def test_a_validation_at_the_end_of_an_epoch_is_in_its_line(scripted, period, co
     assert len(trains) == num_epochs == count
 
 
-def test_the_bar_has_everything(make):
+def test_the_bar_has_everything(make: Callable[..., Any]) -> None:
     console = terminal()
     make(ProgressDisplay(ALWAYS, console), print_every=1).fit(max_length=Epochs(2))
     bars = frames(console)
@@ -135,7 +143,7 @@ def test_the_bar_has_everything(make):
     assert {bar[:9] for bar in bars} == {"epoch 1/2", "epoch 2/2"}
 
 
-def test_the_bar_is_gone_in_the_end_and_the_lines_stay(scripted):
+def test_the_bar_is_gone_in_the_end_and_the_lines_stay(scripted: Callable[..., Any]) -> None:
     console = terminal()
     trainer = scripted(ProgressDisplay(ALWAYS, console), print_every=1).script(2.0, 1.0)
     trainer.fit(max_length=Epochs(2))
@@ -145,10 +153,10 @@ def test_the_bar_is_gone_in_the_end_and_the_lines_stay(scripted):
     assert frames(console)
 
 
-def test_validation_is_shown_while_it_runs(make, data):
+def test_validation_is_shown_while_it_runs(make: Callable[..., Any], data: Any) -> None:
     console, seen = terminal(), []
 
-    def test_step(trainer, batch):
+    def test_step(trainer: Any, batch: Any) -> dict[str, torch.Tensor]:
         seen.append(screen(written(console))[-1])
         return {"loss": torch.tensor(1.0)}
 
@@ -158,17 +166,17 @@ def test_validation_is_shown_while_it_runs(make, data):
     assert re.fullmatch(r"epoch 1/1  ━+  5/5  loss \d\.\d{4}  validating", seen[0])
 
 
-def test_drawing_is_throttled(make):
+def test_drawing_is_throttled(make: Callable[..., Any]) -> None:
     console = terminal()
     make(ProgressDisplay(HARDLY, console), print_every=1).fit(max_length=Epochs(4))
     assert len(frames(console)) == 1
     assert len(screen(written(console))) == 4
 
 
-def test_a_narrow_terminal_gets_one_line_with_fewer_metrics(make):
+def test_a_narrow_terminal_gets_one_line_with_fewer_metrics(make: Callable[..., Any]) -> None:
     console = terminal(width=60)
 
-    def train_step(trainer, batch):
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
         loss = trainer.criterion(trainer.model(batch[0]), batch[1])
         return {"loss": loss, "first_metric": loss, "second_metric": loss}
 
@@ -179,9 +187,9 @@ def test_a_narrow_terminal_gets_one_line_with_fewer_metrics(make):
     assert "second_metric" not in bar
 
 
-def test_without_a_known_length_there_is_a_count(make, data):
+def test_without_a_known_length_there_is_a_count(make: Callable[..., Any], data: Any) -> None:
     class Endless:
-        def __iter__(self):
+        def __iter__(self) -> Iterator[Any]:
             return iter([data, data, data])
 
     console = terminal()
@@ -189,17 +197,17 @@ def test_without_a_known_length_there_is_a_count(make, data):
     assert re.search(r"epoch 1/1  batch 2  loss \d\.\d{4}  lr 0\.1", written(console))
 
 
-def test_a_loss_that_is_not_finite_is_red():
+def test_a_loss_that_is_not_finite_is_red() -> None:
     from dovetail.callbacks.progress import _measure
 
     assert [str(span.style) for span in _measure("loss", float("nan")).spans] == ["dim", "bold red"]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_clears_the_bar_and_goes_on(make, error):
+def test_an_error_clears_the_bar_and_goes_on(make: Callable[..., Any], error: Any) -> None:
     console, before = terminal(), sys.stdout
 
-    def fail(context, output):
+    def fail(context: TrainingContext, output: Any) -> None:
         if context.progress.batches == 7:
             raise error
 
@@ -211,7 +219,7 @@ def test_an_error_clears_the_bar_and_goes_on(make, error):
     assert sys.stdout is before
 
 
-def test_printing_during_training_keeps_its_lines(make):
+def test_printing_during_training_keeps_its_lines(make: Callable[..., Any]) -> None:
     console = terminal()
     speak = LambdaCallback(on_step_end=lambda context, _: print("hello", context.progress.batches))
     make(ProgressDisplay(ALWAYS, console), speak, print_every=1).fit(max_length=Epochs(1))
@@ -220,7 +228,7 @@ def test_printing_during_training_keeps_its_lines(make):
     assert lines[-1].startswith("epoch 1/1")
 
 
-def test_an_epoch_resumed_in_its_middle_is_shown_from_there(make):
+def test_an_epoch_resumed_in_its_middle_is_shown_from_there(make: Callable[..., Any]) -> None:
     begun = make()
     begun.fit(max_length=Batches(8))
     console = terminal()
@@ -230,15 +238,15 @@ def test_an_epoch_resumed_in_its_middle_is_shown_from_there(make):
     assert re.search(r"epoch 2/2 .*4/5", frames(console)[0])
 
 
-def test_a_notebook_has_one_output_that_is_updated(make):
-    outputs = []
+def test_a_notebook_has_one_output_that_is_updated(make: Callable[..., Any]) -> None:
+    outputs: list[list[Any]] = []
 
     class Handle:
-        def update(self, content, *, raw):
+        def update(self, content: Any, *, raw: Any) -> None:
             assert raw
             outputs[-1].append(content)
 
-    def display(content, *, raw, display_id):
+    def display(content: Any, *, raw: Any, display_id: Any) -> Handle:
         assert raw
         assert display_id
         outputs.append([content])
@@ -258,14 +266,18 @@ def test_a_notebook_has_one_output_that_is_updated(make):
     assert "line 119" in after["text/plain"]
 
 
-def test_short_epochs_do_not_flood_a_notebook():
-    messages = []
+def test_short_epochs_do_not_flood_a_notebook() -> None:
+    messages: list[Any] = []
 
     class Handle:
-        def update(self, content, *, raw):
+        def update(self, content: Any, *, raw: Any) -> None:
             messages.append(content)
 
-    notebook = _Notebook(1e9, lambda content, raw, display_id: messages.append(content) or Handle())
+    def display(content: Any, *, raw: Any, display_id: Any) -> Handle:
+        messages.append(content)
+        return Handle()
+
+    notebook = _Notebook(1e9, display)
     for number in range(1000):
         notebook.print(Text(f"line {number}"))
     notebook.close()
@@ -273,18 +285,18 @@ def test_short_epochs_do_not_flood_a_notebook():
     assert "line 999" in messages[-1]["text/plain"]
 
 
-def test_no_hook_runs_in_a_step():
+def test_no_hook_runs_in_a_step() -> None:
     callbacks = Callbacks([ProgressDisplay])
     assert not callbacks.on_step_start + callbacks.on_step_end + callbacks.on_update + callbacks.on_gradients
 
 
-def test_weights_are_the_same_with_and_without(make):
+def test_weights_are_the_same_with_and_without(make: Callable[..., Any]) -> None:
     plain, shown = make(), make(ProgressDisplay(ALWAYS, terminal()), print_every=1)
     for trainer in (plain, shown):
         trainer.fit(max_length=Epochs(2))
     assert torch.equal(plain.model[0].weight, shown.model[0].weight)
 
 
-def test_a_meaningless_rate_is_refused():
+def test_a_meaningless_rate_is_refused() -> None:
     with pytest.raises(ConfigError, match="refresh_per_second: expected more than 0, got 0"):
         ProgressDisplay(0)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 from dovetail.callbacks import Timer
 from dovetail.trainers.context import TrainingContext
@@ -11,15 +13,15 @@ from dovetail.units import Batches, Epochs
 class Clock:
     """Advances by one second at every reading."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = -1.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         self.now += 1.0
         return self.now
 
 
-def test_times_and_speeds_have_known_answers(make, data):
+def test_times_and_speeds_have_known_answers(make: Callable[..., Any], data: Any) -> None:
     # Readings of every epoch: its start, validation start, validation end, its end.
     trainer = make(timer := Timer(Clock()))
     trainer.fit(None, data, max_length=Epochs(2))
@@ -36,13 +38,13 @@ def test_times_and_speeds_have_known_answers(make, data):
     }
 
 
-def test_an_unfinished_epoch_counts_into_the_speed_only(make):
+def test_an_unfinished_epoch_counts_into_the_speed_only(make: Callable[..., Any]) -> None:
     make(timer := Timer(Clock())).fit(max_length=Batches(7))
     assert timer.epochs == [1.0]
     assert timer.batches_per_second == 3.5
 
 
-def test_measures_survive_a_resume(make):
+def test_measures_survive_a_resume(make: Callable[..., Any]) -> None:
     begun = make(Timer(Clock()))
     begun.fit(max_length=Batches(7))
     resumed = make(timer := Timer(Clock()))
@@ -53,13 +55,13 @@ def test_measures_survive_a_resume(make):
     assert timer.batches_per_second == 10 / 3
 
 
-def test_nothing_measured_is_nan():
+def test_nothing_measured_is_nan() -> None:
     summary = Timer().summary()
     assert math.isnan(summary["epoch_seconds"])
     assert math.isnan(summary["samples_per_second"])
 
 
-def test_no_hook_runs_in_a_step():
+def test_no_hook_runs_in_a_step() -> None:
     context = TrainingContext()
     context.callbacks.add(Timer)
     assert not context.callbacks.on_step_start + context.callbacks.on_step_end + context.callbacks.on_update

@@ -333,7 +333,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, value: Any, sentence: st
 
 def test_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="state: expected a dict, got list"):
-        save(tmp_path / "checkpoint", [1])  # type: ignore[arg-type] # the mistake under test
+        save(tmp_path / "checkpoint", [1])  # type: ignore[call-overload] # the mistake under test
 
 
 _PRIME = (1 << 61) - 1

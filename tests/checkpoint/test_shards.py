@@ -53,7 +53,7 @@ class Answered(Alone):
 def peers() -> Iterator[Alone]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield Alone(init_device_mesh("cpu", (1,)))
     dist.destroy_process_group()
 
@@ -62,7 +62,7 @@ def peers() -> Iterator[Alone]:
 def saved(peers: Alone, tmp_path: Path) -> Path:
     """A checkpoint with a tensor in parts, a whole one and a number."""
     part = peers.zeros([3, 2], torch.float64)
-    part.to_local().copy_(torch.arange(6.0, dtype=torch.float64).view(3, 2))
+    part.to_local().copy_(torch.arange(6.0, dtype=torch.float64).view(3, 2))  # type: ignore[attr-defined]
     return checkpoint.save(tmp_path / "saved", {"part": part, "whole": torch.ones(2), "number": 7}, peers=peers)
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -109,7 +110,7 @@ def interrupt(folder: Path, number: signal.Signals) -> tuple[int, str, str]:
     folder.mkdir()
     script = folder / "waiting.py"
     script.write_text(_WAITING)
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with forked.start(script, EXAMPLE, folder=folder, **pipes) as program:
         try:
             assert program.stdout is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.utils.data as torch_data
@@ -11,7 +13,7 @@ from torch.utils.data import TensorDataset
 from dovetail.data import DataLoader
 
 
-def losses(loader: torch_data.DataLoader[list[torch.Tensor]], num_features: int) -> list[float]:
+def losses(loader: torch_data.DataLoader[Any], num_features: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(num_features, 10), nn.Tanh(), nn.Linear(10, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -20,7 +22,7 @@ def losses(loader: torch_data.DataLoader[list[torch.Tensor]], num_features: int)
         for x, y in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             found.append(loss.item())
     return found

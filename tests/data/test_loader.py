@@ -236,7 +236,7 @@ def losses(kind: Callable[..., Any]) -> list[float]:
         for inputs, targets in kind(dataset, batch_size=8, shuffle=True):
             loss = nn.functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             found.append(loss.item())
     return found
@@ -702,7 +702,7 @@ def test_what_samples_draw_in_workers_follows_from_the_batch() -> None:
     assert_same(drawn(num_workers=1, num_replicas=2, rank=1), whole[1::2])
     # Neither two samples nor two epochs draw the same.
     numbers = torch.cat([*whole, *drawn(epoch=1, num_workers=1)])[:, 1:]
-    assert len(numbers.unique()) == numbers.numel()
+    assert len(numbers.unique()) == numbers.numel()  # type: ignore[no-untyped-call]
 
 
 def test_what_samples_draw_in_this_process_is_drawn_from_its_generators() -> None:

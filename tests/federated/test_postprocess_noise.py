@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants import PRVAccountant, RDPAccountant  # type: ignore[import-untyped]
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.messages import Task, Update, WeightedSum

@@ -70,7 +70,7 @@ def main(folder: Path, stride: int) -> None:
         store = Store.open(folder / "home")
         record = store.create_experiment(read_experiment(parse_config(text)), text, code)
         # Nothing of a database may be shared with a child.
-        store.storage.engine.dispose()
+        store.storage.engine.dispose()  # type: ignore[attr-defined]
         first = run(store.home, record.id, die_at)
         second = run(store.home, record.id, None) if first != 0 else 0
         trials = Store.open(folder / "home").experiment(record.id).trials

@@ -19,7 +19,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 def notebook() -> Any:
     import nbformat
 
-    return nbformat.read(NOTEBOOK, as_version=4)
+    return nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
 
 
 def test_the_notebook_is_kept_without_outputs(notebook: Any) -> None:

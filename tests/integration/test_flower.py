@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,12 +41,12 @@ flower_supernode()
 
 
 class Flower(LocalFlower):
-    def _node_command(self):
+    def _node_command(self) -> list[str]:
         return [sys.executable, "-c", _NODE]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[int]]:
     """What the federation has written on Flower, where a node was killed in the second round, and without Flower."""
     on_flower, plain = tmp_path_factory.mktemp("flower"), tmp_path_factory.mktemp("plain")
     app = on_flower / "app"
@@ -62,7 +64,7 @@ def folders(tmp_path_factory):
     return on_flower, plain, groups
 
 
-def wait_for(flower, path):
+def wait_for(flower: Any, path: Path) -> None:
     deadline = time.monotonic() + DEADLINE
     while not path.exists():
         flower.check()
@@ -72,18 +74,18 @@ def wait_for(flower, path):
         time.sleep(0.05)
 
 
-def rounds(folder):
+def rounds(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(1, lines_app.NUM_ROUNDS + 1)]
 
 
-def same(ours, theirs):
+def same(ours: Any, theirs: Any) -> list[bool]:
     return [
         all(torch.equal(value, there["weights"][name]) for name, value in here["weights"].items())
         for here, there in zip(ours, theirs, strict=True)
     ]
 
 
-def test_rounds_on_flower_are_those_of_one_client_after_the_other_bit_for_bit(folders):
+def test_rounds_on_flower_are_those_of_one_client_after_the_other_bit_for_bit(folders: Any) -> None:
     on_flower, plain, _ = folders
     # In the second round, the client that is left goes on with the state that its node has kept.
     ours, theirs = rounds(on_flower)[:2], rounds(plain)[:2]
@@ -92,13 +94,13 @@ def test_rounds_on_flower_are_those_of_one_client_after_the_other_bit_for_bit(fo
     assert [it["record"]["reported"] for it in ours] == [(1, 2), (1,)]
 
 
-def test_a_killed_node_is_a_fault_of_its_client_and_the_round_goes_on(folders):
+def test_a_killed_node_is_a_fault_of_its_client_and_the_round_goes_on(folders: Any) -> None:
     on_flower, _, _ = folders
     (fault,) = rounds(on_flower)[lines_app.KILLED_ROUND - 1]["record"]["faults"]
     assert fault == {"client_id": 2, "round": 2, "kind": "crashed", "reason": "client 2: its node was lost"}
 
 
-def test_the_rounds_after_go_on_without_the_node(folders):
+def test_the_rounds_after_go_on_without_the_node(folders: Any) -> None:
     on_flower, _, _ = folders
     record = rounds(on_flower)[lines_app.KILLED_ROUND]["record"]
     assert record["reported"] == (1,)
@@ -107,7 +109,7 @@ def test_the_rounds_after_go_on_without_the_node(folders):
     ]
 
 
-def test_no_process_is_left(folders):
+def test_no_process_is_left(folders: Any) -> None:
     *_, groups = folders
     deadline = time.monotonic() + DEADLINE
     # The kernel takes a moment to end what was killed.
@@ -116,7 +118,7 @@ def test_no_process_is_left(folders):
     assert left == []
 
 
-def live_processes(group):
+def live_processes(group: Any) -> Iterator[int]:
     for process in psutil.process_iter(["pid", "status"]):
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -124,7 +126,7 @@ def live_processes(group):
 
 
 @pytest.mark.torture
-def test_the_command_gives_the_same_rounds_as_without_flower(tmp_path):
+def test_the_command_gives_the_same_rounds_as_without_flower(tmp_path: Path) -> None:
     config = tmp_path / "config.yml"
     config.write_text(
         "clients: {total_clients: 3, per_round: 2, outbound_processors: [qsgd]}\n"
@@ -133,7 +135,7 @@ def test_the_command_gives_the_same_rounds_as_without_flower(tmp_path):
         "server: {num_workers: 2}\n"
     )
 
-    def run(*options):
+    def run(*options: Any) -> list[tuple[Any, Any, Any]]:
         words = [sys.executable, "-m", "dovetail", "federate", str(config), "--json", *options]
         done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE, check=False)
         assert done.returncode == 0, done.stderr

@@ -64,8 +64,8 @@ def test_weights_and_lines_come_back_into_a_notebook(monkeypatch: pytest.MonkeyP
 
     # A kernel that finds this does not show what other processes print.
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    cells = [nbformat.v4.new_code_cell(source) for source in (DEFINITIONS, TRAINING)]
-    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=200, kernel_name="python3").execute()
+    cells = [nbformat.v4.new_code_cell(source) for source in (DEFINITIONS, TRAINING)]  # type: ignore[no-untyped-call]
+    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=200, kernel_name="python3").execute()  # type: ignore[no-untyped-call]
     plain: dict[str, Any] = {}
     exec(DEFINITIONS, plain)
     model = plain["Net"]()

@@ -59,7 +59,8 @@ class Failing(Recorder):
 
 def calls(processor: type[TorchBatchProcessor] = Recorder, size: int = 7, **arguments: Any) -> list[Any]:
     CALLS.clear()
-    torch_batch_process(processor, torch.arange(size), **{"batch_size": 2, **arguments})
+    samples: Any = torch.arange(size)
+    torch_batch_process(processor, samples, **{"batch_size": 2, **arguments})
     return list(CALLS)
 
 
@@ -167,7 +168,7 @@ def test_another_processor_has_progress_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("other", [{"size": 8}, {"batch_size": 3}])
-def test_progress_of_other_batches_is_refused(other: dict[str, int]) -> None:
+def test_progress_of_other_batches_is_refused(other: dict[str, Any]) -> None:
     after_an_error(checkpoint_interval=2)
     sentence = "has the progress of Recorder with 7 samples in batches of 2, not of Recorder with"
     with pytest.raises(ConfigError, match=sentence):

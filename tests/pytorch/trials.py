@@ -66,7 +66,8 @@ class Classifier(pytorch.PyTorchTrial):
         }
 
     def predict_batch(self, batch: Any) -> Tensor:
-        return self.model(batch[0] if isinstance(batch, (list, tuple)) else batch)
+        predicted: Tensor = self.model(batch[0] if isinstance(batch, (list, tuple)) else batch)
+        return predicted
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         return self.callbacks

@@ -42,4 +42,4 @@ def test_the_seed_of_a_rank_is_the_hash_of_its_numbers() -> None:
     rows = [(draw.randrange(-(2**bits), 2**bits), draw.randrange(10**6), draw.randrange(64)) for bits in range(1, 70)]
     rows += [(2**61 - 1, 0, 0), (2**61 - 2, 0, 0), (1 - 2**61, 0, 0), (2**61, 1, 1)]
     assert [derive_seed(*row, rule="rank") for row in rows] == [hash(row) % 2**63 for row in rows]
-    assert derive_seed(np.int64(7), 1, 2, rule="rank") == hash((7, 1, 2)) % 2**63
+    assert derive_seed(int(np.int64(7)), 1, 2, rule="rank") == hash((7, 1, 2)) % 2**63

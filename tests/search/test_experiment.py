@@ -108,7 +108,7 @@ def test_a_function_that_reports_may_be_stopped() -> None:
         raise AssertionError("the searcher ends every trial at max_time")
 
     found_at: list[int] = []
-    options = {"num_rungs": 2, "max_time": 4, "divisor": 2, "time_metric": "epochs"}
+    options: dict[str, Any] = {"num_rungs": 2, "max_time": 4, "divisor": 2, "time_metric": "epochs"}
 
     def counted(hparams: dict[str, Any], report: Report) -> None:
         try:

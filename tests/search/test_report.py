@@ -125,7 +125,7 @@ NASTY = "<script>alert('x')</script>&amp;\"$"
 def test_text_of_the_user_is_shown_as_text(tmp_path: Path) -> None:
     trials = [
         replace(
-            trial(number, {10: 1.0 + number}, **{NASTY: f"{NASTY}{number}", "same": NASTY}),
+            trial(number, {10: 1.0 + number}, **{NASTY: f"{NASTY}{number}", "same": NASTY}),  # type: ignore[arg-type]
             reason=NASTY,
         )
         for number in range(6)
@@ -165,7 +165,7 @@ def test_only_the_script_of_the_page_may_run(record: ExperimentRecord, tmp_path:
         ],
         [trial(number, {10: 0.1 * number}, 学习率="学" * (number + 1)) for number in range(6)],
         [trial(number, {10: 0.1 * number}, x=10**18 + number) for number in range(6)],
-        [trial(number, {10: 0.1 * number}, **{f"h{i}": i * number for i in range(40)}) for number in range(6)],
+        [trial(number, {10: 0.1 * number}, **{f"h{i}": i * number for i in range(40)}) for number in range(6)],  # type: ignore[arg-type]
     ],
     ids=["none", "running", "nan", "infinite", "zero", "huge", "wide", "mixed", "letters", "large integers", "many"],
 )

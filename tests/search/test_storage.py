@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 import pytest
 
 from dovetail.checkpoint.stored_files import digest_of, make_stored_manifest

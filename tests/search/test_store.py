@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -109,11 +109,12 @@ def test_an_unknown_number_is_one_sentence_with_what_there_is(lab: Any) -> None:
     record = lab.create("pass")
     numbers = [lab.store.add_trial(record.id, {}, {}, {}) for _ in range(3)]
     assert numbers == [1, 2, 3]
-    for look, sentence in (
+    looks: list[tuple[Callable[[], Any], str]] = [
         (lambda: lab.store.experiment(7), "there is no experiment 7: there is experiment 1"),
         (lambda: lab.store.trial(7), "there is no trial 7: there are trials 1 to 3"),
         (lambda: lab.store.job(7), "there is no job 7: there is none"),
-    ):
+    ]
+    for look, sentence in looks:
         with pytest.raises(ExperimentError) as caught:
             look()
         assert str(caught.value) == sentence
@@ -338,10 +339,19 @@ def server() -> Iterator[str]:
         if owner:
             for path in (folder, folder / "password"):
                 shutil.chown(path, "postgres")
-        cluster = ["-D", folder / "data"]
-        made = [found / "initdb", *cluster, "-U", "dovetail", "-A", "scram-sha-256", "--pwfile", folder / "password"]
+        cluster: list[str | Path] = ["-D", folder / "data"]
+        made: list[str | Path] = [
+            found / "initdb",
+            *cluster,
+            "-U",
+            "dovetail",
+            "-A",
+            "scram-sha-256",
+            "--pwfile",
+            folder / "password",
+        ]
         subprocess.run([*made, "--no-sync"], check=True, stdout=subprocess.DEVNULL, cwd=folder, **owner)
-        options = ["-h", "127.0.0.1", "-p", str(port), "-k", folder, "-c", "fsync=off"]
+        options: list[str | Path] = ["-h", "127.0.0.1", "-p", str(port), "-k", folder, "-c", "fsync=off"]
         with open(folder / "log", "w") as log:
             process = subprocess.Popen([found / "postgres", *cluster, *options], stderr=log, cwd=folder, **owner)
         try:

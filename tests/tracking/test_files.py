@@ -4,6 +4,9 @@ import copy
 import csv
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -15,7 +18,7 @@ from dovetail.units import Epochs
 FORMATS = pytest.mark.parametrize("format", ["csv", "jsonl"])
 
 
-def read(logger):
+def read(logger: Any) -> list[tuple[int, str, float]]:
     """Every number of a run: (step, name, value)."""
     if logger.format == "csv":
         with (logger.path / "metrics.csv").open(newline="") as file:
@@ -25,7 +28,9 @@ def read(logger):
 
 
 @FORMATS
-def test_the_metrics_are_those_of_the_history(make, tmp_path, format):
+def test_the_metrics_are_those_of_the_history(
+    make: Callable[..., Any], tmp_path: Path, format: Literal["csv", "jsonl"]
+) -> None:
     logger = FolderLogger(tmp_path / "new", format)
     history = make(Tracker(logger)).fit(max_length=Epochs(2))
     rows = read(logger)
@@ -36,7 +41,9 @@ def test_the_metrics_are_those_of_the_history(make, tmp_path, format):
 
 @FORMATS
 @pytest.mark.parametrize("cut", [1, 2])
-def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(make, tmp_path, format, cut):
+def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(
+    make: Callable[..., Any], tmp_path: Path, format: Literal["csv", "jsonl"], cut: Any
+) -> None:
     straight, cut_off, resumed = (FolderLogger(tmp_path / name, format) for name in ("straight", "cut", "cut"))
     make(Tracker(straight, histograms_every=2)).fit(max_length=Epochs(3))
     states = []
@@ -53,7 +60,7 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(make, tmp_path, 
 
 
 @FORMATS
-def test_half_a_line_of_a_killed_process_is_dropped(tmp_path, format):
+def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path, format: Literal["csv", "jsonl"]) -> None:
     logger = FolderLogger(tmp_path, format)
     logger.start(Run("a"))
     logger.log({"x": 1.0}, 1)
@@ -64,7 +71,7 @@ def test_half_a_line_of_a_killed_process_is_dropped(tmp_path, format):
 
 
 @FORMATS
-def test_numbers_that_are_not_finite_are_kept(tmp_path, format):
+def test_numbers_that_are_not_finite_are_kept(tmp_path: Path, format: Literal["csv", "jsonl"]) -> None:
     logger = FolderLogger(tmp_path, format)
     logger.start(Run("a", hyperparameters={"limit": math.inf}))
     logger.log({"x": math.nan, "y": -math.inf}, 1)
@@ -75,7 +82,7 @@ def test_numbers_that_are_not_finite_are_kept(tmp_path, format):
     assert json.loads((logger.path / "run.json").read_text())["hyperparameters"] == {"limit": "Infinity"}
 
 
-def test_the_run_file_has_the_status_and_the_hyperparameters(make, tmp_path):
+def test_the_run_file_has_the_status_and_the_hyperparameters(make: Callable[..., Any], tmp_path: Path) -> None:
     logger = FolderLogger(tmp_path)
     make(Tracker(logger, hyperparameters={"api_key": "hunter2"})).fit(max_length=Epochs(1))
     run = json.loads((logger.path / "run.json").read_text())
@@ -86,7 +93,7 @@ def test_the_run_file_has_the_status_and_the_hyperparameters(make, tmp_path):
 
 
 @pytest.mark.parametrize("status", ["finished", "failed"])
-def test_the_status_is_running_until_the_end(tmp_path, status):
+def test_the_status_is_running_until_the_end(tmp_path: Path, status: Any) -> None:
     logger = FolderLogger(tmp_path)
     logger.start(Run("a"))
     assert json.loads((logger.path / "run.json").read_text())["status"] == "running"
@@ -94,7 +101,7 @@ def test_the_status_is_running_until_the_end(tmp_path, status):
     assert json.loads((logger.path / "run.json").read_text())["status"] == status
 
 
-def test_histograms_have_counts_and_edges(tmp_path):
+def test_histograms_have_counts_and_edges(tmp_path: Path) -> None:
     logger = FolderLogger(tmp_path)
     logger.start(Run("a"))
     logger.log({"weights/w": Histogram([0.0, 1.0, 1.0, 4.0], bins=2)}, 7)
@@ -104,14 +111,14 @@ def test_histograms_have_counts_and_edges(tmp_path):
     }
 
 
-def test_a_figure_is_a_picture_of_its_step(tmp_path, figure):
+def test_a_figure_is_a_picture_of_its_step(tmp_path: Path, figure: Any) -> None:
     logger = FolderLogger(tmp_path)
     logger.start(Run("a"))
     logger.log({"valid/confusion": figure}, 7)
     assert (logger.path / "figures/valid/confusion/7.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_run_has_a_folder_of_its_own(make, tmp_path):
+def test_every_run_has_a_folder_of_its_own(make: Callable[..., Any], tmp_path: Path) -> None:
     paths = []
     for _ in range(2):
         logger = FolderLogger(tmp_path, label="digits")
@@ -121,9 +128,9 @@ def test_every_run_has_a_folder_of_its_own(make, tmp_path):
     assert all(path.name.startswith("digits-") for path in paths)
 
 
-def test_mistakes_are_named(tmp_path):
+def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'jsonl'"):
-        FolderLogger(tmp_path, "json")
+        FolderLogger(tmp_path, "json")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="label: expected one name"):
         FolderLogger(tmp_path, label="a/b")
     with pytest.raises(ConfigError, match="expected a name"):
@@ -133,7 +140,9 @@ def test_mistakes_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv"])
-def test_a_damaged_line_does_not_turn_the_logger_off(make, tmp_path, format):
+def test_a_damaged_line_does_not_turn_the_logger_off(
+    make: Callable[..., Any], tmp_path: Path, format: Literal["csv", "jsonl"]
+) -> None:
     logger = FolderLogger(tmp_path / "runs", format)
     trainer = make(Tracker(logger))
     trainer.fit(max_length=Epochs(1))

@@ -3,6 +3,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory):
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store whose tables are made: that takes longer than all the rest."""
     pytest.importorskip("mlflow")
     folder = tmp_path_factory.mktemp("mlflow")
@@ -25,36 +28,40 @@ def template(tmp_path_factory):
 
 
 @pytest.fixture
-def store(template, tmp_path):
+def store(template: Any, tmp_path: Path) -> str:
     path = tmp_path / "store.db"
     path.write_bytes(template.read_bytes())
     return f"sqlite:///{path}"
 
 
 @pytest.fixture
-def make_logger(store, tmp_path):
+def make_logger(store: Any, tmp_path: Path) -> Callable[..., MLflowLogger]:
     return lambda **options: MLflowLogger("digits", store, artifact_location=str(tmp_path / "artifacts"), **options)
 
 
 @pytest.fixture
-def runs(store):
+def runs(store: Any) -> Any:
     """Reads all runs of the experiment back from the store."""
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=store)
 
-    def runs():
-        found = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    def runs() -> Any:
+        experiment = client.get_experiment_by_name("digits")
+        assert experiment is not None
+        found = client.search_runs([experiment.experiment_id])
         return [(run, lambda name, run=run: client.get_metric_history(run.info.run_id, name)) for run in found]
 
     return runs
 
 
-def points(metrics):
+def points(metrics: Any) -> list[tuple[int, float]]:
     return [(metric.step, metric.value) for metric in metrics]
 
 
-def test_the_metrics_are_those_of_the_history(make, make_logger, runs):
+def test_the_metrics_are_those_of_the_history(
+    make: Callable[..., Any], make_logger: Callable[..., Any], runs: Any
+) -> None:
     history = make(Tracker(make_logger())).fit(max_length=Epochs(2))
     ((run, metric),) = runs()
     for name in ("train_loss", "valid_loss"):
@@ -62,7 +69,9 @@ def test_the_metrics_are_those_of_the_history(make, make_logger, runs):
     assert run.info.status == "FINISHED"
 
 
-def test_the_hyperparameters_are_parameters(make, make_logger, runs):
+def test_the_hyperparameters_are_parameters(
+    make: Callable[..., Any], make_logger: Callable[..., Any], runs: Any
+) -> None:
     many = {f"x{number}": number for number in range(120)}
     make(Tracker(make_logger(tags={"team": "a"}), hyperparameters={"token": "hunter2", **many})).fit(
         max_length=Epochs(1)
@@ -74,14 +83,16 @@ def test_the_hyperparameters_are_parameters(make, make_logger, runs):
     assert run.data.tags["team"] == "a"
 
 
-def test_a_run_that_breaks_off_has_failed(make_logger, runs):
+def test_a_run_that_breaks_off_has_failed(make_logger: Callable[..., Any], runs: Any) -> None:
     logger = make_logger()
     logger.start(Run("a"))
     logger.finish("failed")
     assert runs()[0][0].info.status == "FAILED"
 
 
-def test_names_and_numbers_that_mlflow_has_no_place_for_are_no_obstacle(make_logger, runs):
+def test_names_and_numbers_that_mlflow_has_no_place_for_are_no_obstacle(
+    make_logger: Callable[..., Any], runs: Any
+) -> None:
     logger = make_logger()
     logger.start(Run("a"))
     logger.log({"acc@5": 0.5, "nan": math.nan}, 1)
@@ -91,7 +102,7 @@ def test_names_and_numbers_that_mlflow_has_no_place_for_are_no_obstacle(make_log
     assert math.isnan(metric("nan")[0].value)
 
 
-def test_histograms_and_figures_are_artifacts(make_logger, tmp_path, figure):
+def test_histograms_and_figures_are_artifacts(make_logger: Callable[..., Any], tmp_path: Path, figure: Any) -> None:
     logger = make_logger()
     logger.start(Run("a"))
     logger.log({"weights/w": Histogram([0.0, 1.0, 1.0, 4.0], bins=2), "valid/confusion": figure}, 7)
@@ -102,7 +113,9 @@ def test_histograms_and_figures_are_artifacts(make_logger, tmp_path, figure):
     assert (folder / "figures/valid/confusion/7.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_resumed_run_is_the_same_run_with_nothing_twice(make, make_logger, runs):
+def test_a_resumed_run_is_the_same_run_with_nothing_twice(
+    make: Callable[..., Any], make_logger: Callable[..., Any], runs: Any
+) -> None:
     states = []
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
@@ -118,7 +131,9 @@ def test_a_resumed_run_is_the_same_run_with_nothing_twice(make, make_logger, run
     assert run.info.status == "FINISHED"
 
 
-def test_a_store_that_cannot_be_reached_does_not_stop_training(make, monkeypatch):
+def test_a_store_that_cannot_be_reached_does_not_stop_training(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     trainer = make(Tracker(MLflowLogger("digits", "http://127.0.0.1:9")))
@@ -129,7 +144,7 @@ def test_a_store_that_cannot_be_reached_does_not_stop_training(make, monkeypatch
 
 
 @pytest.mark.slow
-def test_nothing_is_printed(make, tmp_path, capfd):
+def test_nothing_is_printed(make: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mlflow")
     logger = MLflowLogger("digits", f"sqlite:///{tmp_path}/new.db", artifact_location=str(tmp_path / "artifacts"))
     make(Tracker(logger)).fit(max_length=Epochs(1))

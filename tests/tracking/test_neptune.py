@@ -3,6 +3,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver is deprec
 
 
 @pytest.fixture
-def read(tmp_path, monkeypatch):
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Read]]:
     """Reads every offline run back from the queue of its operations, the oldest first."""
     pytest.importorskip("neptune", reason="neptune is not installed; its boto3 needs python-dateutil below 3")
     monkeypatch.chdir(tmp_path)
 
-    def read():
+    def read() -> list[Read]:
         folders = sorted((tmp_path / ".neptune" / "offline").iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
         return [Read(folder) for folder in folders]
 
@@ -28,11 +31,11 @@ def read(tmp_path, monkeypatch):
 
 
 class Read:
-    def __init__(self, folder):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.fields: dict = {}
-        self.series: dict = {}
-        self.files: dict = {}
+        self.fields: dict[str, Any] = {}
+        self.series: dict[str, Any] = {}
+        self.files: dict[str, Any] = {}
         decoder = json.JSONDecoder()
         text = "".join(path.read_text() for path in sorted(folder.glob("data-*.log")))
         while text := text.lstrip():
@@ -40,7 +43,7 @@ class Read:
             text = text[end:]
             self.take(entry["obj"])
 
-    def take(self, operation):
+    def take(self, operation: Any) -> None:
         name, kind = "/".join(operation["path"]), operation["type"]
         if kind.startswith("Assign"):
             self.fields[name] = operation["value"]
@@ -51,7 +54,7 @@ class Read:
             self.files[name] = operation
 
 
-def test_the_metrics_are_those_of_the_history(read, make):
+def test_the_metrics_are_those_of_the_history(read: Callable[..., Any], make: Callable[..., Any]) -> None:
     history = make(Tracker(NeptuneLogger(mode="offline"))).fit(max_length=Epochs(2))
     (run,) = read()
     for name in ("train_loss", "valid_loss"):
@@ -59,7 +62,7 @@ def test_the_metrics_are_those_of_the_history(read, make):
     assert run.fields["sys/failed"] is False
 
 
-def test_the_hyperparameters_are_fields(read, make):
+def test_the_hyperparameters_are_fields(read: Callable[..., Any], make: Callable[..., Any]) -> None:
     tracker = Tracker(NeptuneLogger(mode="offline", name="first"), hyperparameters={"token": "hunter2", "none": None})
     make(tracker).fit(max_length=Epochs(1))
     (run,) = read()
@@ -69,14 +72,14 @@ def test_the_hyperparameters_are_fields(read, make):
     assert run.fields["hyperparameters/none"] == "None"
 
 
-def test_a_run_that_breaks_off_has_failed(read):
+def test_a_run_that_breaks_off_has_failed(read: Callable[..., Any]) -> None:
     logger = NeptuneLogger(mode="offline")
     logger.start(Run("a"))
     logger.finish("failed")
     assert read()[0].fields["sys/failed"] is True
 
 
-def test_histograms_and_figures_are_files(read, figure):
+def test_histograms_and_figures_are_files(read: Callable[..., Any], figure: Any) -> None:
     logger = NeptuneLogger(mode="offline")
     logger.start(Run("a"))
     logger.log({"weights/w": Histogram([0.0, 1.0, 1.0, 4.0], bins=2), "confusion": figure}, 7)
@@ -90,7 +93,7 @@ def test_histograms_and_figures_are_files(read, figure):
     assert json.loads(content) == {"counts": [3, 1], "edges": [0.0, 2.0, 4.0]}
 
 
-def test_numbers_that_neptune_refuses_are_left_out(read):
+def test_numbers_that_neptune_refuses_are_left_out(read: Callable[..., Any]) -> None:
     logger = NeptuneLogger(mode="offline")
     logger.start(Run("a"))
     logger.log({"x": math.nan, "y": math.inf, "z": 1.0}, 1)
@@ -98,7 +101,7 @@ def test_numbers_that_neptune_refuses_are_left_out(read):
     assert read()[0].series == {"z": [(1, 1.0)]}
 
 
-def test_a_resumed_run_goes_on_where_it_was(read, make):
+def test_a_resumed_run_goes_on_where_it_was(read: Callable[..., Any], make: Callable[..., Any]) -> None:
     states = []
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
@@ -111,7 +114,7 @@ def test_a_resumed_run_goes_on_where_it_was(read, make):
 
 
 @pytest.mark.usefixtures("read")
-def test_a_bad_token_does_not_stop_training(make):
+def test_a_bad_token_does_not_stop_training(make: Callable[..., Any]) -> None:
     trainer = make(Tracker(NeptuneLogger("team/digits", api_token="wrong", mode="async")))
     with pytest.warns(UserWarning, match="start failed with .*: The provided API token is invalid.") as told:
         trainer.fit(max_length=Epochs(1))
@@ -120,11 +123,11 @@ def test_a_bad_token_does_not_stop_training(make):
 
 
 @pytest.mark.usefixtures("read")
-def test_nothing_is_printed(make, capfd):
+def test_nothing_is_printed(make: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
     make(Tracker(NeptuneLogger(mode="offline"))).fit(max_length=Epochs(1))
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_follows_from_the_run_is_not_an_option():
+def test_what_follows_from_the_run_is_not_an_option() -> None:
     with pytest.raises(ConfigError, match="NeptuneLogger: with_id follows from the run"):
         NeptuneLogger("digits", with_id="a")

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,17 +16,17 @@ accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_a
 hparams = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
 
 
-def read(path):
+def read(path: Path) -> Any:
     events = accumulators.EventAccumulator(str(path), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
     events.Reload()
     return events
 
 
-def scalars(events, name):
+def scalars(events: Any, name: str) -> list[tuple[int, Any]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def hparams_of(events):
+def hparams_of(events: Any) -> tuple[Any, Any]:
     content = {}
     for tag in ("_hparams_/session_start_info", "_hparams_/session_end_info"):
         data = hparams.HParamsPluginData.FromString(events.SummaryMetadata(tag).plugin_data.content)
@@ -32,7 +35,7 @@ def hparams_of(events):
     return start.session_start_info.hparams, end.session_end_info.status
 
 
-def test_the_metrics_are_those_of_the_history(make, tmp_path):
+def test_the_metrics_are_those_of_the_history(make: Callable[..., Any], tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     history = make(Tracker(logger)).fit(max_length=Epochs(2))
     events = read(logger.path)
@@ -43,7 +46,7 @@ def test_the_metrics_are_those_of_the_history(make, tmp_path):
     assert scalars(events, "lr/group0")[0] == (2, pytest.approx(0.1))
 
 
-def test_the_hyperparameters_are_shown(make, tmp_path):
+def test_the_hyperparameters_are_shown(make: Callable[..., Any], tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     make(Tracker(logger, hyperparameters={"token": "hunter2", "none": None})).fit(max_length=Epochs(1))
     found, status = hparams_of(read(logger.path))
@@ -53,14 +56,14 @@ def test_the_hyperparameters_are_shown(make, tmp_path):
     assert status == 1
 
 
-def test_a_run_that_breaks_off_has_failed(tmp_path):
+def test_a_run_that_breaks_off_has_failed(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.start(Run("a"))
     logger.finish("failed")
     assert hparams_of(read(logger.path))[1] == 2
 
 
-def test_histograms_keep_their_bins(tmp_path):
+def test_histograms_keep_their_bins(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.start(Run("a"))
     logger.log({"weights/w": Histogram([0.0, 1.0, 1.0, 4.0], bins=2), "empty": Histogram([])}, 7)
@@ -71,7 +74,7 @@ def test_histograms_keep_their_bins(tmp_path):
     assert (value.bucket_limit, value.bucket) == ([2.0, 4.0], [3, 1])
 
 
-def test_a_figure_is_an_image(tmp_path, figure):
+def test_a_figure_is_an_image(tmp_path: Path, figure: Any) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.start(Run("a"))
     logger.log({"confusion": figure}, 7)
@@ -81,7 +84,7 @@ def test_a_figure_is_an_image(tmp_path, figure):
     assert image.encoded_image_string.startswith(b"\x89PNG")
 
 
-def test_a_resumed_run_shows_nothing_twice(make, tmp_path):
+def test_a_resumed_run_shows_nothing_twice(make: Callable[..., Any], tmp_path: Path) -> None:
     states, logger = [], TensorBoardLogger(tmp_path)
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
@@ -97,7 +100,7 @@ def test_a_resumed_run_shows_nothing_twice(make, tmp_path):
     assert values == pytest.approx(history.get_metric_values("train_loss"), rel=1e-6)
 
 
-def test_a_missing_package_is_named(make, tmp_path, monkeypatch):
+def test_a_missing_package_is_named(make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.warns(UserWarning, match=r"tensorboard is not installed: pip install 'dovetail\[tensorboard\]'"):
         make(Tracker(TensorBoardLogger(tmp_path))).fit(max_length=Epochs(1))

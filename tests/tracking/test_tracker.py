@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
 from dovetail.callbacks import Callback, LambdaCallback
 from dovetail.errors import ConfigError
@@ -18,10 +22,12 @@ from dovetail.tracking import (
     Tracker,
     WandBLogger,
 )
+from dovetail.trainers.basic import Trainer
+from dovetail.trainers.context import TrainingContext
 from dovetail.units import Batches, Epochs
 
 
-def test_metrics_are_those_of_the_history(make, memory):
+def test_metrics_are_those_of_the_history(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     history = make(Tracker(logger)).fit(max_length=Epochs(3))
     for name in ("train_loss", "valid_loss", "valid_accuracy"):
@@ -29,7 +35,7 @@ def test_metrics_are_those_of_the_history(make, memory):
     assert logger.series("epoch") == [(5, 1), (10, 2), (15, 3)]
 
 
-def test_running_means_and_rates_come_with_every_report(make, memory):
+def test_running_means_and_rates_come_with_every_report(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     history = make(Tracker(logger)).fit(max_length=Epochs(1))
     first, second, last = logger.series("running_loss")
@@ -38,49 +44,55 @@ def test_running_means_and_rates_come_with_every_report(make, memory):
     assert logger.series("lr/group0") == [(2, 0.1), (4, 0.1), (5, 0.1)]
 
 
-def test_validations_inside_an_epoch_are_logged_where_they_happen(make, memory):
+def test_validations_inside_an_epoch_are_logged_where_they_happen(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger)).fit(max_length=Epochs(1), validation_period=Batches(2))
     assert [step for step, _ in logger.series("valid_loss")] == [2, 4, 5]
 
 
-def test_no_name_has_two_values_at_a_step(make, memory):
+def test_no_name_has_two_values_at_a_step(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger, histograms_every=2)).fit(max_length=Epochs(2), validation_period=Batches(5))
     seen = [(step, name) for step, values in logger.rows for name in values]
     assert len(seen) == len(set(seen))
 
 
-def test_steps_never_decrease(make, memory):
+def test_steps_never_decrease(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger, histograms_every=1)).fit(max_length=Epochs(2), validation_period=Batches(2))
     steps = [step for step, _ in logger.rows]
     assert steps == sorted(steps)
 
 
-def test_hyperparameters_are_those_of_the_trainer_and_of_the_user(make, memory):
+def test_hyperparameters_are_those_of_the_trainer_and_of_the_user(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger, hyperparameters={"note": "first", "token": "hunter2"})).fit(max_length=Epochs(1))
     found = logger.runs[0].hyperparameters
     assert (found["note"], found["token"], found["batch_size"], found["optimizer.lr"]) == ("first", "***", 8, 0.1)
 
 
-def test_histograms_are_only_made_on_request(make, memory):
+def test_histograms_are_only_made_on_request(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger)).fit(max_length=Epochs(1))
     assert not any(isinstance(value, Histogram) for _, values in logger.rows for value in values.values())
 
 
-def test_histograms_are_those_of_the_weights_and_of_the_gradients_that_led_to_them(make, memory):
+def test_histograms_are_those_of_the_weights_and_of_the_gradients_that_led_to_them(
+    make: Callable[..., Any], memory: type[Any]
+) -> None:
     logger = memory()
     gradients, weights = [], []
 
-    class Watch(Callback):
-        def on_gradients(self, context, optimizer):
-            gradients.append(context.model[0].weight.grad.clone())
+    def first_weight(context: TrainingContext) -> Any:
+        model: Any = context.model
+        return model[0].weight
 
-        def on_update(self, context):
-            weights.append(context.model[0].weight.detach().clone())
+    class Watch(Callback):
+        def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
+            gradients.append(first_weight(context).grad.clone())
+
+        def on_update(self, context: TrainingContext) -> None:
+            weights.append(first_weight(context).detach().clone())
 
     make(Tracker(logger, histograms_every=2), Watch()).fit(max_length=Epochs(1))
     for name, tensors in (("gradients/0.weight", gradients), ("weights/0.weight", weights)):
@@ -90,18 +102,20 @@ def test_histograms_are_those_of_the_weights_and_of_the_gradients_that_led_to_th
         assert second.as_dict() == Histogram(tensors[3]).as_dict()
 
 
-def test_gradients_of_a_step_that_was_skipped_are_not_shown(make, memory):
+def test_gradients_of_a_step_that_was_skipped_are_not_shown(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
 
-    class Skipping(type(make())):
-        def optimizer_step(self, optimizer):
+    class Skipping(Trainer):
+        def optimizer_step(self, optimizer: Optimizer) -> bool:
             return super().optimizer_step(optimizer) if self.context.progress.batches != 1 else False
 
     make(Tracker(logger, histograms_every=1), kind=Skipping).fit(max_length=Epochs(1))
     assert [step for step, _ in logger.series("gradients/0.weight")] == [1, 3, 4, 5]
 
 
-def test_a_figure_of_the_user_is_logged_at_the_running_step(make, memory, figure):
+def test_a_figure_of_the_user_is_logged_at_the_running_step(
+    make: Callable[..., Any], memory: type[Any], figure: Any
+) -> None:
     logger = memory()
     tracker = Tracker(logger)
     draw = LambdaCallback(on_validation_end=lambda context, metrics: tracker.log_figure("valid/confusion", figure))
@@ -109,15 +123,16 @@ def test_a_figure_of_the_user_is_logged_at_the_running_step(make, memory, figure
     assert logger.series("valid/confusion") == [(5, figure), (10, figure)]
 
 
-def test_numbers_of_the_user_are_logged(make, memory):
+def test_numbers_of_the_user_are_logged(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     tracker = Tracker(logger)
-    count = LambdaCallback(on_epoch_end=lambda context, metrics: tracker.log({"mine": torch.tensor(3.0)}, step=99))
+    mine: dict[str, Any] = {"mine": torch.tensor(3.0)}
+    count = LambdaCallback(on_epoch_end=lambda context, metrics: tracker.log(mine, step=99))
     make(tracker, count).fit(max_length=Epochs(1))
     assert logger.series("mine") == [(99, torch.tensor(3.0))]
 
 
-def test_logging_outside_of_training_is_a_mistake(make, memory):
+def test_logging_outside_of_training_is_a_mistake(make: Callable[..., Any], memory: type[Any]) -> None:
     tracker = Tracker(memory())
     with pytest.raises(ConfigError, match="no run is open"):
         tracker.log({"x": 1.0})
@@ -126,15 +141,15 @@ def test_logging_outside_of_training_is_a_mistake(make, memory):
         tracker.log({"x": 1.0})
 
 
-def test_a_run_that_ends_is_finished(make, memory):
+def test_a_run_that_ends_is_finished(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger)).fit(max_length=Epochs(1))
     assert logger.statuses == ["finished"]
 
 
 @pytest.mark.parametrize("error", [ArithmeticError("no"), KeyboardInterrupt()])
-def test_a_run_that_breaks_off_has_failed(make, memory, error):
-    def fail(context, metrics):
+def test_a_run_that_breaks_off_has_failed(make: Callable[..., Any], memory: type[Any], error: Any) -> None:
+    def fail(context: TrainingContext, metrics: Any) -> None:
         raise error
 
     logger = memory()
@@ -144,7 +159,9 @@ def test_a_run_that_breaks_off_has_failed(make, memory, error):
 
 
 @pytest.mark.parametrize(("method", "calls"), [("start", ["start"]), ("log", ["start", "log", "finish"])])
-def test_a_logger_that_fails_warns_once_and_is_off(make, memory, method, calls):
+def test_a_logger_that_fails_warns_once_and_is_off(
+    make: Callable[..., Any], memory: type[Any], method: Any, calls: Any
+) -> None:
     broken, working, straight = memory(fails_in=method), memory(), make()
     trainer = make(Tracker(broken, working))
     with pytest.warns(UserWarning, match="is off") as told:
@@ -159,26 +176,26 @@ def test_a_logger_that_fails_warns_once_and_is_off(make, memory, method, calls):
     assert trainer.history == straight.history
 
 
-def test_a_logger_that_cannot_finish_warns_once(make, memory):
+def test_a_logger_that_cannot_finish_warns_once(make: Callable[..., Any], memory: type[Any]) -> None:
     with pytest.warns(UserWarning, match="finish failed with ConnectionError: no route to host$") as told:
         make(Tracker(memory(fails_in="finish"))).fit(max_length=Epochs(1))
     assert len(told) == 1
 
 
-def test_a_warning_says_no_password(make):
+def test_a_warning_says_no_password(make: Callable[..., Any]) -> None:
     class Refused(Logger):
-        def start(self, run):
+        def start(self, run: Any) -> None:
             raise PermissionError("cannot log in at https://me:hunter2@example.org/api")
 
-        def log(self, values, step): ...
+        def log(self, values: Any, step: Any) -> None: ...
 
-        def finish(self, status): ...
+        def finish(self, status: Any) -> None: ...
 
     with pytest.warns(UserWarning, match=r"cannot log in at https://\*\*\*@example\.org/api$"):
         make(Tracker(Refused())).fit(max_length=Epochs(1))
 
 
-def test_a_logger_that_failed_is_tried_again_in_the_next_run(make, memory):
+def test_a_logger_that_failed_is_tried_again_in_the_next_run(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory(fails_in="log")
     trainer = make(Tracker(logger))
     with pytest.warns(UserWarning, match="is off"):
@@ -188,7 +205,7 @@ def test_a_logger_that_failed_is_tried_again_in_the_next_run(make, memory):
     assert [step for step, _ in logger.series("train_loss")] == [10]
 
 
-def test_a_further_fit_goes_on_in_the_same_run(make, memory):
+def test_a_further_fit_goes_on_in_the_same_run(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     trainer = make(Tracker(logger))
     trainer.fit(max_length=Epochs(1))
@@ -198,7 +215,7 @@ def test_a_further_fit_goes_on_in_the_same_run(make, memory):
     assert second.step == 5
 
 
-def test_a_resumed_run_is_the_same_run(make, memory):
+def test_a_resumed_run_is_the_same_run(make: Callable[..., Any], memory: type[Any]) -> None:
     states, before, after = [], memory(), memory()
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
@@ -212,7 +229,7 @@ def test_a_resumed_run_is_the_same_run(make, memory):
     assert after.series("train_loss") == before.series("train_loss")[1:]
 
 
-def test_a_trainer_that_is_reset_begins_a_new_run(make, memory):
+def test_a_trainer_that_is_reset_begins_a_new_run(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     trainer = make(Tracker(logger))
     trainer.fit(max_length=Epochs(1))
@@ -222,7 +239,7 @@ def test_a_trainer_that_is_reset_begins_a_new_run(make, memory):
     assert logger.runs[1].step == 0
 
 
-def test_an_evaluation_logs_nothing(make, memory):
+def test_an_evaluation_logs_nothing(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     trainer = make(Tracker(logger))
     trainer.fit(max_length=Epochs(1))
@@ -231,14 +248,14 @@ def test_an_evaluation_logs_nothing(make, memory):
     assert len(logger.calls) == number
 
 
-def test_tracking_leaves_the_training_alone(make, memory):
+def test_tracking_leaves_the_training_alone(make: Callable[..., Any], memory: type[Any]) -> None:
     tracked, alone = make(Tracker(memory(), histograms_every=1)), make()
     tracked.fit(max_length=Epochs(2))
     alone.fit(max_length=Epochs(2))
     assert tracked.history == alone.history
 
 
-def test_a_tracker_with_all_loggers_can_be_sent_to_another_process(tmp_path):
+def test_a_tracker_with_all_loggers_can_be_sent_to_another_process(tmp_path: Path) -> None:
     loggers = (
         FolderLogger(tmp_path),
         TensorBoardLogger(tmp_path),
@@ -251,20 +268,21 @@ def test_a_tracker_with_all_loggers_can_be_sent_to_another_process(tmp_path):
     assert copied.histograms_every == 3
 
 
-def test_a_tracker_that_has_run_can_be_sent_to_another_process(make, tmp_path):
-    tracker = Tracker(FolderLogger(tmp_path))
+def test_a_tracker_that_has_run_can_be_sent_to_another_process(make: Callable[..., Any], tmp_path: Path) -> None:
+    logger = FolderLogger(tmp_path)
+    tracker = Tracker(logger)
     make(tracker).fit(max_length=Epochs(1))
-    assert pickle.loads(pickle.dumps(tracker)).loggers[0].path == tracker.loggers[0].path
+    assert pickle.loads(pickle.dumps(tracker)).loggers[0].path == logger.path
 
 
-def test_mistakes_are_named():
+def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"expected loggers such as .*, got 'runs'"):
-        Tracker("runs")
+        Tracker("runs")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="histograms_every: expected a number of updates"):
         Tracker(histograms_every=-1)
 
 
-def test_only_the_main_rank_writes(make, memory):
+def test_only_the_main_rank_writes(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     trainer = make(Tracker(logger, histograms_every=1))
     trainer.context.callbacks.mute(is_main=False)
@@ -272,18 +290,18 @@ def test_only_the_main_rank_writes(make, memory):
     assert logger.calls == []
 
 
-def test_a_callback_of_the_user_may_log_on_every_rank():
+def test_a_callback_of_the_user_may_log_on_every_rank() -> None:
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist = torch.distributed
     dist.init_process_group("fake", rank=1, world_size=2, store=fake.FakeStore())
     try:
         Tracker().log({"x": 1.0})
         with pytest.raises(ConfigError, match="expected a number"):
-            Tracker().log({"x": "one"})
+            Tracker().log({"x": "one"})  # type: ignore[dict-item]
     finally:
         dist.destroy_process_group()
 
 
-def test_a_tracker_without_loggers_warns(make):
+def test_a_tracker_without_loggers_warns(make: Callable[..., Any]) -> None:
     with pytest.warns(UserWarning, match="Tracker has no loggers, so nothing is logged"):
         make(Tracker()).fit(max_length=Epochs(1))

@@ -3,7 +3,10 @@ from __future__ import annotations
 import copy
 import json
 import struct
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +20,15 @@ if find_spec("wandb") is None:
 
 
 @pytest.fixture
-def make_logger(tmp_path):
+def make_logger(tmp_path: Path) -> Callable[..., WandBLogger]:
     return lambda **options: WandBLogger("digits", "offline", dir=str(tmp_path / "new"), **options)
 
 
 @pytest.fixture
-def read(tmp_path):
+def read(tmp_path: Path) -> Callable[[], list[Read]]:
     """Reads every offline run back, the oldest first."""
 
-    def read():
+    def read() -> list[Read]:
         import wandb
 
         # Its process may still be writing when a run is finished; it has written all when it has ended.
@@ -38,12 +41,12 @@ def read(tmp_path):
 class Read:
     """The records of a `.wandb` file: a LevelDB log, each of whose entries is a message of protocol buffers."""
 
-    def __init__(self, path):
-        from wandb.proto.wandb_internal_pb2 import Record
+    def __init__(self, path: Path) -> None:
+        from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
         self.folder = path.parent
-        self.rows: list[dict] = []
-        self.config: dict = {}
+        self.rows: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
         self.run = self.exit = None
         for entry in entries(path.read_bytes()):
             record = Record.FromString(entry)
@@ -58,12 +61,12 @@ class Read:
             elif kind == "exit":
                 self.exit = record.exit.exit_code
 
-    def series(self, name):
+    def series(self, name: str) -> list[tuple[int, Any]]:
         return [(row["_step"], row[name]) for row in self.rows if name in row]
 
 
-def items(found):
-    made: dict = {}
+def items(found: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {}
     for item in found:
         *outer, name = item.nested_key or [item.key]
         place = made
@@ -73,7 +76,7 @@ def items(found):
     return made
 
 
-def entries(content):
+def entries(content: Any) -> Iterator[bytes]:
     block, header, whole, last = 32768, 7, 1, 4
     assert content[:4] == b":W&B"
     place, parts = header, []
@@ -88,7 +91,9 @@ def entries(content):
             parts = []
 
 
-def test_the_metrics_are_those_of_the_history(make, make_logger, read):
+def test_the_metrics_are_those_of_the_history(
+    make: Callable[..., Any], make_logger: Callable[..., Any], read: Callable[..., Any]
+) -> None:
     history = make(Tracker(make_logger())).fit(max_length=Epochs(2))
     (run,) = read()
     for name in ("train_loss", "valid_loss"):
@@ -96,21 +101,25 @@ def test_the_metrics_are_those_of_the_history(make, make_logger, read):
     assert run.exit == 0
 
 
-def test_the_hyperparameters_are_the_configuration(make, make_logger, read):
+def test_the_hyperparameters_are_the_configuration(
+    make: Callable[..., Any], make_logger: Callable[..., Any], read: Callable[..., Any]
+) -> None:
     make(Tracker(make_logger(name="first"), hyperparameters={"token": "hunter2"})).fit(max_length=Epochs(1))
     (run,) = read()
     assert (run.config["optimizer.lr"], run.config["token"]) == (0.1, "***")
     assert (run.run.project, run.run.display_name) == ("digits", "first")
 
 
-def test_a_run_that_breaks_off_has_failed(make_logger, read):
+def test_a_run_that_breaks_off_has_failed(make_logger: Callable[..., Any], read: Callable[..., Any]) -> None:
     logger = make_logger()
     logger.start(Run("a"))
     logger.finish("failed")
     assert read()[0].exit == 1
 
 
-def test_histograms_and_figures_are_shown(make_logger, read, figure):
+def test_histograms_and_figures_are_shown(
+    make_logger: Callable[..., Any], read: Callable[..., Any], figure: Any
+) -> None:
     logger = make_logger()
     logger.start(Run("a"))
     logger.log({"weights/w": Histogram([0.0, 1.0, 1.0, 4.0], bins=2), "confusion": figure}, 7)
@@ -123,7 +132,9 @@ def test_histograms_and_figures_are_shown(make_logger, read, figure):
     assert (run.folder / "files" / image["path"]).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_resumed_run_has_the_same_id(make, make_logger, read):
+def test_a_resumed_run_has_the_same_id(
+    make: Callable[..., Any], make_logger: Callable[..., Any], read: Callable[..., Any]
+) -> None:
     states = []
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
@@ -137,7 +148,7 @@ def test_a_resumed_run_has_the_same_id(make, make_logger, read):
     assert [step for run in runs for step, _ in run.series("train_loss")] == [5, 10]
 
 
-def test_two_trackers_have_a_run_each(make_logger, read):
+def test_two_trackers_have_a_run_each(make_logger: Callable[..., Any], read: Callable[..., Any]) -> None:
     first, second = make_logger(), make_logger()
     first.start(Run("a"))
     second.start(Run("b"))
@@ -148,7 +159,9 @@ def test_two_trackers_have_a_run_each(make_logger, read):
     assert {run.run.run_id: run.series("x") for run in read()} == {"a": [(1, 1.0)], "b": [(1, 2.0)]}
 
 
-def test_a_service_that_cannot_be_reached_does_not_stop_training(make, tmp_path, monkeypatch):
+def test_a_service_that_cannot_be_reached_does_not_stop_training(
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     settings = {"base_url": "http://127.0.0.1:9", "init_timeout": 1}
     trainer = make(Tracker(WandBLogger("digits", "online", dir=str(tmp_path), settings=settings)))
@@ -158,11 +171,13 @@ def test_a_service_that_cannot_be_reached_does_not_stop_training(make, tmp_path,
     assert trainer.context.progress.epoch == 1
 
 
-def test_nothing_is_printed(make, make_logger, capfd):
+def test_nothing_is_printed(
+    make: Callable[..., Any], make_logger: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     make(Tracker(make_logger())).fit(max_length=Epochs(1))
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_follows_from_the_run_is_not_an_option():
+def test_what_follows_from_the_run_is_not_an_option() -> None:
     with pytest.raises(ConfigError, match="WandBLogger: id follows from the run"):
         WandBLogger("digits", id="a")

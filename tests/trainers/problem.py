@@ -18,7 +18,7 @@ class Problem:
 
     @property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.x.split(8), self.y.split(8), strict=True))
+        return list(zip(self.x.split(8), self.y.split(8), strict=True))  # type: ignore[no-untyped-call]
 
     def model(self, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Module:
         with torch.random.fork_rng():
@@ -46,7 +46,7 @@ def train_by_hand(
         for x, y in batches:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             after_backward()
             optimizer.step()
             losses.append(loss.item())

@@ -263,7 +263,7 @@ UPDATES = {
 
 
 def in_order(x: Tensor, y: Tensor, epoch: int, size: int = BATCH_SIZE) -> list[Batch]:
-    return list(zip(x.split(size), y.split(size), strict=True))
+    return list(zip(x.split(size), y.split(size), strict=True))  # type: ignore[no-untyped-call]
 
 
 def shuffled(x: Tensor, y: Tensor, epoch: int) -> list[Batch]:

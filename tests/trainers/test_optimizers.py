@@ -52,7 +52,7 @@ def test_adahessian_sees_the_curvature_of_a_quadratic_exactly() -> None:
     curvatures = torch.tensor([0.01, 1.0, 100.0], dtype=torch.float64)
     weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
     optimizer = AdaHessian([weight], lr=0.25, eps=0.0)
-    (0.5 * curvatures * weight.square()).sum().backward(create_graph=True)
+    (0.5 * curvatures * weight.square()).sum().backward(create_graph=True)  # type: ignore[no-untyped-call]
     optimizer.step()
     assert torch.allclose(weight.detach(), 0.75 * torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64), atol=1e-12)
 

@@ -269,7 +269,7 @@ def test_the_loop_over_a_torch_loader_is_the_loop_written_by_hand(options: dict[
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
     assert list(trainer.history.losses) == losses

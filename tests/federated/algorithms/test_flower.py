@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ FlowerStrategy = pytest.importorskip("dovetail.federated.algorithms.flower").Flo
 _WEIGHTS = {"w": torch.tensor([1.0, -2.0]), "b": torch.tensor(0.5)}
 
 
-def _updates(*rows):
+def _updates(*rows: Any) -> list[Update]:
     return [
         Update(k, 1, n, delta={"w": torch.tensor(w), "b": torch.tensor(b)}) for k, (n, w, b) in enumerate(rows, start=1)
     ]
@@ -31,20 +34,20 @@ def _updates(*rows):
 _THREE = _updates((10, [1.0, 2.0], 0.5), (30, [-1.0, 0.0], 0.25), (60, [0.5, 0.5], -1.0))
 
 
-def _federation(algorithm, **settings):
+def _federation(algorithm: Any, **settings: Any) -> tuple[fedavg.Server, simple.Client]:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
     settings = {"rounds": 4, "total_clients": 3, "per_round": 3, **settings}
     server = fedavg.Server(model=lambda: model, algorithm=algorithm, **settings)
     return server, simple.Client(trainer=ComposableTrainer(num_epochs=1, batch_size=64, learning_rate=0.05))
 
 
-def test_fedavg_of_flower_is_ours():
+def test_fedavg_of_flower_is_ours() -> None:
     ours = FedAvg().aggregate(_WEIGHTS, _THREE, weighted_mean)
     theirs = FlowerStrategy(strategies.FedAvg()).aggregate(_WEIGHTS, _THREE, weighted_mean)
     torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-6)
 
 
-def test_a_federation_with_fedavg_of_flower_is_one_with_ours():
+def test_a_federation_with_fedavg_of_flower_is_one_with_ours() -> None:
     torch.manual_seed(3)
     ours, client = _federation(FedAvg())
     torch.manual_seed(3)
@@ -54,7 +57,7 @@ def test_a_federation_with_fedavg_of_flower_is_one_with_ours():
     torch.testing.assert_close(theirs.weights, ours.weights, rtol=1e-5, atol=1e-6)
 
 
-def test_one_step_of_fedadam_is_the_formula():
+def test_one_step_of_fedadam_is_the_formula() -> None:
     eta, beta_1, beta_2, tau = 0.1, 0.9, 0.99, 1e-3
     strategy = strategies.FedAdam(eta=eta, beta_1=beta_1, beta_2=beta_2, tau=tau)
     made = FlowerStrategy(strategy).aggregate(_WEIGHTS, _THREE, weighted_mean)
@@ -66,13 +69,13 @@ def test_one_step_of_fedadam_is_the_formula():
         torch.testing.assert_close(made[name], value + rate * first / (second.sqrt() + tau))
 
 
-def test_the_median_is_that_of_the_trained_weights():
+def test_the_median_is_that_of_the_trained_weights() -> None:
     made = FlowerStrategy(strategies.FedMedian()).aggregate(_WEIGHTS, _THREE, weighted_mean)
     assert made["w"].tolist() == [1.5, -1.5]
     assert made["b"].item() == 0.75
 
 
-def test_krum_takes_one_of_the_updates():
+def test_krum_takes_one_of_the_updates() -> None:
     near = _updates((1, [1.0, 1.0], 0.0), (1, [1.0, 1.1], 0.0), (1, [0.9, 1.0], 0.0), (1, [90.0, 9.0], 9.0))
     made = FlowerStrategy(strategies.Krum(num_malicious_nodes=1)).aggregate(_WEIGHTS, near, weighted_mean)
     candidates = [moved(_WEIGHTS, update.delta) for update in near[:3]]
@@ -89,8 +92,8 @@ def test_krum_takes_one_of_the_updates():
     ],
     ids=["adam", "yogi", "adagrad", "momentum"],
 )
-def test_a_server_that_goes_on_ends_with_the_same_bits(make, tmp_path):
-    def federation(**settings):
+def test_a_server_that_goes_on_ends_with_the_same_bits(make: Callable[..., Any], tmp_path: Path) -> None:
+    def federation(**settings: Any) -> tuple[fedavg.Server, simple.Client]:
         torch.manual_seed(3)
         return _federation(FlowerStrategy(make()), **settings)
 
@@ -102,14 +105,14 @@ def test_a_server_that_goes_on_ends_with_the_same_bits(make, tmp_path):
     assert all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
 
 
-def test_moments_are_what_is_saved():
+def test_moments_are_what_is_saved() -> None:
     algorithm = FlowerStrategy(strategies.FedAdam(eta=0.01))
     assert algorithm.state_dict() == {"round": 0, "strategy": {}}
     algorithm.aggregate(_WEIGHTS, _THREE, weighted_mean)
     assert algorithm.state_dict()["strategy"].keys() == {"m_t", "v_t"}
 
 
-def test_whole_numbers_are_averaged_and_stay_whole():
+def test_whole_numbers_are_averaged_and_stay_whole() -> None:
     weights = {**_WEIGHTS, "steps": torch.tensor(10)}
     updates = [
         Update(update.client_id, 1, update.num_samples, delta={**update.delta, "steps": torch.tensor(steps)})
@@ -120,27 +123,27 @@ def test_whole_numbers_are_averaged_and_stay_whole():
     assert made["steps"].dtype == torch.int64
 
 
-def test_the_strategy_that_was_given_stays_as_it_is():
+def test_the_strategy_that_was_given_stays_as_it_is() -> None:
     given = strategies.FedAdam(min_available_nodes=7)
     FlowerStrategy(given).aggregate(_WEIGHTS, _THREE, weighted_mean)
     assert given.m_t is None
     assert given.min_available_nodes == 7
 
 
-def test_a_mean_that_somebody_else_makes_is_refused():
-    def noisy(updates):
+def test_a_mean_that_somebody_else_makes_is_refused() -> None:
+    def noisy(updates: Any) -> Any:
         return {name: value + 1 for name, value in weighted_mean(updates).items()}
 
     with pytest.raises(ConfigError, match="FedAdam makes the mean itself: leave out"):
         FlowerStrategy(strategies.FedAdam()).aggregate(_WEIGHTS, _THREE, noisy)
 
 
-def test_something_else_is_refused():
+def test_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"strategy: expected one of flwr\.serverapp\.strategy, got 'FedAdam'"):
         FlowerStrategy("FedAdam")
 
 
-def test_flower_says_nothing(capfd):
+def test_flower_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     level = logging.getLogger("flwr").level
     FlowerStrategy(strategies.FedAvg()).aggregate(_WEIGHTS, _THREE, weighted_mean)
     assert capfd.readouterr() == ("", "")

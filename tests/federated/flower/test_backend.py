@@ -7,10 +7,13 @@ import importlib
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+from dovetail.trainers.context import TrainingContext
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
@@ -33,7 +36,7 @@ from local_grid import LocalGrid
 
 
 @pytest.fixture(autouse=True)
-def identity(monkeypatch):
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are written by some task of some run."""
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -44,7 +47,7 @@ def identity(monkeypatch):
 class Counting:
     """A worker that counts its rounds in its state, and fails if it is told to."""
 
-    def work(self, task, state):
+    def work(self, task: Task, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if task.payload.get("failing") == task.client_id:
             raise ValueError("the disk is full")
         rounds = state.get("rounds", 0) + 1
@@ -56,51 +59,51 @@ class Counting:
 class Forgetful(Counting):
     """A worker that keeps nothing."""
 
-    def work(self, task, state):
+    def work(self, task: Task, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return super().work(task, state)[0], {}
 
 
-def _app(worker=None):
+def _app(worker: Any = None) -> Any:
     return worker_app(lambda context: worker or Counting())
 
 
-def _tasks(round, *clients, **kwargs):
+def _tasks(round: int, *clients: str, **kwargs: Any) -> list[Task]:
     return [Task(round, client, {"w": torch.ones(2)}, **kwargs) for client in clients]
 
 
-def _started(grid, num_nodes=2, **kwargs):
+def _started(grid: Any, num_nodes: int = 2, **kwargs: Any) -> FlowerBackend:
     backend = FlowerBackend(grid, num_nodes, **{"patience": 30, **kwargs})
     backend.start(Counting())
     return backend
 
 
-def _run(backend, tasks, states=None):
+def _run(backend: Any, tasks: Any, states: Any = None) -> dict[int, Any]:
     found = list(backend.run([(task, (states or {}).get(task.client_id, {})) for task in tasks]))
     return {each.client_id if isinstance(each, Fault) else each.update.client_id: each for each in found}
 
 
-def _rounds(outcomes):
+def _rounds(outcomes: Any) -> dict[int, int]:
     return {client: each.update.metrics["rounds"] for client, each in outcomes.items()}
 
 
-def _states(outcomes):
+def _states(outcomes: Any) -> dict[int, Any]:
     return {client: each.state for client, each in outcomes.items()}
 
 
 class _Everywhere(FlowerBackend):
     """A backend whose three nodes are made when the worker is known."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(LocalGrid(), num_nodes=3, states="server")
 
-    def start(self, worker):
+    def start(self, worker: Any) -> None:
         self.grid = LocalGrid([worker_app(lambda context: worker) for _ in range(3)], num_partitions=3)
         self._places, self._questions, self._asked = {}, {}, set()
         super().start(worker)
 
 
 class TestContract(BackendContract):
-    def make(self):
+    def make(self) -> FlowerBackend:
         return _Everywhere()
 
 
@@ -120,25 +123,25 @@ class TestRecords:
         ],
         ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
     )
-    def test_tensors_come_back_as_they_were(self, tensor):
+    def test_tensors_come_back_as_they_were(self, tensor: torch.Tensor) -> None:
         (found,) = from_records(to_records({"t": tensor})).values()
         assert found.dtype == tensor.dtype
         assert found.shape == tensor.shape
         assert torch.equal(found, tensor)
 
-    def test_plain_values_come_back_as_they_were(self):
+    def test_plain_values_come_back_as_they_were(self) -> None:
         content = {"n": 2**80, "f": 0.1, "b": b"\x00\xff", "none": None, "nested": {"t": (1, [2, "3"])}, "yes": True}
         assert from_records(to_records(content)) == content
 
-    def test_what_is_no_value_is_refused_with_its_place(self):
+    def test_what_is_no_value_is_refused_with_its_place(self) -> None:
         with pytest.raises(DovetailError, match=r"payload\.model: cannot store a .*Linear"):
             to_records({"payload": {"model": nn.Linear(1, 1)}})
 
-    def test_a_message_of_somebody_else_is_refused(self):
+    def test_a_message_of_somebody_else_is_refused(self) -> None:
         with pytest.raises(DataError, match="was not written by Dovetail"):
             from_records(RecordDict())
 
-    def test_a_tensor_with_too_few_bytes_is_refused(self):
+    def test_a_tensor_with_too_few_bytes_is_refused(self) -> None:
         records = to_records({"t": torch.ones(4)})
         (array,) = records.array_records["dovetail.tensors"].values()
         array.data = array.data[:-1]
@@ -147,14 +150,14 @@ class TestRecords:
 
 
 class TestPlaces:
-    def test_a_node_without_a_number_of_partitions_is_one_client(self):
+    def test_a_node_without_a_number_of_partitions_is_one_client(self) -> None:
         assert [client for client in range(1, 9) if Place(2).has(client)] == [3]
 
-    def test_every_client_lives_at_one_of_the_partitions(self):
+    def test_every_client_lives_at_one_of_the_partitions(self) -> None:
         homes = [[p for p in range(3) if Place(p, 3).has(client)] for client in range(1, 8)]
         assert homes == [[0], [1], [2], [0], [1], [2], [0]]
 
-    def test_a_node_that_does_not_say_who_it_is_is_named_when_nodes_are_missing(self):
+    def test_a_node_that_does_not_say_who_it_is_is_named_when_nodes_are_missing(self) -> None:
         grid = LocalGrid([_app()])
         grid.join(_app(), {"name": "x"})
         with pytest.raises(
@@ -162,24 +165,24 @@ class TestPlaces:
         ):
             _started(grid, patience=0.2)
 
-    def test_too_few_nodes_are_counted(self):
+    def test_too_few_nodes_are_counted(self) -> None:
         with pytest.raises(DovetailError, match=r"expected 3 nodes in 0.2 seconds, found 2"):
             _started(LocalGrid([_app(), _app()]), 3, patience=0.2)
 
-    def test_a_client_without_a_node_is_a_fault(self):
+    def test_a_client_without_a_node_is_a_fault(self) -> None:
         found = _run(_started(LocalGrid([_app(), _app()])), _tasks(1, 1, 5))
         assert _rounds({1: found[1]}) == {1: 1}
         reason = "client 5: it has no node (there are nodes with partition-id 0, 1)"
         assert found[5] == Fault(5, 1, "crashed", reason)
 
-    def test_a_node_that_comes_later_is_asked_in_the_next_round(self):
+    def test_a_node_that_comes_later_is_asked_in_the_next_round(self) -> None:
         grid = LocalGrid([_app()])
         backend = _started(grid, 1)
         grid.join(_app(), {"partition-id": 1})
         _run(backend, _tasks(1, 1))
         assert _rounds(_run(backend, _tasks(2, 1, 2))) == {1: 1, 2: 1}
 
-    def test_a_node_that_was_started_again_takes_the_place_of_the_old_one(self):
+    def test_a_node_that_was_started_again_takes_the_place_of_the_old_one(self) -> None:
         grid = LocalGrid([_app(), _app()])
         grid.silent = {101}
         backend = FlowerBackend(grid, 2, patience=30)
@@ -187,7 +190,7 @@ class TestPlaces:
         backend.start(Counting())
         assert _rounds(_run(backend, _tasks(1, 1, 2))) == {1: 1, 2: 1}
 
-    def test_a_node_that_was_away_when_it_was_asked_is_asked_again(self):
+    def test_a_node_that_was_away_when_it_was_asked_is_asked_again(self) -> None:
         grid = LocalGrid([_app(), _app()])
         grid.away = {102}
         backend = FlowerBackend(grid, 1, patience=30)
@@ -198,7 +201,7 @@ class TestPlaces:
 
 
 class TestFaults:
-    def test_a_lost_node_is_a_fault_of_its_client(self):
+    def test_a_lost_node_is_a_fault_of_its_client(self) -> None:
         grid = LocalGrid([_app(), _app()])
         backend = _started(grid)
         grid.away = {102}
@@ -206,12 +209,12 @@ class TestFaults:
         assert found[2] == Fault(2, 1, "crashed", "client 2: its node was lost")
         assert _rounds({1: found[1]}) == {1: 1}
 
-    def test_an_error_of_a_client_is_its_own(self):
+    def test_an_error_of_a_client_is_its_own(self) -> None:
         found = _run(_started(LocalGrid([_app(), _app()])), _tasks(3, 1, 2, payload={"failing": 2}))
         assert found[2] == Fault(2, 3, "crashed", "ValueError: the disk is full")
         assert _rounds({1: found[1]}) == {1: 1}
 
-    def test_a_node_that_does_not_answer_is_left_out_at_the_timeout(self):
+    def test_a_node_that_does_not_answer_is_left_out_at_the_timeout(self) -> None:
         grid = LocalGrid([_app(), _app()])
         backend = _started(grid, timeout=0.3)
         grid.silent = {102}
@@ -219,7 +222,7 @@ class TestFaults:
         assert found[2] == Fault(2, 1, "timed out", "client 2 did not answer within 0.3 seconds")
         assert _rounds({1: found[1]}) == {1: 1}
 
-    def test_an_answer_that_comes_too_late_is_not_heard(self):
+    def test_an_answer_that_comes_too_late_is_not_heard(self) -> None:
         grid = LocalGrid([_app(), _app()])
         backend = _started(grid, timeout=0.3)
         grid.silent = {102}
@@ -228,7 +231,7 @@ class TestFaults:
         found = _run(backend, _tasks(2, 1, 2))
         assert {client: each.update.round for client, each in found.items()} == {1: 2, 2: 2}
 
-    def test_a_node_with_two_clients_has_twice_the_time_for_the_second(self):
+    def test_a_node_with_two_clients_has_twice_the_time_for_the_second(self) -> None:
         grid = LocalGrid([_app()], num_partitions=1)
         backend = _started(grid, 1, timeout=5)
         grid.silent = {101}
@@ -244,9 +247,9 @@ class TestFaults:
             ({"colour": "blue"}, "unexpected keyword argument 'colour'"),
         ],
     )
-    def test_an_answer_that_is_no_update_is_a_fault(self, change, what):
+    def test_an_answer_that_is_no_update_is_a_fault(self, change: Any, what: Any) -> None:
         class Lying(Counting):
-            def work(self, task, state):
+            def work(self, task: Task, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
                 update, state = super().work(task, state)
                 plain = {**update.to_plain(), **change}
                 return type("Plain", (), {"to_plain": lambda self: plain})(), state
@@ -258,7 +261,7 @@ class TestFaults:
 
 
 class TestStates:
-    def test_states_stay_at_the_node_and_the_server_keeps_their_round(self):
+    def test_states_stay_at_the_node_and_the_server_keeps_their_round(self) -> None:
         grid = LocalGrid([_app(), _app()])
         backend = _started(grid)
         first = _run(backend, _tasks(1, 1, 2))
@@ -266,7 +269,7 @@ class TestStates:
         assert _rounds(second) == {1: 2, 2: 2}
         assert _states(second) == {1: {"round": 2}, 2: {"round": 2}}
 
-    def test_a_round_that_the_server_did_not_use_has_not_been(self):
+    def test_a_round_that_the_server_did_not_use_has_not_been(self) -> None:
         grid = LocalGrid([_app()])
         backend = _started(grid, 1)
         first = _run(backend, _tasks(1, 1))
@@ -274,7 +277,7 @@ class TestStates:
         again = _run(backend, _tasks(3, 1), _states(first))
         assert _rounds(again) == {1: 2}
 
-    def test_a_node_keeps_two_states_at_most(self):
+    def test_a_node_keeps_two_states_at_most(self) -> None:
         grid = LocalGrid([_app()])
         backend = _started(grid, 1)
         states = {}
@@ -283,27 +286,27 @@ class TestStates:
         names = grid.nodes[101][1].state
         assert {name.partition(":")[0] for name in names} == {"client 1 round 4", "client 1 round 5"}
 
-    def test_a_state_that_is_not_there_is_a_fault_and_not_forgotten(self):
+    def test_a_state_that_is_not_there_is_a_fault_and_not_forgotten(self) -> None:
         found = _run(_started(LocalGrid([_app()]), 1), _tasks(4, 1), {1: {"round": 3}})
         assert "client 1 round 3: its state is not at this node; states='server'" in found[1].reason
 
-    def test_judging_a_model_changes_no_state(self):
+    def test_judging_a_model_changes_no_state(self) -> None:
         backend = _started(LocalGrid([_app()]), 1)
         states = _states(_run(backend, _tasks(1, 1)))
         judged = _run(backend, _tasks(1, 1, kind="evaluate"), states)
         assert _states(judged) == states
         assert _rounds(_run(backend, _tasks(2, 1), states)) == {1: 2}
 
-    def test_a_client_without_a_state_leaves_nothing_behind(self):
+    def test_a_client_without_a_state_leaves_nothing_behind(self) -> None:
         grid = LocalGrid([_app(Forgetful())])
         assert _states(_run(_started(grid, 1), _tasks(1, 1))) == {1: {}}
         assert not grid.nodes[101][1].state
 
-    def test_states_of_the_server_travel(self):
+    def test_states_of_the_server_travel(self) -> None:
         backend = _started(LocalGrid([_app()]), 1, states="server")
         assert _states(_run(backend, _tasks(1, 1), {1: {"rounds": 6}})) == {1: {"rounds": 7}}
 
-    def test_another_place_is_refused(self):
+    def test_another_place_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="states: expected 'nodes' or 'server', got 'cloud'"):
             FlowerBackend(LocalGrid(), states="cloud")
 
@@ -311,14 +314,14 @@ class TestStates:
 class _Personal(Algorithm):
     """The last layer stays with clients."""
 
-    def stays(self, name):
+    def stays(self, name: str) -> bool:
         return name.startswith("3.")
 
 
-def _federation(backend=None, algorithms=(), **settings):
+def _federation(backend: Any = None, algorithms: Any = (), **settings: Any) -> tuple[fedavg.Server, simple.Client]:
     settings = {"rounds": 3, "total_clients": 4, "per_round": 2, "seed": 5, **settings}
 
-    def model():
+    def model() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.2), nn.Linear(8, 10))
 
     algorithm = CompositeAlgorithm([_Personal(), *algorithms])
@@ -332,7 +335,7 @@ class TestApps:
         [(4, "nodes", []), (2, "server", []), (2, "nodes", ["qsgd", "zstd"]), (4, "server", ["pairwise_masks"])],
         ids=lambda value: "-".join(value) if isinstance(value, list) else None,
     )
-    def test_a_federation_of_flower_is_the_one_without_it(self, num_nodes, states, processors):
+    def test_a_federation_of_flower_is_the_one_without_it(self, num_nodes: int, states: Any, processors: Any) -> None:
         plain, client = _federation(Sequential(), postprocessors=processors)
         plain.run(client)
         # Everybody makes server and client anew, as processes of their own do.
@@ -344,8 +347,8 @@ class TestApps:
         assert [record.metrics for record in server.records] == [record.metrics for record in plain.records]
 
     @pytest.mark.parametrize("states", ["nodes", "server"])
-    def test_what_algorithms_keep_of_clients_is_alive_at_nodes(self, states):
-        def made(backend=None):
+    def test_what_algorithms_keep_of_clients_is_alive_at_nodes(self, states: Any) -> None:
+        def made(backend: Any = None) -> Any:
             own = [SCAFFOLD(), Ditto(personalization_epochs=1), FedAdam()]
             return _federation(backend, own, personalization={"epochs": 1}, rounds=4)
 
@@ -358,11 +361,11 @@ class TestApps:
         assert all(torch.equal(value, server.weights[name]) for name, value in plain.weights.items())
         assert server.personalized.metrics == plain.personalized.metrics
 
-    def test_functions_of_the_context_make_server_and_client(self):
+    def test_functions_of_the_context_make_server_and_client(self) -> None:
         grid = LocalGrid([client_app(lambda context: _federation()[1], lambda context: _federation()[0])], 1)
         made = []
 
-        def server(context):
+        def server(context: TrainingContext) -> Any:
             made.append(_federation(rounds=context.run_config["rounds"])[0])
             return made[-1]
 
@@ -370,7 +373,7 @@ class TestApps:
         app(grid, Context(1, 0, {}, RecordDict(), {"rounds": 2}))
         assert [record.round for record in made[0].records] == [1, 2]
 
-    def test_a_node_writes_no_checkpoint_of_the_server(self, tmp_path):
+    def test_a_node_writes_no_checkpoint_of_the_server(self, tmp_path: Path) -> None:
         server, client = _federation(checkpoint_path=str(tmp_path / "server"))
         backend = _started(LocalGrid([client_app(client, server)], 1), 1)
         weights = {name: value for name, value in _first_weights().items() if not name.startswith("3.")}
@@ -378,19 +381,19 @@ class TestApps:
         assert found[0].update.num_samples > 0
         assert not (tmp_path / "server").exists()
 
-    def test_a_client_without_a_server_brings_everything(self):
+    def test_a_client_without_a_server_brings_everything(self) -> None:
         backend = _started(LocalGrid([client_app(simple.Client(model=nn.Linear(2, 2)))]), 1)
         (found,) = backend.run([(Task(1, 1, {}), {})])
         assert "a client without a server brings its own datasource and algorithm" in found.reason
 
-    def test_a_client_with_its_own_model_data_and_algorithm_needs_no_server(self):
+    def test_a_client_with_its_own_model_data_and_algorithm_needs_no_server(self) -> None:
         class Line:
             num_clients = 1
 
-            def train_data(self, client_id):
+            def train_data(self, client_id: str) -> tuple[torch.Tensor, torch.Tensor]:
                 return torch.ones(4, 1), torch.ones(4, 1)
 
-            def num_samples(self, client_id):
+            def num_samples(self, client_id: str) -> int:
                 return 4
 
         torch.manual_seed(0)
@@ -402,13 +405,13 @@ class TestApps:
         assert found.update.num_samples == 4
 
 
-def _first_weights():
+def _first_weights() -> dict[str, torch.Tensor]:
     server, client = _federation()
     server.prepare(client)
     return server.weights
 
 
-def test_the_example_learns_digits(monkeypatch):
+def test_the_example_learns_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     tomli = pytest.importorskip("tomli")
     folder = Path(__file__).parents[3] / "examples" / "flower"
     monkeypatch.syspath_prepend(str(folder))

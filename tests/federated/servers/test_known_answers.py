@@ -98,7 +98,7 @@ def test_one_full_batch_each_is_gradient_descent_on_all_data() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for _ in range(5):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()
+        nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     torch.testing.assert_close(dict(server.weights), dict(model.state_dict()), rtol=1e-10, atol=1e-12)
 

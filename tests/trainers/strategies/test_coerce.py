@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from problem import assert_same_weights, train_by_hand
+from problem import Problem, assert_same_weights, train_by_hand
 from torch import nn
 from torch.nn import functional
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.schedules import Triangular
 from dovetail.trainers.strategies import (
@@ -98,7 +101,9 @@ def test_an_unknown_name_is_answered_with_the_nearest(coerce: Any, name: str, ne
     "optimizer",
     [partial(torch.optim.AdamW, lr=0.02), AdamWOptimizerStrategy(0.02), lambda p: torch.optim.AdamW(p, lr=0.02)],
 )
-def test_every_spelling_trains_the_same_model(loss: Any, optimizer: Any, problem, train) -> None:
+def test_every_spelling_trains_the_same_model(
+    loss: Any, optimizer: Any, problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, by_hand = problem.model(), problem.model()
     train(model, problem.batches, loss_strategy=loss, optimizer_strategy=optimizer)
     train_by_hand(by_hand, problem.batches, torch.optim.AdamW(by_hand.parameters(), lr=0.02))
@@ -141,8 +146,15 @@ def test_a_callable_that_makes_no_optimizer_is_refused(context: TrainingContext)
         as_optimizer_strategy(list).create_optimizer(nn.Linear(1, 1), context)
 
 
-def test_a_step_may_be_a_function(problem, train) -> None:
-    def step(model, optimizer, examples, labels, loss_criterion, context):
+def test_a_step_may_be_a_function(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+    def step(
+        model: nn.Module,
+        optimizer: Optimizer,
+        examples: Any,
+        labels: Any,
+        loss_criterion: Callable[..., torch.Tensor],
+        context: TrainingContext,
+    ) -> torch.Tensor:
         return loss_criterion(model(examples), labels)
 
     model, by_hand = problem.model(), problem.model()
@@ -172,20 +184,22 @@ def test_a_scheduler_has_the_interval_of_its_kind(scheduler: Any, interval: str,
     assert strategy.interval == interval
 
 
-def test_a_scheduler_by_callable_steps_in_a_run(problem, train) -> None:
+def test_a_scheduler_by_callable_steps_in_a_run(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     scheduler = partial(StepLR, step_size=2, gamma=0.5)
     trainer = train(problem.model(), problem.batches, epochs=4, lr_scheduler_strategy=scheduler)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0025
 
 
-def test_a_plateau_by_callable_sees_the_validation_loss(problem, train) -> None:
+def test_a_plateau_by_callable_sees_the_validation_loss(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     trainer = train(
         problem.model(), problem.batches, problem.batches[:2], epochs=2, lr_scheduler_strategy=ReduceLROnPlateau
     )
     assert trainer.context.schedulers[0].scheduler.best == trainer.context.run.validation["valid_loss"]
 
 
-def test_an_update_may_be_a_function_of_the_context(problem, train) -> None:
+def test_an_update_may_be_a_function_of_the_context(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     updates: list[int] = []
     train(
         problem.model(),
@@ -201,7 +215,7 @@ def test_a_list_of_updates_is_a_composite() -> None:
     assert len(strategy.strategies) == 2
 
 
-def test_a_loader_may_be_a_function(problem, train) -> None:
+def test_a_loader_may_be_a_function(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(
         problem.model(),
         (problem.x, problem.y),
@@ -210,6 +224,6 @@ def test_a_loader_may_be_a_function(problem, train) -> None:
     assert trainer.context.progress.batches == 5
 
 
-def test_a_test_may_be_a_function(problem, train) -> None:
+def test_a_test_may_be_a_function(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(problem.model(), problem.batches, testing_strategy=lambda *test: 0.25)
     assert trainer.test((problem.x, problem.y)) == 0.25

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from problem import Problem
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, TensorDataset
 
 from dovetail import Batches, Epochs
@@ -149,7 +151,7 @@ def test_what_has_its_own_batches_cannot_have_changing_sizes(data: Any, context:
         DynamicBatchSizeDataLoaderStrategy().create_train_loader(data, None, 4, context)
 
 
-def test_the_size_changes_from_epoch_to_epoch(problem, train) -> None:
+def test_the_size_changes_from_epoch_to_epoch(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(
         problem.model(),
         (problem.x, problem.y),
@@ -161,7 +163,7 @@ def test_the_size_changes_from_epoch_to_epoch(problem, train) -> None:
     assert trainer.context.progress.batches == 96 // 12 + 96 // 24 + 96 // 48
 
 
-def test_changing_sizes_go_on_within_an_epoch(problem, tmp_path) -> None:
+def test_changing_sizes_go_on_within_an_epoch(problem: Problem, tmp_path: Path) -> None:
     def trainer() -> ComposableTrainer:
         trainer = ComposableTrainer(
             problem.model(),

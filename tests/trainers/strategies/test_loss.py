@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from problem import assert_same_weights, train_by_hand
+from problem import Problem, assert_same_weights, train_by_hand
 from torch import nn
 from torch.nn import functional
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies import (
     BCEWithLogitsLossStrategy,
@@ -88,7 +91,7 @@ def test_l2_sums_the_squares_of_trainable_parameters_only(context: TrainingConte
     assert torch.equal(model.weight.grad, model.weight)
 
 
-def test_l2_in_a_composite_is_weight_decay(problem, train) -> None:
+def test_l2_in_a_composite_is_weight_decay(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model, by_hand = problem.model(dtype=torch.float64), problem.model(dtype=torch.float64)
     data = [(x.double(), y) for x, y in problem.batches]
     train(
@@ -130,7 +133,9 @@ def test_the_state_of_a_loss_that_is_a_module_is_kept() -> None:
     assert torch.equal(criterion.weight, WEIGHT)
 
 
-def test_training_with_a_loss_strategy_is_training_by_hand(problem, train) -> None:
+def test_training_with_a_loss_strategy_is_training_by_hand(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, by_hand = problem.model(), problem.model()
     train(model, problem.batches, loss_strategy=CrossEntropyLossStrategy())
     train_by_hand(by_hand, problem.batches, torch.optim.SGD(by_hand.parameters(), lr=0.01))

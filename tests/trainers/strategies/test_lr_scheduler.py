@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from problem import Problem
 from torch import nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
@@ -81,25 +83,29 @@ class Watches(ModelUpdateStrategy):
 
 
 @pytest.mark.parametrize(("strategy", "of_torch"), PAIRS, ids=lambda it: type(it).__name__)
-def test_a_strategy_moves_the_rate_as_torch_does(strategy, of_torch, context: TrainingContext) -> None:
+def test_a_strategy_moves_the_rate_as_torch_does(strategy: Any, of_torch: Any, context: TrainingContext) -> None:
     scheduler = of_torch(sgd())
     assert strategy_rates(strategy, context) == rates(scheduler, scheduler.step)
 
 
-def test_no_scheduler_keeps_the_rate(problem, train) -> None:
+def test_no_scheduler_keeps_the_rate(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(problem.model(), problem.batches, epochs=2, lr_scheduler_strategy=NoSchedulerStrategy())
     assert trainer.context.schedulers == []
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01
 
 
-def test_a_schedule_steps_once_per_epoch_unless_told_otherwise(problem, train) -> None:
+def test_a_schedule_steps_once_per_epoch_unless_told_otherwise(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     trainer = train(
         problem.model(), problem.batches, epochs=3, lr_scheduler_strategy=ExponentialLRSchedulerStrategy(0.5)
     )
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**3
 
 
-def test_a_schedule_per_update_with_frequency_two_steps_at_updates_two_four_and_six(problem, train) -> None:
+def test_a_schedule_per_update_with_frequency_two_steps_at_updates_two_four_and_six(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     watches = Watches()
     train(
         problem.model(),
@@ -113,7 +119,7 @@ def test_a_schedule_per_update_with_frequency_two_steps_at_updates_two_four_and_
     assert watches.rates == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
 
 
-def test_a_schedule_per_batch_counts_batches(problem, train) -> None:
+def test_a_schedule_per_batch_counts_batches(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(
         problem.model(),
         problem.batches[:10],
@@ -178,7 +184,9 @@ def test_the_default_calls_its_function_with_the_optimizer(context: TrainingCont
 # Plateaus
 
 
-def test_a_plateau_sees_the_validation_loss_of_its_epoch(problem, train) -> None:
+def test_a_plateau_sees_the_validation_loss_of_its_epoch(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     seen: list[tuple[float, float]] = []
 
     class Spies(ReduceLROnPlateauSchedulerStrategy):
@@ -318,7 +326,9 @@ class CosineInTheMannerOfTimm:
         self.told = []
 
 
-def test_a_scheduler_in_the_manner_of_timm_hears_updates_and_epochs(problem, train) -> None:
+def test_a_scheduler_in_the_manner_of_timm_hears_updates_and_epochs(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     trainer = train(
         problem.model(),
         problem.batches[:2],
@@ -338,7 +348,7 @@ def test_a_repr_shows_what_was_set() -> None:
     )
 
 
-def test_a_run_that_was_cut_in_two_has_the_rates_of_one(problem, tmp_path) -> None:
+def test_a_run_that_was_cut_in_two_has_the_rates_of_one(problem: Problem, tmp_path: Path) -> None:
     def trainer() -> ComposableTrainer:
         strategy = WarmupSchedulerStrategy(2, 0.0, StepLRSchedulerStrategy(1, 0.5))
         return ComposableTrainer(problem.model(), verbose=False, lr_scheduler_strategy=strategy)
@@ -354,7 +364,9 @@ def test_a_run_that_was_cut_in_two_has_the_rates_of_one(problem, tmp_path) -> No
         assert torch.equal(one, other)
 
 
-def test_a_scheduler_of_ones_own_kind_needs_one_method(problem, train) -> None:
+def test_a_scheduler_of_ones_own_kind_needs_one_method(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     class Halves(LRSchedulerStrategy):
         def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> Any:
             return lr_scheduler.ExponentialLR(optimizer, 0.5)

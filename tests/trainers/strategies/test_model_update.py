@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from problem import Problem
 
 from dovetail import Epochs
 from dovetail.errors import ConfigError
@@ -45,7 +48,7 @@ def test_no_update_sends_nothing(context: TrainingContext) -> None:
     assert NoOpUpdateStrategy().get_update_payload(context) == {}
 
 
-def test_tracking_counts_updates_not_batches(problem, train) -> None:
+def test_tracking_counts_updates_not_batches(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     strategy = StateTrackingUpdateStrategy()
     train(
         problem.model(),
@@ -71,7 +74,7 @@ def test_tracking_counts_the_runs_of_a_trainer_alone(context: TrainingContext) -
     assert strategy.round_number == 2
 
 
-def test_tracking_goes_on_after_a_checkpoint_in_the_same_round(problem, tmp_path) -> None:
+def test_tracking_goes_on_after_a_checkpoint_in_the_same_round(problem: Problem, tmp_path: Path) -> None:
     def trainer() -> ComposableTrainer:
         return ComposableTrainer(problem.model(), verbose=False, model_update_strategy=StateTrackingUpdateStrategy())
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from problem import assert_same_weights, train_by_hand, weights
+from problem import Problem, assert_same_weights, train_by_hand, weights
 from torch import nn
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
@@ -42,7 +45,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("strategy", "of_torch"), PAIRS)
-def test_training_with_a_strategy_is_training_with_the_optimizer_of_torch(strategy, of_torch, problem, train) -> None:
+def test_training_with_a_strategy_is_training_with_the_optimizer_of_torch(
+    strategy: Any, of_torch: Any, problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, by_hand = problem.model(), problem.model()
     train(model, problem.batches, optimizer_strategy=strategy)
     train_by_hand(by_hand, problem.batches, of_torch(by_hand.parameters()))
@@ -98,7 +103,7 @@ def test_parameter_groups_keep_their_own_settings(context: TrainingContext) -> N
     assert [(group["lr"], group["momentum"]) for group in groups] == [(0.5, 0.9), (0.2, 0.1)]
 
 
-def test_a_parameter_that_is_thawed_later_is_trained(problem, train) -> None:
+def test_a_parameter_that_is_thawed_later_is_trained(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model = problem.model()
     model[0].requires_grad_(False)
     before = weights(model)
@@ -115,7 +120,7 @@ def test_a_model_with_nothing_to_train_is_refused(context: TrainingContext) -> N
         SGDOptimizerStrategy(0.1).create_optimizer(nn.Linear(1, 1).requires_grad_(False), context)
 
 
-def test_clipping_clips_before_the_step(problem, train) -> None:
+def test_clipping_clips_before_the_step(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     # P-PL-5: the original clips after the step, and the parameters move by a hundred.
     model = problem.model()
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from problem import Problem, assert_same_weights, train_by_hand, weights
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from dovetail import Epochs
 from dovetail.errors import ConfigError, DataError, NonFiniteLossError
@@ -73,7 +75,9 @@ SGD = SGDOptimizerStrategy(0.1)
 # One by one
 
 
-def test_the_default_step_is_the_loop_that_everybody_writes(problem, train) -> None:
+def test_the_default_step_is_the_loop_that_everybody_writes(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, by_hand = problem.model(), problem.model()
     train(model, problem.batches, optimizer_strategy=SGD, training_step_strategy=DefaultTrainingStepStrategy())
     train_by_hand(by_hand, problem.batches, torch.optim.SGD(by_hand.parameters(), lr=0.1))
@@ -81,7 +85,9 @@ def test_the_default_step_is_the_loop_that_everybody_writes(problem, train) -> N
 
 
 @pytest.mark.parametrize("step", every_wrapper(), ids=lambda step: type(step).__name__)
-def test_every_step_with_neutral_settings_is_the_default_step(step: NestingStepStrategy, problem, train) -> None:
+def test_every_step_with_neutral_settings_is_the_default_step(
+    step: NestingStepStrategy, problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, by_hand = problem.model(), problem.model()
     train(model, problem.batches, optimizer_strategy=SGD, training_step_strategy=step)
     train_by_hand(by_hand, problem.batches, torch.optim.SGD(by_hand.parameters(), lr=0.1))
@@ -99,7 +105,9 @@ def test_every_step_with_neutral_settings_is_the_default_step(step: NestingStepS
         (DefaultTrainingStepStrategy(), {"create_graph": True}),
     ],
 )
-def test_gradients_can_be_differentiated_again_where_that_is_asked_for(step, config, problem, train) -> None:
+def test_gradients_can_be_differentiated_again_where_that_is_asked_for(
+    step: Any, config: Any, problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     differentiable = []
 
     class Looks(SGDOptimizerStrategy):
@@ -114,7 +122,9 @@ def test_gradients_can_be_differentiated_again_where_that_is_asked_for(step, con
     assert differentiable == [True] * 4
 
 
-def test_a_retained_graph_can_be_used_before_the_step(problem, train) -> None:
+def test_a_retained_graph_can_be_used_before_the_step(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     losses: list[Tensor] = []
     again: list[Tensor] = []
 
@@ -153,7 +163,9 @@ def test_a_step_of_several_inputs_calls_the_model_with_each() -> None:
 # Accumulation (P-PL-6)
 
 
-def test_accumulation_of_four_over_ten_batches_makes_three_updates(problem, train) -> None:
+def test_accumulation_of_four_over_ten_batches_makes_three_updates(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     stepped = []
 
     class Counts(SGDOptimizerStrategy):
@@ -170,7 +182,9 @@ def test_accumulation_of_four_over_ten_batches_makes_three_updates(problem, trai
     assert stepped == [4, 8, 10]
 
 
-def test_accumulated_gradients_are_those_of_the_large_batches(problem, train) -> None:
+def test_accumulated_gradients_are_those_of_the_large_batches(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, by_hand = problem.model(dtype=torch.float64), problem.model(dtype=torch.float64)
     small = [(x.double(), y) for x, y in problem.batches[:10]]
     large = [
@@ -198,7 +212,7 @@ def test_a_window_of_no_batch_is_refused() -> None:
 # Mixed precision (P-PL-10)
 
 
-def test_bf16_is_what_autocast_makes_of_the_loop(problem, train) -> None:
+def test_bf16_is_what_autocast_makes_of_the_loop(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model, by_hand = problem.model(), problem.model()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
     train(
@@ -216,7 +230,9 @@ def test_bf16_is_what_autocast_makes_of_the_loop(problem, train) -> None:
     assert_same_weights(model, by_hand)
 
 
-def test_fp16_with_clipping_is_unscaled_and_clipped_by_hand(problem, train) -> None:
+def test_fp16_with_clipping_is_unscaled_and_clipped_by_hand(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, by_hand = problem.model(), problem.model()
     optimizer, scaler = torch.optim.SGD(by_hand.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
     train(
@@ -239,7 +255,9 @@ def test_fp16_with_clipping_is_unscaled_and_clipped_by_hand(problem, train) -> N
     assert_same_weights(model, by_hand)
 
 
-def test_an_overflow_in_fp16_skips_the_update_and_does_not_count_it(problem, train) -> None:
+def test_an_overflow_in_fp16_skips_the_update_and_does_not_count_it(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, before = problem.model(), weights(problem.model())
     stepped = []
 
@@ -286,7 +304,7 @@ def test_the_scale_of_fp16_is_kept_and_taken_back(context: TrainingContext) -> N
     ],
     ids=repr,
 )
-def test_the_precision_on_a_cpu_is_the_one_asked_for(step, dtype, context: TrainingContext) -> None:
+def test_the_precision_on_a_cpu_is_the_one_asked_for(step: Any, dtype: torch.dtype, context: TrainingContext) -> None:
     step.setup(context)
     assert (None if context.precision is None else context.precision.dtype) == dtype
 
@@ -299,7 +317,7 @@ def test_an_unknown_precision_is_refused_at_once() -> None:
 # Clipping
 
 
-def test_clipping_really_clips(problem, train) -> None:
+def test_clipping_really_clips(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model = problem.model()
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     train(
@@ -312,7 +330,7 @@ def test_clipping_really_clips(problem, train) -> None:
     assert moved == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_clipping_sees_whole_windows(problem, train) -> None:
+def test_clipping_sees_whole_windows(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     norms = []
 
     class Looks(SGDOptimizerStrategy):
@@ -331,7 +349,9 @@ def test_clipping_sees_whole_windows(problem, train) -> None:
 # Custom backward
 
 
-def test_a_backward_function_may_differentiate_more_than_the_loss(problem, train) -> None:
+def test_a_backward_function_may_differentiate_more_than_the_loss(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     def with_penalty(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
         context.backward(loss)
         context.backward(0.05 * sum(parameter.square().sum() for parameter in model.parameters()))
@@ -344,7 +364,9 @@ def test_a_backward_function_may_differentiate_more_than_the_loss(problem, train
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_backward_function_may_only_add_to_gradients(problem, train) -> None:
+def test_a_backward_function_may_only_add_to_gradients(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     def decay(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
         for parameter in model.parameters():
             parameter.grad = 0.1 * parameter.detach()
@@ -357,7 +379,9 @@ def test_a_backward_function_may_only_add_to_gradients(problem, train) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_backward_function_that_steps_itself_is_not_stepped_again(problem, train) -> None:
+def test_a_backward_function_that_steps_itself_is_not_stepped_again(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     def whole(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
         context.backward(loss)
         context.step(context.optimizers[0])
@@ -372,7 +396,7 @@ def test_a_backward_function_that_steps_itself_is_not_stepped_again(problem, tra
 # Several passes
 
 
-def test_several_passes_are_the_mean_of_their_losses(problem, train) -> None:
+def test_several_passes_are_the_mean_of_their_losses(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model, by_hand = problem.model(dropout=0.5), problem.model(dropout=0.5)
     torch.manual_seed(3)
     train(model, problem.batches, optimizer_strategy=SGD, training_step_strategy=MultipleForwardPassStepStrategy(3))
@@ -400,7 +424,7 @@ def test_no_pass_is_refused() -> None:
 # Validation of numbers (P-PL-7)
 
 
-def test_validation_runs_its_base_strategy(problem, train) -> None:
+def test_validation_runs_its_base_strategy(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(
         problem.model(),
         problem.batches[:10],
@@ -422,14 +446,18 @@ NAN = torch.tensor([[torch.nan]])
         (nn.Identity(), torch.full((1, 1), 1e30), torch.zeros(1, 1), NonFiniteLossError, "loss"),
     ],
 )
-def test_what_is_not_finite_is_named(model, examples, labels, error, what, context: TrainingContext) -> None:
+def test_what_is_not_finite_is_named(
+    model: nn.Module, examples: Any, labels: Any, error: Any, what: Any, context: TrainingContext
+) -> None:
     with pytest.raises(error, match=f"NaN or infinity in the {what}"):
         ValidateBeforeStepStrategy(raise_on_error=True).training_step(
             model, None, examples, labels, functional.mse_loss, context
         )
 
 
-def test_a_gradient_that_is_not_finite_is_named_before_the_step(problem, train) -> None:
+def test_a_gradient_that_is_not_finite_is_named_before_the_step(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     class Infinite(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -531,9 +559,19 @@ def test_accumulation_precision_clipping_and_passes_nest_in_any_order(order: tup
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_a_step_of_ones_own_comes_last_and_keeps_its_optimisation(problem, train) -> None:
+def test_a_step_of_ones_own_comes_last_and_keeps_its_optimisation(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     class Whole(TrainingStepStrategy):
-        def training_step(self, model, optimizer, examples, labels, loss_criterion, context):
+        def training_step(
+            self,
+            model: nn.Module,
+            optimizer: Optimizer,
+            examples: Any,
+            labels: Any,
+            loss_criterion: Callable[..., torch.Tensor],
+            context: TrainingContext,
+        ) -> torch.Tensor:
             loss = loss_criterion(model(examples), labels)
             context.backward(loss)
             context.step(optimizer)
@@ -549,7 +587,15 @@ def test_a_step_of_ones_own_comes_last_and_keeps_its_optimisation(problem, train
 
 def test_a_step_that_cannot_hold_another_is_refused_before_the_last() -> None:
     class Whole(TrainingStepStrategy):
-        def training_step(self, model, optimizer, examples, labels, loss_criterion, context):
+        def training_step(
+            self,
+            model: nn.Module,
+            optimizer: Optimizer,
+            examples: Any,
+            labels: Any,
+            loss_criterion: Callable[..., torch.Tensor],
+            context: TrainingContext,
+        ) -> torch.Tensor:
             return loss_criterion(model(examples), labels)
 
     with pytest.raises(ConfigError, match="put it last"):
