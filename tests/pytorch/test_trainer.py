@@ -30,12 +30,13 @@ def by_hand(epochs: int, order: list[list[int]] | None = None) -> nn.Module:
     """The classifier, trained by the loop that everybody writes."""
     trial, _ = make()
     x, y = make_data(NUM_TRAINED).tensors
-    model, optimizer = trial.model, trial.optimizer
+    model: nn.Module = trial.model
+    optimizer = trial.optimizer
     for epoch in range(epochs):
         rows = torch.arange(NUM_TRAINED) if order is None else torch.tensor(order[epoch])
-        for part in rows.split(8):
+        for part in rows.split(8):  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+            nn.functional.cross_entropy(model(x[part]), y[part]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     return model
 
@@ -69,7 +70,7 @@ def test_a_trial_that_optimises_nothing_itself_is_optimised_by_the_loop() -> Non
 
 def test_data_given_to_fit_replaces_that_of_the_trial() -> None:
     trial, context = make()
-    data = list(zip(*(each.split(8) for each in make_data(NUM_TRAINED).tensors), strict=True))
+    data = list(zip(*(each.split(8) for each in make_data(NUM_TRAINED).tensors), strict=True))  # type: ignore[no-untyped-call]
     context.fit(trial, data, data, max_length=Epoch(3))
     assert_same_weights(trial.model, by_hand(3))
 
@@ -176,7 +177,7 @@ def test_clipping_sees_averaged_gradients_and_only_those_of_the_optimizer() -> N
     before = copy.deepcopy(trial.model)
     context.fit(trial, max_length=Batch(2))
     x, y = make_data(NUM_TRAINED).tensors
-    nn.functional.cross_entropy(before(x[:16]), y[:16]).backward()
+    nn.functional.cross_entropy(before(x[:16]), y[:16]).backward()  # type: ignore[no-untyped-call]
     gradients = [parameter.grad for parameter in before.parameters()]
     norm = float(torch.linalg.vector_norm(torch.cat([it.flatten() for it in gradients if it is not None])))
     assert norms == pytest.approx([norm], rel=1e-12)
@@ -366,7 +367,7 @@ class Counting(PyTorchCallback):
 @pytest.mark.parametrize("pause", [1, 3, 4, 6, 11, 12])
 def test_paused_and_resumed_is_the_same_as_undisturbed(tmp_path: Path, pause: int, aggregation: int) -> None:
     hparams = {"dropout": 0.5}
-    settings = {"aggregation_frequency": aggregation, "trial_class": Rich, "hparams": hparams}
+    settings: dict[str, Any] = {"aggregation_frequency": aggregation, "trial_class": Rich, "hparams": hparams}
     straight, straight_context = make(tmp_path / "a", **settings)
     metrics = straight_context.fit(straight, max_length=Epoch(3), reporting_period=Batch(4))
 
@@ -694,7 +695,7 @@ def test_test_mode_does_one_of_each(tmp_path: Path) -> None:
 
 def test_reducers_of_evaluation() -> None:
     class Reduced(Classifier):
-        def evaluate_batch(self, batch: Any, batch_idx: int) -> Any:
+        def evaluate_batch(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
             return {name: float(batch_idx) for name in ("avg", "sum", "max", "min")}
 
         def evaluation_reducer(self) -> Any:
@@ -709,7 +710,7 @@ def test_reducers_of_evaluation() -> None:
 
 def test_evaluation_of_the_full_dataset() -> None:
     class Full(Classifier):
-        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch
+        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # type: ignore[assignment]
 
         def evaluate_full_dataset(self, data_loader: Any) -> Any:
             assert not self.model.training
@@ -733,7 +734,7 @@ def test_both_ways_to_evaluate_are_refused() -> None:
 
 def test_validation_data_without_an_evaluation_is_an_error() -> None:
     class Neither(Classifier):
-        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch
+        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # type: ignore[assignment]
 
     trial, context = make(trial_class=Neither)
     with pytest.raises(ConfigError, match="neither evaluate_batch nor"):
@@ -765,7 +766,7 @@ def test_a_method_that_is_never_called_is_named() -> None:
 
 def test_a_reducer_beside_the_evaluation_of_the_full_dataset_is_named() -> None:
     class Full(Classifier):
-        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch
+        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # type: ignore[assignment]
 
         def evaluate_full_dataset(self, data_loader: Any) -> Any:
             return {"loss": 1.0}
@@ -960,7 +961,7 @@ def test_a_training_metric_may_be_any_kind_of_number(value: Any, tmp_path: Path)
 
 def test_the_metrics_of_the_full_dataset_may_be_any_kind_of_number(tmp_path: Path) -> None:
     class Full(Classifier):
-        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch
+        evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # type: ignore[assignment]
 
         def evaluate_full_dataset(self, data_loader: Any) -> Any:
             return {"share": np.float32(0.5), "samples": torch.tensor([21])}

@@ -74,7 +74,7 @@ class Classifier(pytorch.PyTorchTrial):
 
 
 def make(
-    folder: Path | None = None,
+    folder: Path | str | None = None,
     trial_class: type[pytorch.PyTorchTrial] = Classifier,
     hparams: Mapping[str, Any] | None = None,
     change: Callable[[Any], None] = lambda trial: None,

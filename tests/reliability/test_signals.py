@@ -58,7 +58,7 @@ class Program:
     def __init__(self, folder: Path, make: str = _MAKE, wishes: str = "") -> None:
         script = folder / "program.py"
         script.write_text(_PROGRAM.format(make=make, wishes=wishes))
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.process = forked.start(script, folder, _HERE, folder=folder, **pipes)
         assert self.process.stdout is not None
         assert self.process.stderr is not None
