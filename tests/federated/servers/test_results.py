@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.backends import Sequential
+from dovetail.federated.config import FederatedConfig
 from dovetail.federated.data.sources import datasource
 from dovetail.federated.messages import Fault
 from dovetail.federated.records import RoundRecord
@@ -52,7 +53,7 @@ def test_every_round_has_a_line_that_names_who_was_left_out() -> None:
     class Watched:
         records = RECORDS[:1]
         current_round = 1
-        config = fedavg.FederatedConfig()
+        config = FederatedConfig()
         backend = Sequential()
 
     text = io.StringIO()
@@ -75,7 +76,7 @@ def test_a_fault_names_its_client_once(reason: str, told: str) -> None:
     class Watched:
         records = (RoundRecord(1, 0.5, (2,), (), (Fault(2, 1, "late", reason),), {}),)
         current_round = 1
-        config = fedavg.FederatedConfig()
+        config = FederatedConfig()
         backend = Sequential()
 
     text = io.StringIO()
@@ -100,7 +101,7 @@ def test_results_are_written_once_by_the_callback_that_is_given(tmp_path: Path) 
 
 def test_the_accuracy_of_clients_has_columns_if_it_is_recorded(tmp_path: Path) -> None:
     settings: Any = {"rounds": 2, "total_clients": 2, "per_round": 2, "result_path": str(tmp_path)}
-    clients = fedavg.FederatedConfig().clients
+    clients = FederatedConfig().clients
     tested = replace(clients, total_clients=2, per_round=2, do_test=True, test_interval=2)
     data = datasource("digits", 2, testset_sampler="iid")
     fedavg.Server(None, data, **settings, clients=tested, record_clients_accuracy=True).run()
