@@ -18,37 +18,30 @@ from torch import nn
 
 from dovetail import checkpoint as store
 from dovetail.errors import CheckpointError, ConfigError, FederationError
-from dovetail.federated.algorithms import Algorithm, FedAvg
-from dovetail.federated.algorithms.registry import algorithm_of
+from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.averaging import Average
-from dovetail.federated.backends import Backend, Done, Worker, backends
-from dovetail.federated.callbacks import ServerCallback
-from dovetail.federated.clients.simple import Client, as_trainer, judged, load_weights
-from dovetail.federated.clock import Arrival, Clock, Speeds
+from dovetail.federated.backends import Backend, Done, Worker
+from dovetail.federated.clients.simple import Client, judged, load_weights
+from dovetail.federated.clock import Arrival, Clock
 from dovetail.federated.config import FederatedConfig
-from dovetail.federated.data.sources import Datasource, datasource
 from dovetail.federated.messages import SERVER_RESPONSE, Fault, Task, Update, Weights
-from dovetail.federated.postprocess import Chain, Gathering
+from dovetail.federated.postprocess import Gathering
 from dovetail.federated.postprocess.base import EVERYONE
 from dovetail.federated.records import ClientsEvaluation, RoundRecord, accuracy_of_clients, client_metrics
-from dovetail.federated.robust import make_aggregator
 from dovetail.federated.seeds import mix
-from dovetail.federated.selection import ClientSelection, RandomSelection, selections
-from dovetail.federated.servers.edge import Silos
+from dovetail.federated.selection import ClientSelection
 from dovetail.federated.servers.refusals import (
-    check_algorithm,
     check_epochs,
     check_model,
-    check_settings,
     idle_settings,
 )
-from dovetail.federated.servers.results import with_results
+from dovetail.federated.servers.settings import read_settings
+from dovetail.federated.servers.setup import build_datasource, build_trainer, start_worker
 from dovetail.federated.states import ClientStates, StoredClientStates
 from dovetail.federated.validation import admit, check_update
 from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.interruption import listening
-from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 
 __all__ = ["Server"]
@@ -107,55 +100,40 @@ class Server:
         postprocessors: Iterable[Any] | None = None,
         **settings: Any,
     ) -> None:
-        if isinstance(backend, str):
-            settings["backend"], backend = backend, None
-        if isinstance(aggregator, str):
-            settings["aggregator"], aggregator = aggregator, None
-        if postprocessors is not None:
-            settings["outbound_processors"] = tuple(postprocessors)
-        config = (config or FederatedConfig()).with_settings(**settings)
-        if isinstance(algorithm, str):
-            config, algorithm = replace(config, algorithm=replace(config.algorithm, type=algorithm)), None
-        self.config = config
-        self.callbacks = with_results([_as_server_callback(it) for it in callbacks or ()], config.results)
-        self.algorithm: Algorithm = _made(algorithm) or algorithm_of(config.algorithm)
-        self.selection = selection or selections.get(config.server.selection)(config.server.random_seed)
-        self.backend = backend or backends.get(config.server.backend)(
-            num_workers=config.server.num_workers or config.trainer.max_concurrency,
-            # Simulated seconds are no seconds that a process could wait.
-            timeout=None if _is_simulated(config) else config.server.timeout,
+        given = read_settings(
+            config,
+            settings,
+            algorithm=algorithm,
+            callbacks=callbacks,
+            selection=selection,
+            backend=backend,
+            aggregator=aggregator,
+            postprocessors=postprocessors,
         )
-        self.aggregator: Average = aggregator or make_aggregator(config.server.aggregator)
-        self.inbound = Chain(config.clients.inbound_processors)
-        self.outbound = Chain(config.clients.outbound_processors)
-        self.speeds = Speeds(config.clients, config.server)
-        self.clock = Clock()
+        self.config, self.callbacks = given.config, given.callbacks
+        self.algorithm, self.selection = given.algorithm, given.selection
+        self.backend, self.aggregator = given.backend, given.aggregator
+        self.inbound, self.outbound = given.inbound, given.outbound
+        self.speeds, self.silos = given.speeds, given.silos
+        if self.silos is not None and defines(self, "customize_server_response"):
+            raise ConfigError(
+                f"{type(self).__name__}.customize_server_response: an edge server does not pass it on to its "
+                "clients: leave cross_silo out"
+            )
         self.datasource = datasource
-        # Who can be asked; all clients of the data, unless somebody says otherwise.
+        # The ids of the clients that can be selected. None means all clients of the data.
         self.members: Sequence[int] | None = None
+        self.clock = Clock()
+        self.states = ClientStates()
+        self.weights: Weights = {}
         self.current_round = 0
         self.records: list[RoundRecord] = []
-        # What clients said of themselves after the last round; None before they were asked.
+        # The metrics of the clients after personalization. None means that they have not personalized yet.
         self.personalized: ClientsEvaluation | None = None
-        self.weights: Weights = {}
-        self.states = ClientStates()
         self._given_model, self._given_trainer = model, trainer
         self._trainer: Trainer | None = None
         self._worker: Worker | None = None
-        self._is_at_work = False
-        check_settings(config, self.outbound)
-        check_algorithm(self.algorithm, self.outbound)
-        self._silos: Silos | None = None
-        if config.algorithm.cross_silo:
-            if defines(self, "customize_server_response"):
-                raise ConfigError(
-                    f"{type(self).__name__}.customize_server_response: an edge server does not pass it on to its "
-                    "clients: leave cross_silo out"
-                )
-            # Everything that is said of clients is said of those of the edge servers.
-            self._silos = Silos(config, self.algorithm, self.selection)
-            self.algorithm, self.selection = FedAvg(), RandomSelection(config.server.random_seed)
-            self.inbound, self.outbound = Chain(), Chain()
+        self._backend_is_started = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -257,9 +235,9 @@ class Server:
         if client._given_trainer is None:
             client._given_trainer = self._given_trainer
         if self._trainer is None:
-            self._make_model(client)
+            self._build_model(client)
             self._find_place()
-        self._worker = self._worker_of(client)
+        self._worker = start_worker(self, client, self._initial_model)
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the global model on the server's test data; none without such data."""
@@ -312,7 +290,7 @@ class Server:
 
     def _heard_of(self, ids: Iterable[int] | None, config: Mapping[str, Any], kind: _Kind) -> ClientsEvaluation:
         """Ask clients for their metrics."""
-        wanted = list(self._everyone if ids is None else ids)
+        wanted = list(self.client_ids if ids is None else ids)
         weights = self._sent()
         size = max(self.config.clients.per_round, 1)
         answers: dict[int, Update] = {}
@@ -328,8 +306,8 @@ class Server:
                     answers[outcome.update.client_id] = outcome.update
                     if kind == "personalize":
                         self.states.put(outcome.update.client_id, outcome.state)
-        if self._silos is not None:
-            faults = self._silos.faults(faults, answers.values())
+        if self.silos is not None:
+            faults = self.silos.faults(faults, answers.values())
         if not answers:
             self._raise_if_all_failed(faults)
         found = [answers[client_id] for client_id in wanted if client_id in answers and answers[client_id].metrics]
@@ -365,8 +343,8 @@ class Server:
         gathering = self._gathering([task.client_id for task in tasks])
         updates, unusable = self._usable([report.update for report in reports], gathering)
         faults += unusable
-        if self._silos is not None:
-            faults = self._silos.faults(faults, [report.update for report in reports])
+        if self.silos is not None:
+            faults = self.silos.faults(faults, [report.update for report in reports])
         if not updates and not self.clock.busy():
             self._raise_if_all_failed(faults)
         updates = self._after_hook(updates)
@@ -390,7 +368,7 @@ class Server:
         self.records.append(
             RoundRecord(
                 self.current_round,
-                self.clock.now if _is_simulated(self.config) else before + time.perf_counter() - started,
+                self.clock.now if self.config.server.simulates_time else before + time.perf_counter() - started,
                 tuple(task.client_id for task in tasks),
                 tuple(report.update.client_id for report in used),
                 tuple(faults),
@@ -411,7 +389,7 @@ class Server:
     def _ask(self) -> tuple[list[Task], list[Fault]]:
         """Send tasks to as many clients as are missing, and put their answers on the way."""
         number, busy = self.current_round, self.clock.busy()
-        wanted = min(self._per_round, len(self._everyone)) - len(busy)
+        wanted = min(self._per_round, len(self.client_ids)) - len(busy)
         selected = self._chosen(wanted, busy) if wanted > 0 else []
         self._tell("on_clients_selected", selected)
         weights, config = self._sent(), self._client_config()
@@ -428,7 +406,7 @@ class Server:
             outcome: Done | Fault = Done(replace(done.update, sent=began_with), done.state)
             seconds = self._duration(task, done.update)
             limit = self.config.server.timeout
-            if _is_simulated(self.config) and limit is not None and seconds > limit:
+            if self.config.server.simulates_time and limit is not None and seconds > limit:
                 reason = (
                     f"client {task.client_id} takes {seconds:g} simulated seconds, and the server waits for {limit:g}"
                 )
@@ -439,8 +417,8 @@ class Server:
     def _chosen(self, count: int, busy: Collection[int]) -> list[int]:
         """Return the clients of a round, by `choose_clients` if it is overridden."""
         if not defines(self, "choose_clients"):
-            return self.selection.select(self.current_round, self._everyone, count, busy)
-        pool = [client_id for client_id in self._everyone if client_id not in busy]
+            return self.selection.select(self.current_round, self.client_ids, count, busy)
+        pool = [client_id for client_id in self.client_ids if client_id not in busy]
         # An override may draw from Python's or numpy's generator; a run that is repeated draws the same numbers.
         seed_everything(mix(self.config.server.random_seed, "choose_clients", self.current_round))
         chosen = list(self.choose_clients(list(pool), min(count, len(pool))))
@@ -572,13 +550,13 @@ class Server:
             self.current_round,
             cohort,
             self._common(),
-            num_clients=len(self._everyone),
+            num_clients=len(self.client_ids),
             seed=mix(self.config.server.random_seed, "aggregation", self.current_round),
         )
 
     def _duration(self, task: Task, update: Update) -> float:
         """Simulated seconds from sending a task to the arrival of its answer."""
-        if not _is_simulated(self.config):
+        if not self.config.server.simulates_time:
             return 0.0
         # An edge server knows how long its own rounds took.
         work = update.metrics.get("simulated_seconds")
@@ -592,15 +570,15 @@ class Server:
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Keep the backend at work; inside of another call of this, do nothing."""
-        if self._is_at_work:
+        if self._backend_is_started:
             yield
             return
         self.backend.start(self.worker)
-        self._is_at_work = True
+        self._backend_is_started = True
         try:
             yield
         finally:
-            self._is_at_work = False
+            self._backend_is_started = False
             self.backend.close()
 
     @contextmanager
@@ -612,17 +590,16 @@ class Server:
         finally:
             set_rng_state(randomness)
 
-    def _make_model(self, client: Client) -> None:
+    def _build_model(self, client: Client) -> None:
+        """Build the initial model and the trainer that tests the global one."""
         if self.datasource is None:
-            self.datasource = client.datasource if client.datasource is not None else _named_data(self.config)
+            self.datasource = client.datasource if client.datasource is not None else build_datasource(self.config)
         seed_everything(mix(self.config.server.random_seed, "model"))
-        trainer: Any = as_trainer(self._given_trainer or client._given_trainer)
-        self._initial_model = copy.deepcopy(self._first_model(client, trainer))
+        trainer, model = build_trainer(self._given_model, self._given_trainer, client, self.datasource)
         if self.config.trainer.model_type is not None:
-            check_model(self.config.trainer.model_type, self._initial_model, self.datasource)
-        trainer.model = copy.deepcopy(self._initial_model)
-        self._trainer = trainer
-        self.weights = {name: value.detach().clone() for name, value in self._initial_model.state_dict().items()}
+            check_model(self.config.trainer.model_type, model, self.datasource)
+        self._trainer, self._initial_model = trainer, model
+        self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def _find_place(self) -> None:
         """Begin behind the newest checkpoint, or anew."""
@@ -636,59 +613,22 @@ class Server:
         else:
             self.load_state_dict(found[1])
 
-    def _worker_of(self, client: Client) -> Worker:
-        """Who does the work of those whom this server asks."""
-        if self._silos is not None:
-            if defines(client, "customize_report"):
-                raise ConfigError(
-                    f"{type(client).__name__}.customize_report: an edge server does not pass reports of its clients "
-                    "on: leave cross_silo out"
-                )
-            return self._silos.edge(client, self._initial_model, self.datasource)
-        clients = self.config.clients
-        client.begin(
-            self._initial_model,
-            self.datasource,
-            self.algorithm,
-            clients.test_interval if clients.do_test else 0,
-            inbound=self.inbound,
-            outbound=self.outbound,
-        )
-        unread = [name for name in client.unread if getattr(self.config.trainer, name) is not None]
-        if unread:
-            warnings.warn(
-                f"settings without effect: trainer.{', trainer.'.join(unread)}: the client's trainer does not read it",
-                UserWarning,
-                stacklevel=2,
-            )
-        # Last: the client counts all clients of the data, and an edge server only its own.
-        self.algorithm.begin(self._initial_model, len(self._everyone))
-        return client
-
-    def _first_model(self, client: Client, made: Trainer) -> nn.Module:
-        """The model that was given; else the one of a trainer, which may just have been made; else one for the data."""
-        trainers = [it for it in (self._given_trainer, client._given_trainer, made) if isinstance(it, Trainer)]
-        for candidate in (self._given_model, client.model, *(trainer.context.model for trainer in trainers)):
-            if (model := as_module(candidate)) is not None:
-                return model
-        proposed: nn.Module = self.datasource.default_model()
-        return proposed
-
     @property
-    def _everyone(self) -> Sequence[int]:
-        if self._silos is not None:
-            return self._silos.ids
+    def client_ids(self) -> Sequence[int]:
+        """The ids that can be selected: those of the edge servers if there are any, else those of clients."""
+        if self.silos is not None:
+            return self.silos.ids
         if self.datasource is None:
             raise ConfigError(_NOT_PREPARED)
         return range(1, self.datasource.num_clients + 1) if self.members is None else self.members
 
     @property
     def _per_round(self) -> int:
-        return self.config.clients.per_round if self._silos is None else len(self._silos.ids)
+        return self.config.clients.per_round if self.silos is None else len(self.silos.ids)
 
     @cached_property
     def _average_samples(self) -> float:
-        some = self._everyone[:_AVERAGED]
+        some = self.client_ids[:_AVERAGED]
         return max(statistics.fmean(self.datasource.num_samples(client_id) for client_id in some), 1.0)
 
     def _is_over(self) -> bool:
@@ -811,10 +751,6 @@ _INSTEAD = {
 }
 
 
-def _is_simulated(config: FederatedConfig) -> bool:
-    return config.server.simulate_wall_time or not config.server.synchronous
-
-
 def _trained(updates: Sequence[Update]) -> list[Weights]:
     """Return the weights that clients have trained, without those that stay with them."""
     return [{name: it.sent[name] + change for name, change in it.delta.items()} for it in updates]
@@ -822,28 +758,3 @@ def _trained(updates: Sequence[Update]) -> list[Weights]:
 
 def _perplexity(metrics: Mapping[str, float]) -> float:
     return metrics.get("perplexity", math.exp(min(metrics.get("loss", math.inf), 700.0)))
-
-
-def _named_data(config: FederatedConfig) -> Datasource:
-    """The data that the configuration names."""
-    data = config.data
-    named = {"sampler": data.sampler, "testset_sampler": data.testset_sampler, "testset_size": data.testset_size}
-    wishes = {name: value for name, value in named.items() if value is not None}
-    return datasource(
-        data.datasource, config.clients.total_clients, seed=data.random_seed, **wishes, **dict(data.options)
-    )
-
-
-def _made(algorithm: Any) -> Algorithm | None:
-    made = algorithm() if isinstance(algorithm, type) else algorithm
-    if made is not None and not isinstance(made, Algorithm):
-        raise ConfigError(f"algorithm: expected a name or an Algorithm (class or instance), got {algorithm!r}")
-    # What the server's half keeps belongs to one federation.
-    return copy.deepcopy(made)
-
-
-def _as_server_callback(candidate: Any) -> ServerCallback:
-    made = candidate() if isinstance(candidate, type) else candidate
-    if not isinstance(made, ServerCallback):
-        raise ConfigError(f"callbacks: expected a ServerCallback (class or instance), got {candidate!r}")
-    return made

@@ -60,14 +60,13 @@ def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
         {'server.staleness_bound': 'needs synchronous: false'}
     """
     server, clients = config.server, config.clients
-    is_simulated = server.simulate_wall_time or not server.synchronous
     groups = {
         "needs synchronous: false": (
             server.synchronous,
             ("server.minimum_clients_aggregated", "server.staleness_bound", "server.periodic_interval"),
         ),
         "needs simulate_wall_time: true": (
-            not is_simulated,
+            not server.simulates_time,
             (
                 *("clients.speed_simulation", "clients.avg_training_time"),
                 *("server.downlink_bandwidth", "server.uplink_bandwidth"),
@@ -80,11 +79,11 @@ def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
             ("algorithm.total_silos", "algorithm.local_rounds"),
         ),
         "the backend cannot stop a client; process can": (
-            not is_simulated and backend.name in ("sequential", "vectorized"),
+            not server.simulates_time and backend.name in ("sequential", "vectorized"),
             ("server.timeout",),
         ),
         "give it to the backend, which is an object": (
-            not is_simulated and backend.timeout != server.timeout,
+            not server.simulates_time and backend.timeout != server.timeout,
             ("server.timeout",),
         ),
     }
