@@ -11,13 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
-from dovetail import checkpoint as store
-from dovetail.errors import CheckpointError, ConfigError, FederationError
+from dovetail.errors import ConfigError, FederationError
 from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, Done, Worker
@@ -35,9 +33,17 @@ from dovetail.federated.servers.refusals import (
     check_model,
     idle_settings,
 )
+from dovetail.federated.servers.saving import (
+    restore_server,
+    resume_server,
+    roll_back,
+    save_server,
+    server_state,
+    snapshot,
+)
 from dovetail.federated.servers.settings import read_settings
 from dovetail.federated.servers.setup import build_datasource, build_trainer, start_worker
-from dovetail.federated.states import ClientStates, StoredClientStates
+from dovetail.federated.states import ClientStates
 from dovetail.federated.validation import admit, check_update
 from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.trainers.base import Trainer
@@ -46,9 +52,6 @@ from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_sta
 
 __all__ = ["Server"]
 
-# The file of client states, and checkpoints that are kept: the newest, and one in case that is damaged.
-_STATES = "clients.db"
-_NUM_CHECKPOINTS = 2
 # Over how many clients' samples an average client is found.
 _AVERAGED = 100
 _NOT_PREPARED = "the server knows no model and no data yet: call `run` or `prepare` first"
@@ -236,7 +239,7 @@ class Server:
             client._given_trainer = self._given_trainer
         if self._trainer is None:
             self._build_model(client)
-            self._find_place()
+            resume_server(self)
         self._worker = start_worker(self, client, self._initial_model)
 
     def evaluate(self) -> dict[str, float]:
@@ -320,18 +323,15 @@ class Server:
     # ------------------------------------------------------------------ one round, in the order of things
 
     def _round(self) -> None:
-        place = self._place()
-        # Weights are never changed in place. Whatever else there is may be.
-        place |= {name: copy.deepcopy(place[name]) for name in ("algorithm", "selection", "postprocessors")}
+        before = snapshot(self)
         done = len(self.records)
         self.current_round += 1
         try:
             self._run_round()
         except BaseException:
             if len(self.records) == done:
-                # What is not in the records has not been: the next run begins with this round again.
-                self._return_to(place)
-                self.states.rollback()
+                # The round was not recorded, so it is rolled back; the next run repeats it.
+                roll_back(self, before)
             raise
 
     def _run_round(self) -> None:
@@ -384,7 +384,7 @@ class Server:
         finally:
             # What is in the records has been, whatever becomes of those who hear of it.
             self.states.commit()
-            self._save()
+            save_server(self)
 
     def _ask(self) -> tuple[list[Task], list[Fault]]:
         """Send tasks to as many clients as are missing, and put their answers on the way."""
@@ -601,18 +601,6 @@ class Server:
         self._trainer, self._initial_model = trainer, model
         self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
-    def _find_place(self) -> None:
-        """Begin behind the newest checkpoint, or anew."""
-        server = self.config.server
-        folder = server.states_path or server.checkpoint_path
-        if folder is not None:
-            self.states = StoredClientStates(Path(folder, _STATES), _NUM_CHECKPOINTS)
-        found = None if server.checkpoint_path is None else store.load_latest(server.checkpoint_path)
-        if found is None:
-            self.states.clear()
-        else:
-            self.load_state_dict(found[1])
-
     @property
     def client_ids(self) -> Sequence[int]:
         """The ids that can be selected: those of the edge servers if there are any, else those of clients."""
@@ -643,70 +631,16 @@ class Server:
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next round depends on."""
-        return {
-            **self._place(),
-            "seed": self.config.server.random_seed,
-            "clients": self.states.state_dict(),
-            "records": [record.to_plain() for record in self.records],
-        }
+        """Return everything that the next round depends on."""
+        return server_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the round that `state_dict` was taken after.
+        """Restore the state returned by `state_dict`; the next round is the one after it.
 
         Raises:
-            CheckpointError: The state is of another federation.
+            CheckpointError: The state belongs to another federation.
         """
-        self._check_fits(state)
-        self._return_to(state)
-        self.states.load_state_dict(state["clients"])
-        self.records = [RoundRecord.from_plain(plain) for plain in state["records"]]
-
-    def _place(self) -> dict[str, Any]:
-        """All but what grows with rounds and clients."""
-        return {
-            "round": self.current_round,
-            "weights": dict(self.weights),
-            "algorithm": {"name": self.algorithm.title, "state": self.algorithm.state_dict()},
-            "selection": {"name": type(self.selection).__name__, "state": self.selection.state_dict()},
-            "postprocessors": self.outbound.state_dict(),
-            "clock": self.clock.state_dict(),
-        }
-
-    def _return_to(self, place: Mapping[str, Any]) -> None:
-        self.current_round = int(place["round"])
-        self.weights = dict(place["weights"])
-        self.algorithm.load_state_dict(place["algorithm"]["state"])
-        self.selection.load_state_dict(place["selection"]["state"])
-        self.outbound.load_state_dict(place["postprocessors"])
-        self.clock.load_state_dict(place["clock"])
-
-    def _check_fits(self, state: Mapping[str, Any]) -> None:
-        if "records" not in state:
-            raise CheckpointError("the checkpoint is not of a server, and has no rounds: give another checkpoint_path")
-        shapes = [{name: value.shape for name, value in each.items()} for each in (state["weights"], self.weights)]
-        if shapes[0] != shapes[1]:
-            raise CheckpointError("the checkpoint is of another model: give another checkpoint_path, or the same model")
-        mine = {"algorithm": self.algorithm.title, "selection": type(self.selection).__name__}
-        given = {**{what: state[what]["name"] for what in mine}, "seed": state["seed"]}
-        for what, value in {**mine, "seed": self.config.server.random_seed}.items():
-            if given[what] != value:
-                raise CheckpointError(
-                    f"the checkpoint was written with {what} {given[what]}, not {value}: give another checkpoint_path, "
-                    f"or the same {what}"
-                )
-
-    def _save(self) -> None:
-        folder = self.config.server.checkpoint_path
-        if folder is None:
-            return
-        record = self.records[-1]
-        store.save(
-            Path(folder, f"round_{self.current_round}"),
-            self.state_dict(),
-            summary={"step": self.current_round, "metrics": dict(record.metrics)},
-        )
-        store.prune(folder, last=_NUM_CHECKPOINTS, pattern="round_*")
+        restore_server(self, state)
 
     def _tell(self, event: str, *about: Any) -> None:
         # The method of the server first, as in plato.
