@@ -66,7 +66,7 @@ def run_round(server: Server) -> None:
 
     ```text
     select_clients      selection                  → round.selected
-    send_tasks          weights, settings, seeds   → round.tasks
+    make_tasks          weights, settings, seeds   → round.tasks
     run_clients         backend, clock             → answers on their way
     collect_answers     clock                      → round.answers
     decode_updates      postprocessors, validation → round.updates, round.used
@@ -84,7 +84,7 @@ def run_round(server: Server) -> None:
     round = Round(server.current_round)
     try:
         select_clients(server, round)
-        send_tasks(server, round)
+        make_tasks(server, round)
         run_clients(server, round)
         collect_answers(server, round)
         decode_updates(server, round)
@@ -120,8 +120,8 @@ def select_clients(server: Server, round: Round) -> None:
     notify(server, "on_clients_selected", round.selected)
 
 
-def send_tasks(server: Server, round: Round) -> None:
-    """Make the tasks of the selected clients."""
+def make_tasks(server: Server, round: Round) -> None:
+    """Make one task for each selected client."""
     weights, config = packed_weights(server), training_config(server.config)
     if server.outbound.needs_cohort:
         config["cohort"] = list(round.selected)
@@ -138,9 +138,8 @@ def run_clients(server: Server, round: Round) -> None:
     sent = server.inbound.unpack(weights) if len(server.inbound) else weights
     for position, task in enumerate(round.tasks):
         if (answer := answers.get(task.client_id)) is not None:
-            server.clock.expect(
-                _arrival(server, task, position, replace(answer, update=replace(answer.update, sent=sent)))
-            )
+            answer = Done(replace(answer.update, sent=sent), answer.state)
+            server.clock.expect(_arrival(server, task, position, answer))
 
 
 def collect_answers(server: Server, round: Round) -> None:
@@ -290,18 +289,19 @@ def _run_tasks(server: Server, round: Round) -> tuple[dict[int, Done], list[Faul
 
 def _arrival(server: Server, task: Task, position: int, answer: Done) -> Arrival:
     """Return an answer with the time at which it arrives; a fault if it takes longer than the simulated timeout."""
+    settings, order = server.config.server, task.round * 2**32 + position
+    if not settings.simulates_time:
+        return Arrival(server.clock.now, order, 0.0, answer)
     outcome: Done | Fault = answer
-    seconds, limit = _simulated_seconds(server, task, answer.update), server.config.server.timeout
-    if server.config.server.simulates_time and limit is not None and seconds > limit:
+    seconds, limit = _simulated_seconds(server, task, answer.update), settings.timeout
+    if limit is not None and seconds > limit:
         reason = f"client {task.client_id} takes {seconds:g} simulated seconds, and the server waits for {limit:g}"
         outcome, seconds = Fault(task.client_id, task.round, "timed out", reason), limit
-    return Arrival(server.clock.now + seconds, task.round * 2**32 + position, seconds, outcome)
+    return Arrival(server.clock.now + seconds, order, seconds, outcome)
 
 
 def _simulated_seconds(server: Server, task: Task, update: Update) -> float:
-    """Return the simulated seconds from sending a task to the arrival of its answer; 0 without simulated time."""
-    if not server.config.server.simulates_time:
-        return 0.0
+    """Return the simulated seconds from sending a task to the arrival of its answer."""
     # An edge server reports how long its own rounds took.
     work = update.metrics.get("simulated_seconds")
     if work is None:
