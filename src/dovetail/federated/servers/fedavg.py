@@ -23,9 +23,9 @@ from dovetail.federated.messages import Update, Weights
 from dovetail.federated.records import ClientsEvaluation, RoundRecord
 from dovetail.federated.seeds import mix
 from dovetail.federated.selection import ClientSelection
+from dovetail.federated.servers.checks import check_epochs, check_model, idle_settings
 from dovetail.federated.servers.evaluation import collect_metrics
 from dovetail.federated.servers.hooks import REPLACEMENTS, notify
-from dovetail.federated.servers.refusals import check_epochs, check_model, idle_settings
 from dovetail.federated.servers.round import is_finished, run_round
 from dovetail.federated.servers.saving import restore_server, resume_server, server_state
 from dovetail.federated.servers.settings import read_settings

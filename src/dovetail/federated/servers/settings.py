@@ -18,8 +18,8 @@ from dovetail.federated.config import FederatedConfig
 from dovetail.federated.postprocess import Chain
 from dovetail.federated.robust import make_aggregator
 from dovetail.federated.selection import ClientSelection, RandomSelection, selections
+from dovetail.federated.servers.checks import check_algorithm, check_settings
 from dovetail.federated.servers.edge import Silos
-from dovetail.federated.servers.refusals import check_algorithm, check_settings
 from dovetail.federated.servers.results import with_results
 
 __all__ = ["ServerSettings", "read_settings"]
