@@ -65,7 +65,7 @@ class Server:
         backend: Runs the clients, instead of the backend that the configuration names.
         aggregator: Turns the updates of a round into one, instead of the aggregator that the configuration names.
         postprocessors: Change updates on the way to the server, instead of `outbound_processors` of the configuration.
-        settings: Settings by name, which replace those of `config`: `rounds`, `total_clients`, `per_round`, `seed`,
+        settings: Settings by name, which replace values of `config`: `rounds`, `total_clients`, `per_round`, `seed`,
             `target_accuracy`, `checkpoint_path` and all others of `FederatedConfig`.
 
     Example:
@@ -193,7 +193,7 @@ class Server:
 
     @property
     def client_ids(self) -> Sequence[int]:
-        """The ids that can be selected: those of edge servers if there are any, else those of clients."""
+        """The ids that can be selected: edge servers if there are any, else clients."""
         if self.silos is not None:
             return self.silos.ids
         if self.datasource is None:
@@ -273,7 +273,7 @@ class Server:
 
         Args:
             ids: The clients. None means all.
-            epochs: The number of epochs. None means the number in `algorithm.personalization`, or else that of a round.
+            epochs: The number of epochs. None means the number in `algorithm.personalization`, or else in a round.
 
         Raises:
             ConfigError: There is less than one epoch, or the server was neither run nor prepared.

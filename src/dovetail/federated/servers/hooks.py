@@ -60,7 +60,7 @@ def notify(server: Server, event: str, *arguments: Any) -> None:
 
 
 def call_choose_clients(server: Server, count: int, busy: Collection[int]) -> list[int]:
-    """Return the clients of a round: those of `choose_clients` if a subclass overrides it, else of the selection.
+    """Return the clients of a round, from `choose_clients` if a subclass overrides it, else from the selection.
 
     Args:
         server: The server.

@@ -1,4 +1,4 @@
-"""Configuration files of federations: plato's sections, every mistake at once, each with its place."""
+"""Reader of a federation's configuration file: reports all mistakes at once, each with its key."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ __all__ = ["read_federated"]
 def read_federated(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> FederatedConfig:
-    """Return what a configuration means.
+    """Return the configuration that a file or a mapping describes.
 
-    Keys that plato knows and that mean nothing here are listed in one warning.
+    Keys of plato that have no effect here are listed in one warning.
 
     Args:
-        source: A YAML file, or its values; those of `load_config` know their places.
-        overrides: Settings such as `trainer.rounds=4`, the value written as in a file.
+        source: A YAML file, or its values; values from `load_config` include line numbers for messages.
+        overrides: Settings such as `trainer.rounds=4`, with the value written as in a file.
 
     Raises:
-        ConfigErrors: All that is wrong, each with its place.
+        ConfigErrors: All mistakes, each with its key, and its line if the file has lines.
         ConfigError: The file cannot be read, or is no YAML.
 
     Example:
@@ -126,7 +126,7 @@ def _section(
     skipped += ALGORITHM_KEYS_OF_SERVER if name == "server" else ()
     free: dict[str, Any] = {}
     if "options" in keys:
-        # What the named algorithm or data takes is checked where that is made.
+        # Options of the algorithm and of the data are checked when those are built.
         free = {key: value for key, value in section.items() if key not in keys and key not in skipped}
         section = {key: value for key, value in section.items() if key not in free}
     values = read_section(section, keys, found, ignored=skipped)
@@ -139,7 +139,7 @@ def _section(
 
 
 def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) -> None:
-    """Ask every table about the names that were given."""
+    """Check that every name is registered."""
     clients = sections["clients"]
     if clients.get("per_round", 1) > clients.get("total_clients", 1):
         problems.add(
@@ -165,13 +165,13 @@ def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) 
     for section, known in _known_options(sections).items():
         for name in sections[section]["options"]:
             if name not in known:
-                # What is free need not be written below `options`.
+                # Options may be written directly in the section, so `options` is not proposed as a key.
                 keys = [key for key in SECTIONS[section] if key != "options"]
                 problems.extend([unknown_key(name, [*keys, *known])], section)
 
 
 def _check_pieces(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], problems: Problems) -> None:
-    """Check the arguments of the pieces that are named: each is built once, and what it rejects has its place."""
+    """Check the arguments of the named objects: build each once, and report its errors with their keys."""
     for section, key in KEYS_WITH_ARGUMENTS:
         pieces = sections[section][key]
         is_list = isinstance((config.get(section) or {}).get(key), list)
@@ -186,7 +186,7 @@ def _check_pieces(config: Mapping[str, Any], sections: Mapping[str, Mapping[str,
         if problem.keys:
             problems.add(("server", *problem.keys), problem.sentence)
             continue
-        # The sentence begins with the key, or with the key and a number of the distribution.
+        # The sentence starts with the key, or with the key and a parameter of the distribution.
         name, colon, rest = problem.sentence.partition(": ")
         is_named = bool(colon) and name.partition(".")[0] == "simulation_distribution"
         keys = name.split(".") if is_named else ["simulation_distribution"]
@@ -226,7 +226,7 @@ def _place_of_option(config: Mapping[str, Any], *keys: str | int) -> tuple[str |
 
 
 def _below(config: Mapping[str, Any], name: str, *keys: str | int) -> tuple[str | int, ...] | None:
-    """Return the keys to an option of a section, which may stand below `options` there; None if it is elsewhere."""
+    """Return the keys to an option of a section, which may be below `options`; None if it is in another section."""
     section = config.get(name) or {}
     if keys[0] in section:
         return (name, *keys)
@@ -234,7 +234,7 @@ def _below(config: Mapping[str, Any], name: str, *keys: str | int) -> tuple[str 
 
 
 def _check_data(config: Mapping[str, Any], section: Mapping[str, Any], problems: Problems) -> None:
-    """Check the types of what the partition of the data takes, and keep each option as the type that it takes."""
+    """Check the options of the data and of their partition, and convert each to its type."""
     sampler = section["sampler"] or "iid"
     if section["datasource"] not in DATA_OPTIONS or sampler not in partitions.names():
         return
@@ -247,10 +247,10 @@ def _check_data(config: Mapping[str, Any], section: Mapping[str, Any], problems:
 
 
 def _known_options(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What the algorithm and the data that were named take; those of a user's own may take anything."""
+    """Return the options of the named algorithm and data; a section is missing if any option is accepted."""
     known: dict[str, list[str]] = {}
     wanted, data = sections["algorithm"]["type"], sections["data"]
-    # One that is given with what it takes is checked where it is made.
+    # An algorithm that is given with its arguments is checked when it is built.
     plain = [it for it in ([wanted] if isinstance(wanted, str) else wanted) if isinstance(it, str)]
     if all(name in algorithms.names() for name in plain):
         parameters = [it for name in plain for it in inspect.signature(algorithms.get(name)).parameters.values()]

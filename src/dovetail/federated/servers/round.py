@@ -1,4 +1,4 @@
-"""One round of a federation: what the server knows of it, and one function for each of its steps."""
+"""One round of a federation: its data, and one function for each of its steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Round", "is_finished", "raise_if_all_failed", "run_round"]
 
 @dataclass
 class Round:
-    """What the server knows of one round; each step adds its part.
+    """The data of one round; each step adds its part.
 
     Attributes:
         number: The number of the round, counted from 1.

@@ -212,7 +212,7 @@ REGISTRIES: dict[tuple[str, str], Registry[Any]] = {
     ("trainer", "model_type"): models,
 }
 
-# The data that a partition divides among clients, and their options besides those of the partition.
+# The data that a partition divides among clients, and their options besides the options of the partition.
 DATA_OPTIONS = {
     "digits": ("held_out",),
     "fashion_mnist": ("held_out", "folder"),

@@ -69,7 +69,7 @@ def read_settings(
 
     Args:
         config: The configuration. None means the defaults.
-        changes: Settings by name that replace those of `config`.
+        changes: Settings by name that replace values of `config`.
         algorithm: An algorithm, its class or its name. None means the algorithm that the configuration names; so does
             None for every argument below.
         callbacks: Callbacks or their classes.

@@ -41,8 +41,8 @@ def build_trainer(model: _Model, trainer: _Trainer, client: Client, data: Any) -
     """Return the trainer that tests the global model, and the initial model, which is not the trainer's.
 
     Args:
-        model: The model that the server was given. None means the client's, then that of a trainer, then the default
-            model of the data.
+        model: The model that the server was given. None means the model of the client, else of a trainer, else the
+            default model of the data.
         trainer: The trainer that the server was given. None means the client's.
         client: The client.
         data: The data source.

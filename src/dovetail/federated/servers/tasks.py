@@ -28,7 +28,7 @@ def make_task(
         client_id: The client.
         weights: What `packed_weights` returns. Tasks of one round share it, so that a backend transfers it once.
         config: What `training_config` returns, which the tasks of one round share too.
-        kind: What the client does.
+        kind: The kind of work.
     """
     payload = server.algorithm.payload(client_id)
     if kind != "evaluate" and defines(server, "customize_server_response"):
