@@ -104,6 +104,11 @@ class ServerConfig:
     selection: str = "random"
     aggregator: str | Mapping[str, Any] = "mean"
 
+    @property
+    def simulates_time(self) -> bool:
+        """Whether time is simulated: on request, and always if rounds do not wait for all clients."""
+        return self.simulate_wall_time or not self.synchronous
+
 
 @dataclass(frozen=True)
 class DataConfig:

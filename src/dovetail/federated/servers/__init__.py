@@ -1,4 +1,4 @@
-"""Servers: who makes one model of many."""
+"""Servers of a federation: they send tasks to clients and aggregate the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A federation from its configuration."""
+"""Server and client of a federation, built from its configuration."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ clients: Registry[type[Client]] = Registry("client", lambda: {"simple": Client})
 
 
 def federation(config: FederatedConfig, callbacks: Iterable[Any] = ()) -> tuple[Server, Client]:
-    """Return the server and the client that a configuration describes: `server.run(client)` does the rest.
+    """Return the server and the client that a configuration describes; `server.run(client)` runs the federation.
 
     Args:
-        config: What `dovetail.federated.servers.reading.read_federated` returns.
-        callbacks: Who hears what happens at the server.
+        config: The configuration, as `dovetail.federated.servers.reading.read_federated` returns it.
+        callbacks: Callbacks of the server.
 
     Raises:
-        ConfigError: The algorithm or the model does not take what the configuration says.
+        ConfigError: The algorithm or the model does not accept its arguments.
 
     Example:
         >>> server, client = federation(FederatedConfig().with_settings(rounds=2, total_clients=4, per_round=2))
@@ -46,7 +46,7 @@ def federation(config: FederatedConfig, callbacks: Iterable[Any] = ()) -> tuple[
     kind: Any = trainers.get(config.trainer.type)
     trainer = partial(
         kind,
-        # What the configuration names reaches these with every task.
+        # These strategies read the names in the configuration, which come with every task.
         loss_strategy=DefaultLossCriterionStrategy(),
         optimizer_strategy=DefaultOptimizerStrategy(),
         lr_scheduler_strategy=DefaultLRSchedulerStrategy(),

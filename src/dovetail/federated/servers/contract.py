@@ -126,7 +126,7 @@ class AlgorithmContract:
                 _assert_same(_outcome(resumed), expected, f"resumed after round {last}")
 
     def test_clients_can_be_judged_before_they_were_asked(self) -> None:
-        """Every client tells how good its model is, also one that was in no round."""
+        """Every client returns metrics, also one that was in no round."""
         server = self._run(per_round=1, rounds=1)
         found = server.evaluate_clients().metrics
         assert sorted(found) == list(range(1, len(_SIZES) + 1)), f"clients {sorted(found)} answered"
@@ -185,7 +185,7 @@ class AlgorithmContract:
 
 
 class _Unequal(Datasource):
-    """Clients of unequal size, each with a shift of its own."""
+    """Clients of unequal size, each with another shift of its samples."""
 
     num_clients = len(_SIZES)
 

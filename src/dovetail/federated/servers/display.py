@@ -1,4 +1,4 @@
-"""A federation on the screen."""
+"""Display of the rounds of a federation in the terminal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["RoundDisplay"]
 
 
 class RoundDisplay(ServerCallback):
-    """Shows the rounds: a bar on a terminal, and a line for every round.
+    """Shows a progress bar if the output is a terminal, and prints a line for every round.
 
     Args:
-        console: Where to draw; None for the standard output.
+        console: The console to print to. None means the standard output.
 
     Example:
         >>> from dovetail.federated.servers import fedavg
@@ -36,7 +36,7 @@ class RoundDisplay(ServerCallback):
         self._bar: Progress | None = None
 
     def on_training_will_start(self, server: Any) -> None:
-        """Begin to draw."""
+        """Start the progress bar."""
         self._console = self._console or Console(highlight=False)
         if self._console.is_terminal:
             self._bar = Progress(
@@ -54,13 +54,13 @@ class RoundDisplay(ServerCallback):
             )
 
     def on_clients_selected(self, server: Any, selected_clients: Sequence[int], **kwargs: Any) -> None:
-        """Say who is at work."""
+        """Show the selected clients."""
         if self._bar is not None:
             some = ", ".join(map(str, selected_clients[:8])) + (" …" if len(selected_clients) > 8 else "")
             self._bar.update(self._task, doing=f"clients {some}")
 
     def on_clients_processed(self, server: Any) -> None:
-        """Leave a line for the round."""
+        """Print a line for the round."""
         assert self._console is not None
         line = _line(server.records[-1], server.config, server.backend.name)
         self._console.print(line, soft_wrap=True, markup=False)
@@ -68,7 +68,7 @@ class RoundDisplay(ServerCallback):
             self._bar.update(self._task, completed=server.current_round)
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Leave a line for what clients have become."""
+        """Print a line with the metrics of the personalized models."""
         assert self._console is not None
         found = server.personalized
         words = [f"{counted(len(found.metrics), 'client')} for themselves"]
@@ -80,7 +80,7 @@ class RoundDisplay(ServerCallback):
         self._console.print("  ".join(words), soft_wrap=True, markup=False)
 
     def on_server_will_close(self, server: Any) -> None:
-        """Take the bar away, and name the backend that ran if another one was requested."""
+        """Stop the progress bar, and print the backend that ran if another one was requested."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -96,7 +96,7 @@ class RoundDisplay(ServerCallback):
 
 
 def _line(record: RoundRecord, config: FederatedConfig, backend: str) -> str:
-    # A round that does not wait hears of clients that others have asked.
+    # An asynchronous round also receives answers to tasks of earlier rounds.
     asked = len(record.selected) if config.server.synchronous else len(record.reported) + len(record.faults)
     who = "edge server" if config.algorithm.cross_silo else "client"
     words = [f"round {record.round}/{config.trainer.rounds}", f"{len(record.reported)} of {counted(asked, who)}"]

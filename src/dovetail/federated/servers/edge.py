@@ -1,4 +1,4 @@
-"""Edge servers: they aggregate what their own clients send, and report to the server above as one client."""
+"""Edge servers: each aggregates the updates of its clients and sends one update to the server above."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Edge", "Silos"]
 
-# What an edge server goes on with when it is asked again.
+# The parts of its state that an edge server keeps from task to task.
 _KEPT = ("algorithm", "selection", "postprocessors", "clients")
-# Under this key of its payload it tells of its clients.
+# The key of an update's payload under which an edge server sends the faults of its clients.
 _FAULTS = "faults"
 
 
 @dataclass(frozen=True)
 class Silos:
-    """How the clients of a federation are divided among edge servers: evenly, and in the order of their ids.
+    """The division of clients among edge servers: evenly, and in the order of their ids.
 
     Attributes:
-        config: Of the whole federation; `per_round` is divided as evenly.
-        algorithm: What each edge server makes of its clients' updates, and what those do.
-        selection: Whom an edge server asks.
+        config: The configuration of the whole federation; `per_round` is divided evenly too.
+        algorithm: The algorithm that each edge server runs with its clients.
+        selection: Selects the clients of an edge server.
     """
 
     config: FederatedConfig
@@ -58,7 +58,7 @@ class Silos:
         return range(1, self.config.algorithm.total_silos + 1)
 
     def edge(self, client: Client, model: nn.Module, datasource: Any) -> Edge:
-        """Return who does the work of any edge server."""
+        """Return the object that does the work of all edge servers."""
         if datasource.num_clients < len(self.ids):
             raise ConfigError(
                 f"total_silos: expected at most one per client, {datasource.num_clients}, got {len(self.ids)}"
@@ -66,11 +66,11 @@ class Silos:
         return Edge(self, client, model, datasource)
 
     def faults(self, own: Iterable[Fault], updates: Iterable[Update]) -> list[Fault]:
-        """Return the faults of edge servers, and those that they tell of their clients: ids alone could be of either.
+        """Return the faults of edge servers and of their clients; each reason says which, because the ids overlap.
 
         Args:
-            own: Whom the server above has left out.
-            updates: What it has heard.
+            own: The faults of edge servers.
+            updates: The updates of edge servers, which contain the faults of their clients.
         """
         found = list(own)
         told: list[Fault] = []
@@ -84,15 +84,15 @@ class Silos:
 
 
 class Edge:
-    """Does the work of any edge server: some rounds of its own, over the clients of its silo.
+    """Does the work of all edge servers: each task runs some rounds with the clients of one silo.
 
-    Between two tasks, an edge server keeps what its clients keep, and the state of its algorithm. That is its state at
-    the server above.
+    The server above stores the state of an edge server between two tasks: the states of its clients, of its
+    algorithm, of its selection and of its postprocessors.
 
     Args:
-        silos: Who belongs to which.
+        silos: The division of clients among edge servers.
         client: Does the work of all clients.
-        model: Gives the model its form.
+        model: The initial model.
         datasource: The data of all clients.
 
     Example:
@@ -108,15 +108,15 @@ class Edge:
         self._silos, self._client, self._model, self._datasource = silos, client, model, datasource
 
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
-        """Return what came of a silo's rounds, and what its edge server keeps.
+        """Return the update of an edge server, and its new state.
 
         Args:
-            task: What the server above asks, of the silo `task.client_id`.
-            state: What the edge server has kept.
+            task: The task from the server above; `task.client_id` is the number of the silo.
+            state: The state of the edge server after its last task.
         """
         server = self._server(task)
         present = server.state_dict()
-        # Whoever is to judge does so after the rounds that have been, and begins none.
+        # An evaluation belongs to the rounds that are complete; any other task starts new rounds.
         rounds = task.round if task.kind == "evaluate" else task.round - 1
         done = rounds * self._silos.config.algorithm.local_rounds
         server.load_state_dict(
@@ -161,7 +161,7 @@ class Edge:
         config, silo = self._silos.config, task.client_id
         selection = copy.deepcopy(self._silos.selection)
         if silo > 1:
-            # Or else all would ask the same places of their lists.
+            # Otherwise all edge servers would select the same positions of their lists of clients.
             selection.seed = derive_seed(selection.seed, "silo", silo)
         rounds = task.round * config.algorithm.local_rounds
         server = Server(
@@ -189,7 +189,7 @@ class Edge:
                 ),
                 trainer=replace(config.trainer, rounds=rounds, target_accuracy=None, target_perplexity=None),
                 results=ResultsConfig(),
-                # Clients train for themselves once, when the server above says so.
+                # Clients personalize once, when the server above sends that task.
                 algorithm=replace(
                     config.algorithm, cross_silo=False, total_silos=2, local_rounds=1, personalization={}
                 ),
@@ -201,7 +201,7 @@ class Edge:
 
 
 def _told(faults: Sequence[Fault]) -> dict[str, Any]:
-    """What an edge server sends of its clients' faults; nothing where there are none."""
+    """Return the payload with the faults of clients; empty if there are none."""
     return {_FAULTS: [asdict(fault) for fault in faults]} if faults else {}
 
 
@@ -211,7 +211,7 @@ def _of_client(plain: Mapping[str, Any], silo: int) -> Fault:
 
 
 def _part(items: range, number: int, total: int) -> range:
-    """Return one of `total` parts that differ by one item at most, the first ones being the larger."""
+    """Return one of `total` parts whose sizes differ by at most one; the first parts are the larger ones."""
     size, more = divmod(len(items), total)
     first = (number - 1) * size + min(number - 1, more)
     return items[first : first + size + (number <= more)]

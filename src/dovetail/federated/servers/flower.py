@@ -1,7 +1,7 @@
-"""A federation of a configuration on Flower: what `dovetail federate --flower` does.
+"""Federation on Flower from a configuration, as `dovetail federate --flower` runs it.
 
-The app that Flower runs is this module: `serverapp` in one process, `clientapp` in one for every task. They are told
-what federation it is by Flower's run configuration, and the server tells its rounds in a file.
+Flower runs this module as its app: `serverapp` in one process, and `clientapp` in one process per task. Both read the
+federation from Flower's run configuration. The server writes its rounds to a file, which `run_on_flower` reads.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def run_on_flower(
 ) -> list[RoundRecord]:
     """Run a federation on a SuperLink with SuperNodes on this machine, and return its rounds.
 
-    They are the rounds of a run without Flower. The states of clients are the server's, so that a run goes on behind
-    its checkpoints.
+    The rounds equal those without Flower. The server stores the states of clients, so that a run resumes from its
+    checkpoints.
 
     Args:
         config: The federation.
-        callbacks: Who hears of rounds that are over.
+        callbacks: Callbacks of the server; they are called when a round is complete.
         num_nodes: How many SuperNodes; None for `num_workers`, or as many as clients are asked and cores are there.
 
     Raises:
@@ -133,7 +133,7 @@ def _whole_lines(file: TextIO) -> Iterator[str]:
 
 
 def _app(folder: Path, config: FederatedConfig) -> Path:
-    """Write an app that is nothing but its description."""
+    """Write a Flower app that consists of its description only, and return its folder."""
     app = folder / "app"
     app.mkdir()
     told = {"federation": json.dumps(encode_plain(asdict(config), "federation")), "folder": str(folder)}

@@ -1,4 +1,4 @@
-"""Configuration files of federations: plato's sections, every mistake at once, each with its place."""
+"""Reader of a federation's configuration file: reports all mistakes at once, each with its key."""
 
 from __future__ import annotations
 
@@ -6,49 +6,42 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.checks import (
-    Check,
     Key,
     Problem,
     Problems,
     Refused,
-    flag,
-    mapping,
     number,
     override,
     read_section,
     text,
     unknown_key,
-    whole,
 )
 from dovetail.config import Config, load_config
 from dovetail.data.models import models
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.algorithms.registry import algorithm_of, algorithms
-from dovetail.federated.backends.registry import backends
 from dovetail.federated.clock import Speeds
 from dovetail.federated.config import (
     AlgorithmConfig,
     ClientsConfig,
-    DataConfig,
     FederatedConfig,
-    ParametersConfig,
-    ResultsConfig,
     ServerConfig,
-    TrainerConfig,
 )
 from dovetail.federated.data.partition import option_names, option_of, partitions
-from dovetail.federated.data.sources import datasources
-from dovetail.federated.postprocess.registry import postprocessors
-from dovetail.federated.robust import aggregators
-from dovetail.federated.selection import selections
+from dovetail.federated.servers.schema import (
+    ALGORITHM_KEYS_OF_SERVER,
+    DATA_OPTIONS,
+    IGNORED_KEYS,
+    KEYS_WITH_ARGUMENTS,
+    KINDS,
+    REGISTRIES,
+    SECTIONS,
+)
 from dovetail.federated.specs import build_problems, checks_of, spec_problems
-from dovetail.registry import Registry
-from dovetail.trainers.pieces import losses, optimizers, schedulers
-from dovetail.trainers.registry import trainers
 
 __all__ = ["read_federated"]
 
@@ -56,16 +49,16 @@ __all__ = ["read_federated"]
 def read_federated(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> FederatedConfig:
-    """Return what a configuration means.
+    """Return the configuration that a file or a mapping describes.
 
-    Keys that plato knows and that mean nothing here are listed in one warning.
+    Keys of plato that have no effect here are listed in one warning.
 
     Args:
-        source: A YAML file, or its values; those of `load_config` know their places.
-        overrides: Settings such as `trainer.rounds=4`, the value written as in a file.
+        source: A YAML file, or its values; values from `load_config` include line numbers for messages.
+        overrides: Settings such as `trainer.rounds=4`, with the value written as in a file.
 
     Raises:
-        ConfigErrors: All that is wrong, each with its place.
+        ConfigErrors: All mistakes, each with its key, and its line if the file has lines.
         ConfigError: The file cannot be read, or is no YAML.
 
     Example:
@@ -84,12 +77,12 @@ def read_federated(
     problems = Problems(config, given)
     problems.extend(misset)
     ignored: list[str] = []
-    sections = {name: _section(config, name, keys, problems, ignored) for name, keys in _SECTIONS.items()}
+    sections = {name: _section(config, name, keys, problems, ignored) for name, keys in SECTIONS.items()}
     for name in config:
         if name == "general":
             ignored.append(name)
-        elif name not in _SECTIONS:
-            problems.extend([unknown_key(name, [*_SECTIONS, "general"])])
+        elif name not in SECTIONS:
+            problems.extend([unknown_key(name, [*SECTIONS, "general"])])
     _check_names(sections, problems)
     if not len(problems):
         _check_pieces(config, sections, problems)
@@ -108,7 +101,7 @@ def read_federated(
             UserWarning,
             stacklevel=2,
         )
-    return FederatedConfig(**{name: _KINDS[name](**values) for name, values in sections.items()})
+    return FederatedConfig(**{name: KINDS[name](**values) for name, values in sections.items()})
 
 
 def _load(path: str) -> Config:
@@ -128,12 +121,12 @@ def _section(
         problems.add((name,), f"expected 'key: value' lines, got {section!r}")
         section = {}
     found: list[Problem] = []
-    skipped = [key for key in section if key in _IGNORED.get(name, ())]
+    skipped = [key for key in section if key in IGNORED_KEYS.get(name, ())]
     ignored += [f"{name}.{key}" for key in skipped]
-    skipped += _OF_THE_ALGORITHM if name == "server" else ()
+    skipped += ALGORITHM_KEYS_OF_SERVER if name == "server" else ()
     free: dict[str, Any] = {}
     if "options" in keys:
-        # What the named algorithm or data takes is checked where that is made.
+        # Options of the algorithm and of the data are checked when those are built.
         free = {key: value for key, value in section.items() if key not in keys and key not in skipped}
         section = {key: value for key, value in section.items() if key not in free}
     values = read_section(section, keys, found, ignored=skipped)
@@ -141,19 +134,19 @@ def _section(
     if "options" in keys:
         values["options"] = {**values.get("options", {}), **free}
     if name == "algorithm" and isinstance(server := config.get("server"), Mapping):
-        values["options"] |= {key: server[key] for key in _OF_THE_ALGORITHM if key in server}
+        values["options"] |= {key: server[key] for key in ALGORITHM_KEYS_OF_SERVER if key in server}
     return values
 
 
 def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) -> None:
-    """Ask every table about the names that were given."""
+    """Check that every name is registered."""
     clients = sections["clients"]
     if clients.get("per_round", 1) > clients.get("total_clients", 1):
         problems.add(
             ("clients", "per_round"),
             f"expected at most total_clients, which is {clients['total_clients']}, got {clients['per_round']}",
         )
-    for (section, key), table in _TABLES.items():
+    for (section, key), table in REGISTRIES.items():
         value = sections[section].get(key)
         for each in value if isinstance(value, tuple) else [value]:
             name = next(iter(each)) if isinstance(each, Mapping) else each
@@ -172,19 +165,19 @@ def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) 
     for section, known in _known_options(sections).items():
         for name in sections[section]["options"]:
             if name not in known:
-                # What is free need not be written below `options`.
-                keys = [key for key in _SECTIONS[section] if key != "options"]
+                # Options may be written directly in the section, so `options` is not proposed as a key.
+                keys = [key for key in SECTIONS[section] if key != "options"]
                 problems.extend([unknown_key(name, [*keys, *known])], section)
 
 
 def _check_pieces(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], problems: Problems) -> None:
-    """Check the arguments of the pieces that are named: each is built once, and what it rejects has its place."""
-    for section, key in _SPECIFIED:
+    """Check the arguments of the named objects: build each once, and report its errors with their keys."""
+    for section, key in KEYS_WITH_ARGUMENTS:
         pieces = sections[section][key]
         is_list = isinstance((config.get(section) or {}).get(key), list)
         for position, spec in enumerate(pieces if isinstance(pieces, tuple) else (pieces,)):
             above = (section, key, position) if is_list else (section, key)
-            for problem in spec_problems(_TABLES[section, key], spec):
+            for problem in spec_problems(REGISTRIES[section, key], spec):
                 problems.add((*above, *problem.keys), problem.sentence)
     _check_algorithm(config, sections["algorithm"], problems)
     _check_data(config, sections["data"], problems)
@@ -193,7 +186,7 @@ def _check_pieces(config: Mapping[str, Any], sections: Mapping[str, Mapping[str,
         if problem.keys:
             problems.add(("server", *problem.keys), problem.sentence)
             continue
-        # The sentence begins with the key, or with the key and a number of the distribution.
+        # The sentence starts with the key, or with the key and a parameter of the distribution.
         name, colon, rest = problem.sentence.partition(": ")
         is_named = bool(colon) and name.partition(".")[0] == "simulation_distribution"
         keys = name.split(".") if is_named else ["simulation_distribution"]
@@ -233,7 +226,7 @@ def _place_of_option(config: Mapping[str, Any], *keys: str | int) -> tuple[str |
 
 
 def _below(config: Mapping[str, Any], name: str, *keys: str | int) -> tuple[str | int, ...] | None:
-    """Return the keys to an option of a section, which may stand below `options` there; None if it is elsewhere."""
+    """Return the keys to an option of a section, which may be below `options`; None if it is in another section."""
     section = config.get(name) or {}
     if keys[0] in section:
         return (name, *keys)
@@ -241,9 +234,9 @@ def _below(config: Mapping[str, Any], name: str, *keys: str | int) -> tuple[str 
 
 
 def _check_data(config: Mapping[str, Any], section: Mapping[str, Any], problems: Problems) -> None:
-    """Check the types of what the partition of the data takes, and keep each option as the type that it takes."""
+    """Check the options of the data and of their partition, and convert each to its type."""
     sampler = section["sampler"] or "iid"
-    if section["datasource"] not in _CUT or sampler not in partitions.names():
+    if section["datasource"] not in DATA_OPTIONS or sampler not in partitions.names():
         return
     checks = {"held_out": number(0, 1), "folder": text, **checks_of(partitions.get(sampler))}
     for name, value in section["options"].items():
@@ -254,196 +247,16 @@ def _check_data(config: Mapping[str, Any], section: Mapping[str, Any], problems:
 
 
 def _known_options(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What the algorithm and the data that were named take; those of a user's own may take anything."""
+    """Return the options of the named algorithm and data; a section is missing if any option is accepted."""
     known: dict[str, list[str]] = {}
     wanted, data = sections["algorithm"]["type"], sections["data"]
-    # One that is given with what it takes is checked where it is made.
+    # An algorithm that is given with its arguments is checked when it is built.
     plain = [it for it in ([wanted] if isinstance(wanted, str) else wanted) if isinstance(it, str)]
     if all(name in algorithms.names() for name in plain):
         parameters = [it for name in plain for it in inspect.signature(algorithms.get(name)).parameters.values()]
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             known["algorithm"] = [each.name for each in parameters]
     sampler = data["sampler"] or "iid"
-    if data["datasource"] in _CUT and sampler in partitions.names():
-        known["data"] = [*_CUT[data["datasource"]], *option_names(sampler)]
+    if data["datasource"] in DATA_OPTIONS and sampler in partitions.names():
+        known["data"] = [*DATA_OPTIONS[data["datasource"]], *option_names(sampler)]
     return known
-
-
-# The data that are cut over clients, and what they take besides what the cut takes.
-_CUT = {"digits": ("held_out",), "fashion_mnist": ("held_out", "folder"), "FashionMNIST": ("held_out", "folder")}
-
-
-# What a file may say
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    """Accept a list of names, or names with commas between them."""
-    words: Iterable[Any] = value.split(",") if isinstance(value, str) else value
-    if not isinstance(words, list) or not all(isinstance(word, str) and word.strip() for word in words):
-        raise Refused("expected names such as round, accuracy")
-    return tuple(word.strip() for word in words)
-
-
-def _spec(value: Any) -> Any:
-    """Accept a name, or one name with what it takes."""
-    if isinstance(value, Mapping) and len(value) == 1 and isinstance(next(iter(value.values())), Mapping):
-        return dict(value)
-    if not isinstance(value, str):
-        raise Refused("expected a name, or one with what it takes, such as {trimmed_mean: {share: 0.1}}")
-    return value
-
-
-def _processors(value: Any) -> tuple[Any, ...]:
-    """Accept names, and names with what they take."""
-    items = value if isinstance(value, list) else [value]
-    for item in items:
-        one_name = isinstance(item, Mapping) and len(item) == 1 and isinstance(next(iter(item.values())), Mapping)
-        if not (isinstance(item, str) or one_name):
-            raise Refused("expected a list of names, such as [quantize, {clip: {max_norm: 1.0}}]")
-    return tuple(items)
-
-
-def _personalization(value: Any) -> dict[str, Any]:
-    """Accept a number of epochs for clients to train for themselves."""
-    if value is None or value == {}:
-        return {}
-    if not isinstance(value, Mapping) or list(value) != ["epochs"]:
-        raise Refused("expected epochs, such as {epochs: 5}")
-    return {"epochs": _COUNT(value["epochs"])}
-
-
-def _algorithms(value: Any) -> str | tuple[Any, ...]:
-    """Accept a name, or a list of names and of names with what they take."""
-    return value if isinstance(value, str) else _processors(value)
-
-
-def _keys(kind: type[Any], **checks: Check) -> dict[str, Key]:
-    """Every setting of a section with its check; its default is the one of the section."""
-    default = kind()
-    assert checks.keys() == kind.__dataclass_fields__.keys(), checks.keys() ^ kind.__dataclass_fields__.keys()
-    return {name: Key(check, default=getattr(default, name)) for name, check in checks.items()}
-
-
-_COUNT, _SHARE, _SEED = whole(1), number(0, 1), whole(0)
-
-_SECTIONS: dict[str, dict[str, Key]] = {
-    "clients": _keys(
-        ClientsConfig,
-        type=text,
-        total_clients=_COUNT,
-        per_round=_COUNT,
-        do_test=flag,
-        test_interval=_COUNT,
-        random_seed=_SEED,
-        speed_simulation=flag,
-        simulation_distribution=mapping,
-        avg_training_time=number(0),
-        comm_simulation=flag,
-        inbound_processors=_processors,
-        outbound_processors=_processors,
-    ),
-    "server": _keys(
-        ServerConfig,
-        type=text,
-        synchronous=flag,
-        minimum_clients_aggregated=_COUNT,
-        staleness_bound=whole(0),
-        simulate_wall_time=flag,
-        periodic_interval=number(0),
-        request_update=flag,
-        do_test=flag,
-        random_seed=_SEED,
-        checkpoint_path=text,
-        states_path=text,
-        downlink_bandwidth=number(0),
-        uplink_bandwidth=number(0),
-        backend=text,
-        num_workers=_COUNT,
-        min_clients=_COUNT,
-        timeout=number(0),
-        selection=text,
-        aggregator=_spec,
-    ),
-    "data": _keys(
-        DataConfig,
-        datasource=text,
-        sampler=text,
-        testset_sampler=text,
-        testset_size=_COUNT,
-        random_seed=_SEED,
-        options=mapping,
-    ),
-    "trainer": _keys(
-        TrainerConfig,
-        type=text,
-        rounds=_COUNT,
-        epochs=_COUNT,
-        batch_size=_COUNT,
-        optimizer=text,
-        lr_scheduler=text,
-        loss_criterion=text,
-        global_lr_scheduler=flag,
-        model_type=text,
-        model_name=text,
-        max_concurrency=_COUNT,
-        target_accuracy=_SHARE,
-        target_perplexity=number(0),
-    ),
-    "algorithm": _keys(
-        AlgorithmConfig,
-        type=_algorithms,
-        personalization=_personalization,
-        cross_silo=flag,
-        total_silos=_COUNT,
-        local_rounds=_COUNT,
-        options=mapping,
-    ),
-    "parameters": _keys(
-        ParametersConfig, model=mapping, optimizer=mapping, learning_rate=mapping, loss_criterion=mapping
-    ),
-    "results": _keys(ResultsConfig, types=_names, result_path=text, record_clients_accuracy=flag),
-}
-
-_KINDS: dict[str, type[Any]] = {
-    "clients": ClientsConfig,
-    "server": ServerConfig,
-    "data": DataConfig,
-    "trainer": TrainerConfig,
-    "algorithm": AlgorithmConfig,
-    "parameters": ParametersConfig,
-    "results": ResultsConfig,
-}
-
-# Plato has these in another section.
-_OF_THE_ALGORITHM = ("mixing_hyperparameter", "adaptive_mixing", "staleness_weighting_function")
-
-# Plato's keys about sockets, sleeping processes and downloads.
-_IGNORED: dict[str, frozenset[str]] = {
-    "clients": frozenset({"sleep_simulation", "max_sleep_time", "compute_comm_time"}),
-    "server": frozenset(
-        {"address", "port", "disable_clients", "model_path", "ping_interval", "ping_timeout", "s3_endpoint_url"}
-    ),
-    "data": frozenset({"data_path", "download_url"}),
-    "trainer": frozenset({"parallelized"}),
-}
-
-# The keys that hold names with their arguments, besides the algorithm.
-_SPECIFIED = (("clients", "inbound_processors"), ("clients", "outbound_processors"), ("server", "aggregator"))
-
-# Which names mean something, by the keys that hold them.
-_TABLES: dict[tuple[str, str], Registry[Any]] = {
-    ("algorithm", "type"): algorithms,
-    ("clients", "inbound_processors"): postprocessors,
-    ("clients", "outbound_processors"): postprocessors,
-    ("data", "datasource"): datasources,
-    ("data", "sampler"): partitions,
-    ("data", "testset_sampler"): partitions,
-    ("server", "backend"): backends,
-    ("server", "selection"): selections,
-    ("server", "aggregator"): aggregators,
-    ("trainer", "type"): trainers,
-    ("trainer", "optimizer"): optimizers,
-    ("trainer", "lr_scheduler"): schedulers,
-    ("trainer", "loss_criterion"): losses,
-    ("trainer", "model_type"): models,
-}

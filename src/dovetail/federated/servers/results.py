@@ -1,4 +1,4 @@
-"""What a federation leaves behind: a table of its rounds, and a picture of them."""
+"""Results of a federation: a table of its rounds, and a figure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.federated.records import RoundRecord
 
 __all__ = ["Personalized", "WriteResults", "plot_rounds", "rows_of"]
 
-# What a record has besides its metrics.
+# The columns of a record besides its metrics.
 _COLUMNS = (
     "round",
     "elapsed_time",
@@ -34,14 +34,14 @@ _OF_CLIENTS = ("clients_accuracy", "clients_accuracy_std", "clients_accuracy_wor
 
 
 class WriteResults(ServerCallback):
-    """Writes `rounds.csv` after every round, `rounds.png` at the end, and `clients.csv` of what clients made their own.
+    """Writes `rounds.csv` after every round, `rounds.png` at the end, and `clients.csv` after personalization.
 
-    The table is written anew each time, beside its name first, so that it always holds whole rounds: also after the
-    server was killed and went on.
+    The table is rewritten each time, under a temporary name first. So it always contains complete rounds, also after
+    the server was killed and resumed.
 
     Args:
-        folder: Where both are written.
-        types: The columns; None for all that there is. If clients ran on another backend than the one that was
+        folder: The folder of the files.
+        types: The columns. None means all. If clients ran on another backend than the one that was
             requested, a column `backend` is added.
 
     Example:
@@ -66,7 +66,7 @@ class WriteResults(ServerCallback):
         self._write("rounds.csv", rows_of(server.records, types))
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Write how good every client's own model is."""
+        """Write the metrics of every client's personalized model."""
         found = server.personalized
         rows = [
             {"client": client_id, "num_samples": found.num_samples[client_id], **each}
@@ -76,7 +76,7 @@ class WriteResults(ServerCallback):
             self._write("clients.csv", rows)
 
     def on_server_will_close(self, server: Any) -> None:
-        """Draw the picture."""
+        """Draw the figure."""
         if server.records:
             plot_rounds(server.records, self.folder / "rounds.png")
 
@@ -92,7 +92,7 @@ class WriteResults(ServerCallback):
 
 
 def with_results(callbacks: Sequence[ServerCallback], config: ResultsConfig) -> list[ServerCallback]:
-    """Return callbacks, and one that writes the results if a folder is set and none of them does so.
+    """Return the callbacks, and one that writes results if a folder is set and no callback writes them.
 
     Args:
         callbacks: The callbacks of a server.
@@ -109,13 +109,13 @@ def with_results(callbacks: Sequence[ServerCallback], config: ResultsConfig) -> 
 
 
 def columns_of(config: ResultsConfig) -> tuple[str, ...]:
-    """Return the columns that the settings of results name, with those of the clients' accuracy if it is recorded."""
+    """Return the columns that the settings name, and the columns of the clients' accuracy if it is recorded."""
     added = _OF_CLIENTS if config.record_clients_accuracy else ()
     return (*config.types, *(name for name in added if name not in config.types))
 
 
 class Personalized(ServerCallback):
-    """Keeps what clients said of their own models, for whoever asks when the run is over.
+    """Stores the metrics of the clients' personalized models in `found`.
 
     Example:
         >>> from dovetail.federated.servers import fedavg
@@ -129,7 +129,7 @@ class Personalized(ServerCallback):
     found: dict[str, Any] | None = None
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Keep it."""
+        """Store the metrics."""
         self.found = server.personalized.to_plain()
 
 
@@ -157,7 +157,7 @@ def rows_of(records: Sequence[RoundRecord], types: Sequence[str] | None = None) 
     metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
     known = [*_COLUMNS, *metrics]
     for name in types or ():
-        # A round without a test has no accuracy, and the table a column for it nonetheless.
+        # A round without a test has no accuracy; its column in the table is empty.
         if name not in known and name not in ("accuracy", "loss", *_OF_CLIENTS):
             raise UnknownNameError("column of results.types", name, known)
     chosen = types or known

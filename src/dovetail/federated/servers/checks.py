@@ -1,4 +1,4 @@
-"""What a federation refuses before anybody trains: settings, algorithm and model that do not go together."""
+"""Checks of a federation before its first round: settings, algorithm and model that cannot be combined."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["check_algorithm", "check_epochs", "check_model", "check_settings", "
 
 
 def check_settings(config: FederatedConfig, outbound: Chain) -> None:
-    """Refuse settings that cannot be meant together.
+    """Raise if settings contradict each other.
 
     Raises:
-        ConfigError: With the setting, and why not.
+        ConfigError: The message has the setting and the reason.
     """
     server = config.server
     if server.request_update:
@@ -48,7 +48,7 @@ def check_settings(config: FederatedConfig, outbound: Chain) -> None:
 
 
 def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
-    """Return the settings that differ from their defaults and have no effect beside the others, each with the reason.
+    """Return the settings that differ from their defaults but have no effect, each with the reason.
 
     Args:
         config: The settings.
@@ -60,14 +60,13 @@ def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
         {'server.staleness_bound': 'needs synchronous: false'}
     """
     server, clients = config.server, config.clients
-    is_simulated = server.simulate_wall_time or not server.synchronous
     groups = {
         "needs synchronous: false": (
             server.synchronous,
             ("server.minimum_clients_aggregated", "server.staleness_bound", "server.periodic_interval"),
         ),
         "needs simulate_wall_time: true": (
-            not is_simulated,
+            not server.simulates_time,
             (
                 *("clients.speed_simulation", "clients.avg_training_time"),
                 *("server.downlink_bandwidth", "server.uplink_bandwidth"),
@@ -80,11 +79,11 @@ def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
             ("algorithm.total_silos", "algorithm.local_rounds"),
         ),
         "the backend cannot stop a client; process can": (
-            not is_simulated and backend.name in ("sequential", "vectorized"),
+            not server.simulates_time and backend.name in ("sequential", "vectorized"),
             ("server.timeout",),
         ),
         "give it to the backend, which is an object": (
-            not is_simulated and backend.timeout != server.timeout,
+            not server.simulates_time and backend.timeout != server.timeout,
             ("server.timeout",),
         ),
     }
@@ -98,10 +97,10 @@ def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
 
 
 def check_algorithm(algorithm: Algorithm, outbound: Chain) -> None:
-    """Refuse what an algorithm cannot work with.
+    """Raise if an algorithm cannot work with the postprocessors.
 
     Raises:
-        ConfigError: With the algorithm, and why not.
+        ConfigError: The message has the algorithm and the reason.
     """
     name = algorithm.title
     if algorithm.needs_each_update and outbound.needs_cohort:
@@ -111,27 +110,27 @@ def check_algorithm(algorithm: Algorithm, outbound: Chain) -> None:
 
 
 def check_epochs(epochs: int | None) -> None:
-    """Refuse to let clients train for themselves in no epoch.
+    """Raise if the number of epochs of personalization is not positive.
 
     Raises:
-        ConfigError: There is less than one.
+        ConfigError: There is less than one epoch.
     """
     if epochs is not None and epochs < 1:
         raise ConfigError(f"personalization: expected at least 1 epoch, or None for those of a round, got {epochs!r}")
 
 
 def check_model(name: str, model: nn.Module, datasource: Datasource) -> None:
-    """Refuse a model of a configuration that does not take the data of it.
+    """Raise if the model of a configuration does not accept a batch of its data.
 
     Args:
-        name: What the configuration calls the model.
-        model: It is not changed.
-        datasource: The data.
+        name: The name of the model in the configuration.
+        model: The model, which is not changed.
+        datasource: The data source.
 
     Raises:
-        ConfigError: With the shape of the data, and what the model says of it.
+        ConfigError: The message has the shape of the data and the error of the model.
     """
-    # A loader with a seed leaves all randomness as it is.
+    # A loader without a seed would draw from the global random number generators.
     batch = next(iter(as_loader(datasource.train_data(1), batch_size=2, seed=0)), None)
     inputs = split_batch(batch)[0]
     if not isinstance(inputs, Tensor):
