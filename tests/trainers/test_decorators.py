@@ -32,7 +32,7 @@ from dovetail.trainers import (
 from dovetail.trainers.addons import MultiGPUAddon, PrecisionMixerAddon, StateManagerAddon
 from dovetail.trainers.capabilities import Capability, DataParallel, MixedPrecision
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.strategies import MixedPrecisionStepStrategy
+from dovetail.trainers.strategies import CrossEntropyLossStrategy, MixedPrecisionStepStrategy
 
 
 class Counting(TrainerDecorator):
@@ -113,6 +113,118 @@ def test_whatever_starts_a_run_starts_it_on_the_layer_that_was_called(problem: P
     start(outer, problem.batches)
     assert outer.seen.count("train_step") == 12
     assert outer.trainer.seen == outer.seen
+
+
+class Own(Trainer):
+    """Overrides entry methods, and has one of its own."""
+
+    def train_model(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> None:
+        self.was_called = True
+        super().train_model(config, trainset, sampler)
+
+    def run(self, n_epoch: int, loader: Any, valid_loader: Any = None) -> Any:
+        self.num_runs = getattr(self, "num_runs", 0) + 1
+        return super().run(n_epoch, loader, valid_loader)
+
+    def pretrain(self, data: Any) -> None:
+        self.run(1, data)
+
+
+@pytest.mark.parametrize(
+    ("start", "name", "value"),
+    [
+        (lambda trainer, data: trainer.train(data), "was_called", True),
+        (lambda trainer, data: trainer.train_model({"epochs": 1}, data), "was_called", True),
+        (lambda trainer, data: trainer.run(1, data), "num_runs", 1),
+        (lambda trainer, data: trainer.pretrain(data), "num_runs", 1),
+    ],
+    ids=["train", "train_model", "run", "pretrain"],
+)
+def test_methods_of_a_users_trainer_start_runs_on_the_layer_that_was_called(
+    problem: Problem, start: Any, name: str, value: Any
+) -> None:
+    inner = make_trainer(problem, Own, num_epochs=1)
+    outer = Counting(TrainerDecorator(inner))
+    start(outer, problem.batches)
+    assert outer.seen.count("train_step") == 12
+    assert vars(inner)[name] == value == getattr(outer, name)
+    assert name not in vars(outer)
+
+
+def test_a_decorator_overrides_an_entry_method_with_super(problem: Problem) -> None:
+    class Twice(TrainerDecorator):
+        def run(self, n_epoch: int, loader: Any, valid_loader: Any = None) -> Any:
+            return super().run(2 * n_epoch, loader, valid_loader)
+
+        def check(self, data: Any) -> dict[str, float]:
+            return self.evaluate(data)
+
+    outer = Counting(Twice(make_trainer(problem, Own)))
+    outer.run(1, problem.batches)
+    assert outer.seen.count("train_step") == 24
+    outer.check(problem.batches)
+    assert outer.seen.count("test_step") == 12
+
+
+def test_strategies_that_a_layer_was_equipped_with_stay_set_up(problem: Problem) -> None:
+    outer = Counting(make_trainer(problem))
+    outer.equip(loss=CrossEntropyLossStrategy(label_smoothing=0.1))
+    outer.run(1, problem.batches)
+    assert outer.strategies.is_set_up
+    assert outer.get_loss_history("train") == outer.core.loss_history
+
+
+def test_a_layer_keeps_a_method_of_another_trainer_as_it_is(problem: Problem) -> None:
+    teacher = make_trainer(problem)
+    student = make_trainer(problem)
+    student.ask = teacher.predict
+    assert Counting(student).ask.__self__ is teacher
+
+
+def test_what_a_method_keeps_of_self_can_be_pickled_with_the_layer(problem: Problem) -> None:
+    outer = Counting(make_trainer(problem, Remembering))
+    outer.remember()
+    twin = pickle.loads(pickle.dumps(outer))
+    twin.itself.fit(problem.batches, max_length=Epochs(1))
+    assert twin.seen.count("train_step") == 12
+    assert (outer.seen, twin.context.progress.epoch) == ([], 1)
+
+
+class Remembering(Trainer):
+    def remember(self) -> None:
+        self.itself = self
+
+
+def test_every_layer_is_a_trainer(problem: Problem) -> None:
+    inner = make_trainer(problem, Own)
+    for kind in (TrainerDecorator, AMPTrainer, CompiledTrainer, DDPTrainer, FSDPTrainer, Counting):
+        layer = kind(trainer=inner)
+        assert isinstance(layer, Trainer)
+        assert not isinstance(layer, Own)
+        assert layer.core is inner is inner.core
+        # All that the class has is there, and is the inner trainer's.
+        layer.momentum = 0.5
+        assert (inner.momentum, layer.cur_epoch, layer.run_log) == (0.5, 0, None)
+
+
+@pytest.mark.slow
+def test_a_type_checker_accepts_a_layer_as_a_trainer(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    script = tmp_path / "script.py"
+    script.write_text("""
+from dovetail.trainers import AMPTrainer, DDPTrainer, Trainer, TrainerDecorator
+
+def train(trainer: Trainer) -> float:
+    trainer.num_epochs = 3
+    trainer.run(1, None)
+    return trainer.train()
+
+def layers(trainer: Trainer) -> list[Trainer]:
+    train(AMPTrainer(DDPTrainer(trainer), precision="bf16"))
+    return [AMPTrainer(trainer), TrainerDecorator(trainer).core, DDPTrainer(trainer).unwrap()]
+""")
+    output, errors, status = api.run(["--strict", str(script)])
+    assert status == 0, output + errors
 
 
 def test_the_decorated_trainer_alone_trains_as_it_is(problem: Problem) -> None:
@@ -305,10 +417,10 @@ def test_class_methods_and_factory_make_the_layers(problem: Problem) -> None:
     assert type(DDPTrainer.from_single_process(model, amp=True, precision="bf16").trainer) is SingleProcessAMP
     assert type(DDPTrainer.from_single_process_amp(model).trainer) is SingleProcessAMP
     assert SingleProcessAmp is SingleProcessAMP
-    built = build_trainer("ddp-amp", model, num_processes=3, precision="fp16", num_epochs=2)
+    built = build_trainer("ddp-amp", model, num_processes=3, precision="fp16", num_epochs=2, criterion="NLLLoss")
     assert isinstance(built, AMPTrainer)
     assert isinstance(built.trainer, DDPTrainer)
-    assert (built.trainer.num_processes, built.unwrap().num_epochs) == (3, 2)  # type: ignore[attr-defined]
+    assert (built.trainer.num_processes, built.unwrap().num_epochs) == (3, 2)
     assert type(build_trainer("sp", model)) is SingleProcess
     compiled = build_trainer("ddp+compile", model)
     assert isinstance(compiled, DDPTrainer)

@@ -42,5 +42,7 @@ class Trainer(ClassicSpelling, RunSpelling, PlatoSpelling):
         True
     """
 
+    _has_defaults = True
+
 
 SingleProcess = Trainer

@@ -291,7 +291,6 @@ class TrainingContext:
         meter: The training metrics of the running epoch.
         stop_reason: Why training ends, or None.
         signal: The signal that asked for it, or None.
-        addressed: The layer that the caller speaks to, while a method of a layer below it runs.
         share: Which of the batches are this process's.
         stays_here: Whether runs begin in this process, whatever a layer would launch: what is looked at is here.
         is_main: Whether this process writes, shows and tells; with several, the first of them alone.
@@ -302,7 +301,6 @@ class TrainingContext:
     """
 
     __slots__ = (
-        "addressed",
         "callbacks",
         "checked",
         "client_id",
@@ -387,7 +385,6 @@ class TrainingContext:
         self.notes = _Notes()
         self.stop_reason: str | None = None
         self.signal: int | None = None
-        self.addressed: Trainer | None = None
         self.share = Share()
         self.stays_here = False
         self.is_main = True
@@ -405,7 +402,7 @@ class TrainingContext:
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew where a copy is used: optimizers, schedulers and loaders, and what only a running batch has.
-        made = {"optimizers": [], "schedulers": [], "notes": _Notes(), "closure": None, "addressed": None}
+        made = {"optimizers": [], "schedulers": [], "notes": _Notes(), "closure": None}
         shared = {name: value for name, value in self.state.items() if name != "train_loader"}
         return {name: getattr(self, name) for name in self.__slots__} | made | {"state": shared}
 

@@ -107,6 +107,8 @@ class CoreTrainer(base.Trainer, OptionAttributes):
     The arguments are those of `basic.Trainer`.
     """
 
+    _has_defaults = True
+
     # Whether `train` can work in a process of its own.
     trains_in_processes: ClassVar[bool] = False
 
@@ -205,6 +207,11 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         context.callbacks.add(*([] if hooks is None else [hooks]), *(callbacks or ()))
         self._own_callbacks = {}
         self._renew_callbacks(*CALLBACK_OPTIONS)
+
+    @property
+    def core(self) -> CoreTrainer:
+        """The innermost trainer: this one, unless it decorates another."""
+        return self
 
     # ------------------------------------------------------------------ seams
 
@@ -834,7 +841,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         return Epochs(sum(phase.epochs for phase in context.phases)) if len(context.phases) > 1 else length
 
     def _follow_strategies(self) -> None:
-        self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
+        self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
         step = self.strategies.training_step
         self._step_is_plain = step is None or is_plain(step)

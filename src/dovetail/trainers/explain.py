@@ -290,13 +290,12 @@ def _shown_layers(trainer: Trainer) -> list[str]:
 
 def _classes(layer: Trainer) -> list[type[Any]]:
     """The classes that a user mounted, wrote or named, the outermost first."""
-    line = type(layer).__mro__
-    is_decorator = "trainer" in vars(layer)
+    line, is_decorator = type(layer).__mro__, layer.core is not layer
+    names = [cls.__name__ for cls in line]
     return [
         cls
-        for cls in line[: line.index(Trainer)]
+        for cls in line[: names.index("TrainerDecorator") if is_decorator else line.index(Trainer)]
         if cls.__module__ not in _UNNAMED
-        and cls.__name__ != "TrainerDecorator"
         # The name of a decorator says which capability it is.
         and not (is_decorator and not issubclass(cls, Trainer))
         and (is_decorator or not _is_mounted(cls))
@@ -318,14 +317,10 @@ def _own_names(cls: type[Any]) -> set[str]:
 def _owners(trainer: Trainer, name: str) -> tuple[list[type[Any]], bool]:
     """The classes that answer a verb or seam, the outermost first, and whether they pass on to the plain trainer."""
     found: list[type[Any]] = []
-    for layer in layers(trainer):
-        for cls in type(layer).__mro__:
-            is_plain = cls is Trainer or Trainer in cls.__bases__ or cls.__module__ == "dovetail.trainers.spellings"
-            if name not in vars(cls) or is_plain:
-                continue
-            found.append(cls)
-            if not _passes_on(vars(cls)[name]):
-                return found, False
+    for cls in trainer.customized_by(name):
+        found.append(cls)
+        if not _passes_on(vars(cls)[name]):
+            return found, False
     return found, True
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -217,7 +217,7 @@ class RunSpelling(CoreTrainer):
 
     def inference(self, loader: Any) -> list[Any]:
         """Return what `test_step` gives under `"output"`, batch by batch; logs and counters stay as they are."""
-        trainer, context = self._spoken_to(), self.context
+        trainer, context = self._run_layer, self.context
         outputs = []
         with loop.looking(trainer, "predict", loader):
             for batch in trainer.batches("predict"):
@@ -394,7 +394,7 @@ class PlatoSpelling(CoreTrainer):
         testing = self.strategies.testing
         if testing is not None:
             settings = {**self.context.config, "test_batch_size": self.test_batch_size, **config}
-            with loop.looking(self._spoken_to(), "test"), self._autocast():
+            with loop.looking(self._run_layer, "test"), self._autocast():
                 return float(testing.test_model(self.model, settings, testset, sampler, self.context))
         size = int(config.get("batch_size", self.test_batch_size))
         metrics = self.evaluate(self.get_test_loader(size, testset, sampler))
@@ -510,7 +510,7 @@ class _OfARun(Callback):
 
     def __init__(self, trainer: RunSpelling) -> None:
         # Held weakly: the trainer holds its context, which holds this.
-        self._reference = weakref.ref(trainer)
+        self._reference = weakref.ref(cast(RunSpelling, trainer.core))
 
     @property
     def _trainer(self) -> RunSpelling:
