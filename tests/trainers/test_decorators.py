@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,12 +20,14 @@ from dovetail.errors import ConfigError
 from dovetail.trainers import (
     AbstractTrainerDecorator,
     AMPTrainer,
+    AutoBatchTrainer,
     CompiledTrainer,
     DDPTrainer,
     FSDPTrainer,
     SingleProcess,
     SingleProcessAMP,
     SingleProcessAmp,
+    TimedTrainer,
     TrainerDecorator,
     base,
     build_trainer,
@@ -83,6 +86,7 @@ def test_attributes_are_read_from_and_written_to_the_decorated_trainer(problem: 
     inner = make_trainer(problem)
     outer = Counting(TrainerDecorator(inner))
     outer.num_epochs = 4
+    inner.mine = None
     outer.mine = "kept inside"
     assert (inner.num_epochs, inner.mine, outer.mine) == (4, "kept inside", "kept inside")
     outer.name = "own"
@@ -91,6 +95,72 @@ def test_attributes_are_read_from_and_written_to_the_decorated_trainer(problem: 
     assert "num_epochs" in dir(outer)
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = outer.no_such_thing
+
+
+class Declaring(TrainerDecorator):
+    """Sets what it declares after `super().__init__`."""
+
+    steps: int
+    limit = 3
+    _hidden: list[int]
+
+    def __init__(self, trainer: base.Trainer) -> None:
+        super().__init__(trainer)
+        self.steps = 1
+        self.limit += 1
+        self._hidden = []
+
+    @property
+    def half(self) -> int:
+        return self.limit // 2
+
+    @half.setter
+    def half(self, value: int) -> None:
+        self.limit = 2 * value
+
+
+def test_what_a_layer_declares_is_its_own_in_any_order(problem: Problem) -> None:
+    inner = make_trainer(problem)
+    layer = Declaring(inner)
+    outer = Counting(TrainerDecorator(layer))
+    outer.steps = 2
+    layer.half = 5
+    assert (layer.steps, layer.limit, layer._hidden) == (2, 10, [])
+    assert not {"steps", "limit", "half", "_hidden"} & vars(inner).keys()
+    twin = pickle.loads(pickle.dumps(outer))
+    twin.steps = 7
+    assert (vars(twin.trainer.trainer)["steps"], layer.steps) == (7, 2)
+
+
+def test_an_undeclared_attribute_is_an_error_that_shows_the_declaration(problem: Problem) -> None:
+    class Forgetful(TrainerDecorator):
+        def __init__(self, trainer: base.Trainer) -> None:
+            super().__init__(trainer)
+            self.steps = 0
+
+    with pytest.raises(AttributeError, match="declare it in the class body: `steps: int`"):
+        Forgetful(make_trainer(problem))
+    with pytest.raises(AttributeError, match="AMPTrainer does not declare 'num_epoch', and Trainer has no such"):
+        AMPTrainer(make_trainer(problem)).num_epoch = 3
+
+
+def test_a_trainer_that_declares_an_attribute_gets_it_through_layers(problem: Problem) -> None:
+    class Declared(Trainer):
+        note: str
+
+    inner = make_trainer(problem, Declared)
+    AMPTrainer(DDPTrainer(inner)).note = "kept inside"
+    assert inner.note == "kept inside"
+
+
+def test_capabilities_declare_all_that_they_set(problem: Problem) -> None:
+    for kind in (AMPTrainer, AutoBatchTrainer, CompiledTrainer, DDPTrainer, FSDPTrainer, TimedTrainer):
+        layer = kind(make_trainer(problem))
+        declared = {
+            name for cls in kind.__mro__ if cls not in TrainerDecorator.__mro__ for name in get_annotations(cls)
+        }
+        assert vars(layer).keys() - {"context", "trainer"} <= declared
+        assert not declared & vars(layer.core).keys()
 
 
 def test_unwrap_returns_the_innermost(problem: Problem) -> None:

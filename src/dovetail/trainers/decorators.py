@@ -7,7 +7,7 @@ from abc import ABCMeta
 from collections.abc import Iterable
 from functools import cache
 from operator import attrgetter
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
@@ -22,6 +22,7 @@ from dovetail.trainers.capabilities import (
     ShardedDataParallel,
     Timed,
 )
+from dovetail.trainers.untouched import layers
 
 __all__ = [
     "AMPTrainer",
@@ -43,19 +44,26 @@ class TrainerDecorator(Trainer):
     """A trainer that passes everything on to the one it decorates: every verb, and every other attribute.
 
     Subclass it and override the verbs that differ, with `super()`. The entry points (`fit`, `evaluate`, `run`,
-    `train`, …) work on the layer they are called on, so that the outermost decorator sees every call. Attributes that
-    the constructor sets are the decorator's own; all others are read from, and written to, the decorated trainer.
+    `train`, …) work on the layer they are called on, so that the outermost decorator sees every call.
+
+    Attributes that the class body declares (`steps: int`) are the decorator's own. All others are read from, and
+    written to, the decorated trainer. An attribute that neither of them has must be declared. Attributes that the
+    constructor sets before it calls `super().__init__` are the decorator's own without a declaration.
 
     Args:
         trainer: What it decorates.
+
+    Raises:
+        AttributeError: An attribute is assigned that neither the class declares nor the decorated trainer has.
 
     Example:
         >>> import torch
         >>> from dovetail.trainers import SingleProcess
         >>> class Counting(TrainerDecorator):
+        ...     steps: int
         ...     def __init__(self, trainer):
-        ...         self.steps = 0
         ...         super().__init__(trainer)
+        ...         self.steps = 0
         ...     def after_step(self, output):
         ...         self.steps += 1
         ...         super().after_step(output)
@@ -75,7 +83,7 @@ class TrainerDecorator(Trainer):
         for name in unknown:
             raise UnknownNameError("keyword", name, _keywords(type(self)))
         self.context = trainer.context
-        # From here on, attributes that are not there yet belong to the decorated trainer.
+        # From here on, undeclared attributes belong to the decorated trainer.
         self.trainer = trainer
 
     @property
@@ -102,10 +110,16 @@ class TrainerDecorator(Trainer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
-        if name in own or "trainer" not in own:
-            own[name] = value
-        else:
+        if name in own or "trainer" not in own or name in _declared(type(self)):
+            object.__setattr__(self, name, value)
+        elif any(_has(layer, name) for layer in layers(self.trainer)):
             setattr(self.trainer, name, value)
+        else:
+            raise AttributeError(
+                f"{type(self).__name__} does not declare {name!r}, and {type(self.core).__name__} has no such "
+                f"attribute; declare it in the class body: `{name}: {type(value).__name__}`, or set it on "
+                "the trainer inside: `trainer.core`"
+            )
 
     def __dir__(self) -> Iterable[str]:
         return sorted({*super().__dir__(), *dir(self.trainer)})
@@ -181,6 +195,22 @@ def _caller(trainer: Any) -> Any:
 
 
 AbstractTrainerDecorator = TrainerDecorator
+
+
+@cache
+def _declared(kind: type[TrainerDecorator]) -> frozenset[str]:
+    """Return what the classes of a layer declare in their bodies: annotations, values and properties, no methods."""
+    own = [cls for cls in kind.__mro__ if cls not in TrainerDecorator.__mro__ and cls is not _View]
+    values = [name for cls in own for name, value in vars(cls).items() if not isinstance(value, FunctionType)]
+    return frozenset(values).union(*map(inspect.get_annotations, own))
+
+
+def _has(trainer: base.Trainer, name: str) -> bool:
+    """Whether a trainer has or declares an attribute; a property is not computed."""
+    kind = type(trainer)
+    return (
+        name in vars(trainer) or hasattr(kind, name) or any(name in inspect.get_annotations(it) for it in kind.__mro__)
+    )
 
 
 def _keywords(kind: type[TrainerDecorator]) -> set[str]:

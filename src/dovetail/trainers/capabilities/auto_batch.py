@@ -60,9 +60,13 @@ class AutoBatch(Capability):
         "would wait for each other"
     }
 
+    # The most samples that fitted, by what is computed.
+    _sizes: dict[str, int]
+    _is_active: bool
+    _is_inside_part: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The most samples that fitted, by what is computed.
-        self._sizes: dict[str, int] = {}
+        self._sizes = {}
         self._is_active = True
         self._is_inside_part = False
         super().__init__(*args, **kwargs)

@@ -64,6 +64,24 @@ class Compiled(Capability):
 
     kind = "compilation"
 
+    _compiles: str
+    _steps_per_call: int
+    # Batches that wait for the call that begins with the running one, and outputs of a call for batches to come.
+    _waiting: list[Any]
+    _coming: deque[Outputs]
+    _step: WholeStep | None
+    _restored: Mapping[str, Any] | None
+    # The epoch for which everything was last looked at; None for a run that begins.
+    _epoch: int | None
+    # What rules a graph, or several steps per call, out; None where that is not known.
+    _causes: tuple[str | None, str | None] | None
+    _is_eager: bool
+    # Whether every step is a call of its own, whatever was asked for.
+    _is_one_by_one: bool
+    # Whether strategies are told about the running batch, as `_SHARED` says.
+    _shares: bool
+    _told: set[str]
+
     def __init__(
         self,
         *args: Any,
@@ -81,21 +99,10 @@ class Compiled(Capability):
             raise ConfigError("steps_per_call: mode='model' has no graph of a step, use mode='step'")
         self._compiles = mode
         self._steps_per_call = steps_per_call
-        # Batches that wait for the call that begins with the running one, and outputs of a call for batches to come.
-        self._waiting: list[Any] = []
-        self._coming: deque[Outputs] = deque()
-        self._step: WholeStep | None = None
-        self._restored: Mapping[str, Any] | None = None
-        # The epoch for which everything was last looked at; None for a run that begins.
-        self._epoch: int | None = None
-        # What rules a graph, or several steps per call, out; None where that is not known.
-        self._causes: tuple[str | None, str | None] | None = None
-        self._is_eager = False
-        # Whether every step is a call of its own, whatever was asked for.
-        self._is_one_by_one = False
-        # Whether strategies are told about the running batch, as `_SHARED` says.
-        self._shares = False
-        self._told: set[str] = set()
+        self._waiting, self._coming = [], deque()
+        self._step = self._restored = self._epoch = self._causes = None
+        self._is_eager = self._is_one_by_one = self._shares = False
+        self._told = set()
         super().__init__(*args, **kwargs)
 
     @property
