@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from dovetail.units import Epochs
 
 if TYPE_CHECKING:
     from dovetail.trainers.capabilities.timed import Spent
+    from dovetail.trainers.core import CoreTrainer
 
 __all__ = ["Explanation", "Measured", "Outlook", "count_parameters", "explain", "look_ahead"]
 
@@ -166,7 +167,7 @@ def explain(trainer: Trainer) -> Explanation:
 def _work_on_copies(trainer: Trainer) -> None:
     """Give a trainer, for as long as `kept` holds it, optimizers, schedulers and counters that it may spoil."""
     context = trainer.context
-    core: Any = layers(trainer)[-1]
+    core = trainer.core
     # Weights and moments are large and never written here, and strategies are kept as they are: all are shared.
     shared: list[Any] = [context, *layers(trainer), *strategies_of(trainer)]
     if context.model is not None:
@@ -241,7 +242,7 @@ def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
 
 def _batch_size(trainer: Trainer) -> int | None:
     """The samples of a full training batch, if that can be told without reading any."""
-    core: Any = layers(trainer)[-1]
+    core = cast("CoreTrainer", trainer.core)
     loader = core.loader("train")
     if isinstance(loader, (list, tuple)) and loader:
         return trainer.batch_length(loader[0])
@@ -335,7 +336,7 @@ def _is_ours(trainer: Trainer, verb: str) -> bool:
 
 
 def _answers(trainer: Trainer) -> list[str]:
-    core, strategies = layers(trainer)[-1], strategies_of(trainer)
+    core, strategies = trainer.core, strategies_of(trainer)
     verbs = [name for name in vars(Trainer) if name in Trainer.__abstractmethods__]
     lines = []
     for name in [*verbs, *(seam for seam in _SEAMS if seam not in verbs)]:

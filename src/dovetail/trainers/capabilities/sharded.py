@@ -223,7 +223,8 @@ class ShardedDataParallel(DataParallel):
     def _attended(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
         """One's own batches; then, while others have more, the last of them again, whose outputs nobody sees."""
         # The outermost layer, as the loop does for a batch that counts.
-        trainer: Any = self.context.trainer
+        trainer = self.context.trainer
+        assert trainer is not None
         step = trainer.predict_step if stage == "predict" else trainer.test_step
         batches = iter(own)
         batch = fresh = next(batches, _END)
