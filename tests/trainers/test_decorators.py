@@ -244,6 +244,26 @@ def test_strategies_that_a_layer_was_equipped_with_stay_set_up(problem: Problem)
     assert outer.get_loss_history("train") == outer.core.loss_history
 
 
+def test_a_step_is_equipped_through_a_layer_unless_the_trainer_has_its_own(problem: Problem) -> None:
+    class OwnStep(Trainer):
+        def train_step(self, batch: Any) -> Mapping[str, Any]:
+            return {"loss": self.model(batch[0]).mean()}
+
+    strategy = MixedPrecisionStepStrategy(precision="bf16")
+    Counting(make_trainer(problem)).equip(training_step=strategy)
+    with pytest.raises(ConfigError, match="decides this; give one or the other"):
+        Counting(make_trainer(problem, OwnStep)).equip(training_step=strategy)
+
+
+def test_customized_by_names_the_classes_of_all_layers(problem: Problem) -> None:
+    trainer = Counting(AMPTrainer(make_trainer(problem, Own)))
+    assert trainer.customized_by("train_step") == (Counting, MixedPrecision)
+    assert trainer.customized_by("train_model") == (Own,)
+    assert trainer.customized_by("backward") == trainer.core.customized_by("train_step") == ()
+    extended = make_trainer(problem, Trainer.add_on(MixedPrecision))
+    assert extended.customized_by("train_step") == (MixedPrecision,)
+
+
 def test_a_layer_keeps_a_method_of_another_trainer_as_it_is(problem: Problem) -> None:
     teacher = make_trainer(problem)
     student = make_trainer(problem)

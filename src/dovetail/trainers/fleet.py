@@ -334,7 +334,7 @@ def why_alone(trainer: Trainer) -> str | None:
     """
     if trainer.core is not trainer or not isinstance(trainer, CoreTrainer):
         return f"{type(trainer).__name__} is a layer around the trainer"
-    if type(trainer).train_step is not CoreTrainer.train_step or trainer._train_step is not None:
+    if not trainer._steps_by_default:
         return f"{type(trainer).__name__} has its own train_step"
     return _module_alone(trainer.model) or _pieces_alone(trainer) or _loss_alone(trainer) or _optimizer_alone(trainer)
 

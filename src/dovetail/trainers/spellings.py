@@ -23,7 +23,7 @@ from dovetail.callbacks import Callback
 from dovetail.data import split_batch
 from dovetail.errors import ConfigError, DataError
 from dovetail.history import History
-from dovetail.overrides import defines, reject_lost_overrides
+from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import loop
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
@@ -51,10 +51,9 @@ class ClassicSpelling(CoreTrainer):
         if trainset is None and sampler is not None:
             raise ConfigError("sampler: it chooses samples of a trainset; call train(trainset, sampler)")
         started = time.perf_counter()
-        if trainset is not None and defines(self, "train_model"):
+        if trainset is not None and not self._is_default("train_model"):
             # A subclass that was written for plato trains there.
-            own: Any = self
-            own.train_model(dict(self.context.config), trainset, sampler)
+            cast(PlatoSpelling, self).train_model(dict(self.context.config), trainset, sampler)
         elif trainset is not None:
             self.reset()
             self.sampler = sampler
@@ -355,8 +354,7 @@ class PlatoSpelling(CoreTrainer):
         hooks = own_hooks(self)
         if hooks is not None:
             self.context.callbacks.add(hooks, first=True)
-        owned = type(self).perform_forward_and_backward_passes is not PlatoSpelling.perform_forward_and_backward_passes
-        if owned and self._train_step is None:
+        if self._train_step is None and not self._is_default("perform_forward_and_backward_passes"):
             self._train_step = _whole_step
 
     def train_run_start(self, config: Mapping[str, Any]) -> None:
@@ -449,22 +447,19 @@ def own_hooks(trainer: PlatoSpelling) -> Callback | None:
         assert alive is not None, "hooks are called by the trainer that they belong to"
         return alive
 
-    def overrides(name: str) -> bool:
-        return getattr(type(trainer), name) is not getattr(PlatoSpelling, name)
-
-    if overrides("train_run_start"):
+    if trainer.customized_by("train_run_start"):
         events["on_train_start"] = lambda self, context: owner().train_run_start(context.config)
-    if overrides("train_run_end"):
+    if trainer.customized_by("train_run_end"):
         events["on_train_end"] = lambda self, context: owner().train_run_end(context.config)
-    if overrides("train_epoch_start"):
+    if trainer.customized_by("train_epoch_start"):
         events["on_epoch_start"] = lambda self, context: owner().train_epoch_start(context.config)
-    if overrides("train_epoch_end"):
+    if trainer.customized_by("train_epoch_end"):
         events["on_epoch_end"] = lambda self, context, metrics: owner().train_epoch_end(context.config)
-    if overrides("train_step_start"):
+    if trainer.customized_by("train_step_start"):
         events["on_step_start"] = lambda self, context, batch: owner().train_step_start(
             context.config, context.progress.batch
         )
-    if overrides("train_step_end"):
+    if trainer.customized_by("train_step_end"):
 
         def on_step_end(self: Callback, context: TrainingContext, output: Mapping[str, Any]) -> None:
             if context.window.closes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -214,10 +213,10 @@ class Compiled(Capability):
         if cause is not None:
             raise CannotCompileError(cause)
         assert context.model is not None
-        trainer, (optimizer,) = cast(Any, self), context.optimizers
-        self._shares = trainer.strategies.training_step is not None
-        modules = [context.model, *([trainer.criterion] if isinstance(trainer.criterion, nn.Module) else [])]
-        clips_alike = self._step is not None and self._step.max_norm == trainer.options.gradient_clip
+        (optimizer,) = context.optimizers
+        self._shares = self.strategies.training_step is not None
+        modules = [context.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
+        clips_alike = self._step is not None and self._step.max_norm == self.options.gradient_clip
         if self._step is not None and clips_alike and self._step.adopt(modules, optimizer):
             if self._epoch is None and not self._step.find_again() and context.client_id:
                 # A graph for every client would take longer than it saves.
@@ -225,10 +224,10 @@ class Compiled(Capability):
             self._step.look_again(self._read_by_step())
             return self._step
         assert context.trainer is not None
-        owners = (*layers(context.trainer), *with_parts(trainer.strategies))
+        owners = (*layers(context.trainer), *with_parts(self.strategies))
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
-        step = WholeStep(self._computed, modules, optimizer, trainer.options.gradient_clip, spaces)
+        step = WholeStep(self._computed, modules, optimizer, self.options.gradient_clip, spaces)
         step.look_again(self._read_by_step())
         step.begin(is_among_many=bool(context.client_id))
         if self._restored:
@@ -238,17 +237,17 @@ class Compiled(Capability):
 
     def _read_by_step(self) -> Any:
         """Return what a client's step computes from besides tensors; None where it may be anything."""
-        trainer, context = cast(Any, self), self.context
+        context = self.context
         assert context.trainer is not None
         if not context.client_id:
             # One look in an epoch costs little. Many clients have a few steps each.
             return None
         has_own_step = any(map(_has_own_step, layers(context.trainer)))
         # The name of a loss may be that of somebody's own.
-        if has_own_step or _own_verb(_kinds(context.trainer), "train_step") or "loss_criterion" in context.config:
+        if has_own_step or _own_verb(context.trainer, "train_step") or "loss_criterion" in context.config:
             return None
         try:
-            return read_by((context.model, trainer.criterion, trainer.strategies.training_step, context.config), _KNOWN)
+            return read_by((context.model, self.criterion, self.strategies.training_step, context.config), _KNOWN)
         except UnknownError:
             return None
 
@@ -311,7 +310,7 @@ class Compiled(Capability):
         for bound in context.schedulers:
             if bound.interval != "epoch":
                 return f"a schedule moves at every {bound.interval}"
-        return _own_verb(_kinds(context.trainer), "scheduler_step", "after_step")
+        return _own_verb(self._run_layer, "scheduler_step", "after_step")
 
     def _computed(self, batch: Any) -> Mapping[str, Any]:
         """What the layers below compute, and nothing else of what they do."""
@@ -341,12 +340,12 @@ class Compiled(Capability):
             return "several processes share an update"
         if len(context.phases) > 1 or context.phase.is_personal:
             return "the run has phases, in which different things are trained"
-        for strategy in cast(Any, self).strategies.hearing("on_gradients"):
+        for strategy in self.strategies.hearing("on_gradients"):
             return f"{type(strategy).__name__} wants to see gradients"
         for hook in context.callbacks.on_gradients:
             return f"{_owner(hook)} wants to see gradients"
-        kinds = _kinds(context.trainer)
-        return _outer_step(kinds) or _own_verb(kinds, "backward", "clip_gradients", "optimizer_step")
+        trainer = self._run_layer
+        return _outer_step(trainer) or _own_verb(trainer, "backward", "clip_gradients", "optimizer_step")
 
     def _tell(self, message: str) -> None:
         """Say once why training is not what was asked for."""
@@ -359,8 +358,6 @@ _EAGER = "training goes on without a graph: {}"
 _ONE_BY_ONE = "steps_per_call: every step is a call of its own: {}"
 # What the trainer tells strategies about the running batch.
 _SHARED = ("current_batch", "last_loss")
-# Where the verbs are what a graph computes in their place.
-_PLAIN = ("dovetail.trainers.base", "dovetail.trainers.core", "dovetail.trainers.decorators")
 
 # Strategies that compute from their attributes, the configuration and the batch alone.
 _KNOWN = frozenset(
@@ -390,28 +387,17 @@ class _NoVerbs:
         raise CannotCompileError(f"train_step optimises by itself, by {name}")
 
 
-def _kinds(trainer: Trainer | None) -> tuple[type[Any], ...]:
-    """The types of all layers, the outermost first."""
-    return () if trainer is None else tuple(map(type, layers(trainer)))
+def _outer_step(trainer: Trainer) -> str | None:
+    """Return which class changes the step from outside of the graph."""
+    first = trainer.customized_by("train_step")[0]
+    return None if first is Compiled else f"{first.__name__} changes what train_step returns; put it inside"
 
 
-@cache
-def _outer_step(kinds: tuple[type[Any], ...]) -> str | None:
-    """Which class changes the step from outside of the graph."""
-    for cls in (cls for kind in kinds for cls in kind.__mro__):
-        if cls is Compiled:
-            break
-        if "train_step" in vars(cls) and cls.__module__ not in _PLAIN:
-            return f"{cls.__name__} changes what train_step returns; put it inside"
-    return None
-
-
-@cache
-def _own_verb(kinds: tuple[type[Any], ...], *verbs: str) -> str | None:
-    """Which class has one of some verbs that a graph computes in its place."""
+def _own_verb(trainer: Trainer, *verbs: str) -> str | None:
+    """Return which class defines one of some verbs that a graph computes in its place."""
     for verb in verbs:
-        for cls in (cls for kind in kinds for cls in kind.__mro__):
-            if verb in vars(cls) and cls is not Compiled and cls.__module__ not in _PLAIN:
+        for cls in trainer.customized_by(verb):
+            if cls is not Compiled:
                 return f"{cls.__name__} has its own {verb}"
     return None
 
