@@ -264,6 +264,20 @@ def test_customized_by_names_the_classes_of_all_layers(problem: Problem) -> None
     assert extended.customized_by("train_step") == (MixedPrecision,)
 
 
+@pytest.mark.slow
+def test_a_training_process_trains_with_the_layers(problem: Problem) -> None:
+    weights = []
+    for settings in ({}, {"max_concurrency": 1}):
+        inner = ComposableTrainer(problem.model(), device="cpu", num_epochs=1, seed=1, verbose=False, **settings)
+        with AMPTrainer(inner, precision="bf16") as trainer:
+            trainer.train((problem.x, problem.y))
+        weights.append(inner.model[0].weight)
+    plain = ComposableTrainer(problem.model(), device="cpu", num_epochs=1, seed=1, verbose=False)
+    plain.train((problem.x, problem.y))
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], plain.model[0].weight)
+
+
 def test_a_layer_keeps_a_method_of_another_trainer_as_it_is(problem: Problem) -> None:
     teacher = make_trainer(problem)
     student = make_trainer(problem)
