@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,12 +20,14 @@ from dovetail.errors import ConfigError
 from dovetail.trainers import (
     AbstractTrainerDecorator,
     AMPTrainer,
+    AutoBatchTrainer,
     CompiledTrainer,
     DDPTrainer,
     FSDPTrainer,
     SingleProcess,
     SingleProcessAMP,
     SingleProcessAmp,
+    TimedTrainer,
     TrainerDecorator,
     base,
     build_trainer,
@@ -32,7 +35,7 @@ from dovetail.trainers import (
 from dovetail.trainers.addons import MultiGPUAddon, PrecisionMixerAddon, StateManagerAddon
 from dovetail.trainers.capabilities import Capability, DataParallel, MixedPrecision
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.strategies import MixedPrecisionStepStrategy
+from dovetail.trainers.strategies import CrossEntropyLossStrategy, MixedPrecisionStepStrategy
 
 
 class Counting(TrainerDecorator):
@@ -83,6 +86,7 @@ def test_attributes_are_read_from_and_written_to_the_decorated_trainer(problem: 
     inner = make_trainer(problem)
     outer = Counting(TrainerDecorator(inner))
     outer.num_epochs = 4
+    inner.mine = None
     outer.mine = "kept inside"
     assert (inner.num_epochs, inner.mine, outer.mine) == (4, "kept inside", "kept inside")
     outer.name = "own"
@@ -91,6 +95,72 @@ def test_attributes_are_read_from_and_written_to_the_decorated_trainer(problem: 
     assert "num_epochs" in dir(outer)
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = outer.no_such_thing
+
+
+class Declaring(TrainerDecorator):
+    """Sets what it declares after `super().__init__`."""
+
+    steps: int
+    limit = 3
+    _hidden: list[int]
+
+    def __init__(self, trainer: base.Trainer) -> None:
+        super().__init__(trainer)
+        self.steps = 1
+        self.limit += 1
+        self._hidden = []
+
+    @property
+    def half(self) -> int:
+        return self.limit // 2
+
+    @half.setter
+    def half(self, value: int) -> None:
+        self.limit = 2 * value
+
+
+def test_what_a_layer_declares_is_its_own_in_any_order(problem: Problem) -> None:
+    inner = make_trainer(problem)
+    layer = Declaring(inner)
+    outer = Counting(TrainerDecorator(layer))
+    outer.steps = 2
+    layer.half = 5
+    assert (layer.steps, layer.limit, layer._hidden) == (2, 10, [])
+    assert not {"steps", "limit", "half", "_hidden"} & vars(inner).keys()
+    twin = pickle.loads(pickle.dumps(outer))
+    twin.steps = 7
+    assert (vars(twin.trainer.trainer)["steps"], layer.steps) == (7, 2)
+
+
+def test_an_undeclared_attribute_is_an_error_that_shows_the_declaration(problem: Problem) -> None:
+    class Forgetful(TrainerDecorator):
+        def __init__(self, trainer: base.Trainer) -> None:
+            super().__init__(trainer)
+            self.steps = 0
+
+    with pytest.raises(AttributeError, match="declare it in the class body: `steps: int`"):
+        Forgetful(make_trainer(problem))
+    with pytest.raises(AttributeError, match="AMPTrainer does not declare 'num_epoch', and Trainer has no such"):
+        AMPTrainer(make_trainer(problem)).num_epoch = 3
+
+
+def test_a_trainer_that_declares_an_attribute_gets_it_through_layers(problem: Problem) -> None:
+    class Declared(Trainer):
+        note: str
+
+    inner = make_trainer(problem, Declared)
+    AMPTrainer(DDPTrainer(inner)).note = "kept inside"
+    assert inner.note == "kept inside"
+
+
+def test_capabilities_declare_all_that_they_set(problem: Problem) -> None:
+    for kind in (AMPTrainer, AutoBatchTrainer, CompiledTrainer, DDPTrainer, FSDPTrainer, TimedTrainer):
+        layer = kind(make_trainer(problem))
+        declared = {
+            name for cls in kind.__mro__ if cls not in TrainerDecorator.__mro__ for name in get_annotations(cls)
+        }
+        assert vars(layer).keys() - {"context", "trainer"} <= declared
+        assert not declared & vars(layer.core).keys()
 
 
 def test_unwrap_returns_the_innermost(problem: Problem) -> None:
@@ -113,6 +183,153 @@ def test_whatever_starts_a_run_starts_it_on_the_layer_that_was_called(problem: P
     start(outer, problem.batches)
     assert outer.seen.count("train_step") == 12
     assert outer.trainer.seen == outer.seen
+
+
+class Own(Trainer):
+    """Overrides entry methods, and has one of its own."""
+
+    def train_model(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> None:
+        self.was_called = True
+        super().train_model(config, trainset, sampler)
+
+    def run(self, n_epoch: int, loader: Any, valid_loader: Any = None) -> Any:
+        self.num_runs = getattr(self, "num_runs", 0) + 1
+        return super().run(n_epoch, loader, valid_loader)
+
+    def pretrain(self, data: Any) -> None:
+        self.run(1, data)
+
+
+@pytest.mark.parametrize(
+    ("start", "name", "value"),
+    [
+        (lambda trainer, data: trainer.train(data), "was_called", True),
+        (lambda trainer, data: trainer.train_model({"epochs": 1}, data), "was_called", True),
+        (lambda trainer, data: trainer.run(1, data), "num_runs", 1),
+        (lambda trainer, data: trainer.pretrain(data), "num_runs", 1),
+    ],
+    ids=["train", "train_model", "run", "pretrain"],
+)
+def test_methods_of_a_users_trainer_start_runs_on_the_layer_that_was_called(
+    problem: Problem, start: Any, name: str, value: Any
+) -> None:
+    inner = make_trainer(problem, Own, num_epochs=1)
+    outer = Counting(TrainerDecorator(inner))
+    start(outer, problem.batches)
+    assert outer.seen.count("train_step") == 12
+    assert vars(inner)[name] == value == getattr(outer, name)
+    assert name not in vars(outer)
+
+
+def test_a_decorator_overrides_an_entry_method_with_super(problem: Problem) -> None:
+    class Twice(TrainerDecorator):
+        def run(self, n_epoch: int, loader: Any, valid_loader: Any = None) -> Any:
+            return super().run(2 * n_epoch, loader, valid_loader)
+
+        def check(self, data: Any) -> dict[str, float]:
+            return self.evaluate(data)
+
+    outer = Counting(Twice(make_trainer(problem, Own)))
+    outer.run(1, problem.batches)
+    assert outer.seen.count("train_step") == 24
+    outer.check(problem.batches)
+    assert outer.seen.count("test_step") == 12
+
+
+def test_strategies_that_a_layer_was_equipped_with_stay_set_up(problem: Problem) -> None:
+    outer = Counting(make_trainer(problem))
+    outer.equip(loss=CrossEntropyLossStrategy(label_smoothing=0.1))
+    outer.run(1, problem.batches)
+    assert outer.strategies.is_set_up
+    assert outer.get_loss_history("train") == outer.core.loss_history
+
+
+def test_a_step_is_equipped_through_a_layer_unless_the_trainer_has_its_own(problem: Problem) -> None:
+    class OwnStep(Trainer):
+        def train_step(self, batch: Any) -> Mapping[str, Any]:
+            return {"loss": self.model(batch[0]).mean()}
+
+    strategy = MixedPrecisionStepStrategy(precision="bf16")
+    Counting(make_trainer(problem)).equip(training_step=strategy)
+    with pytest.raises(ConfigError, match="decides this; give one or the other"):
+        Counting(make_trainer(problem, OwnStep)).equip(training_step=strategy)
+
+
+def test_customized_by_names_the_classes_of_all_layers(problem: Problem) -> None:
+    trainer = Counting(AMPTrainer(make_trainer(problem, Own)))
+    assert trainer.customized_by("train_step") == (Counting, MixedPrecision)
+    assert trainer.customized_by("train_model") == (Own,)
+    assert trainer.customized_by("backward") == trainer.core.customized_by("train_step") == ()
+    extended = make_trainer(problem, Trainer.add_on(MixedPrecision))
+    assert extended.customized_by("train_step") == (MixedPrecision,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Trainer, ComposableTrainer])
+def test_a_training_process_trains_with_the_layers(kind: type[Trainer], problem: Problem) -> None:
+    weights = []
+    for settings in ({}, {"max_concurrency": 1}):
+        inner = kind(problem.model(), device="cpu", num_epochs=1, seed=1, verbose=False, **settings)
+        with AMPTrainer(inner, precision="bf16") as trainer:
+            trainer.train((problem.x, problem.y))
+        weights.append(inner.model[0].weight)
+    plain = kind(problem.model(), device="cpu", num_epochs=1, seed=1, verbose=False)
+    plain.train((problem.x, problem.y))
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], plain.model[0].weight)
+
+
+def test_a_layer_keeps_a_method_of_another_trainer_as_it_is(problem: Problem) -> None:
+    teacher = make_trainer(problem)
+    student = make_trainer(problem)
+    student.ask = teacher.predict
+    assert Counting(student).ask.__self__ is teacher
+
+
+def test_what_a_method_keeps_of_self_can_be_pickled_with_the_layer(problem: Problem) -> None:
+    outer = Counting(make_trainer(problem, Remembering))
+    outer.remember()
+    twin = pickle.loads(pickle.dumps(outer))
+    twin.itself.fit(problem.batches, max_length=Epochs(1))
+    assert twin.seen.count("train_step") == 12
+    assert (outer.seen, twin.context.progress.epoch) == ([], 1)
+
+
+class Remembering(Trainer):
+    def remember(self) -> None:
+        self.itself = self
+
+
+def test_every_layer_is_a_trainer(problem: Problem) -> None:
+    inner = make_trainer(problem, Own)
+    for kind in (TrainerDecorator, AMPTrainer, CompiledTrainer, DDPTrainer, FSDPTrainer, Counting):
+        layer = kind(trainer=inner)
+        assert isinstance(layer, Trainer)
+        assert not isinstance(layer, Own)
+        assert layer.core is inner is inner.core
+        # All that the class has is there, and is the inner trainer's.
+        layer.momentum = 0.5
+        assert (inner.momentum, layer.cur_epoch, layer.run_log) == (0.5, 0, None)
+
+
+@pytest.mark.slow
+def test_a_type_checker_accepts_a_layer_as_a_trainer(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    script = tmp_path / "script.py"
+    script.write_text("""
+from dovetail.trainers import AMPTrainer, DDPTrainer, Trainer, TrainerDecorator
+
+def train(trainer: Trainer) -> float:
+    trainer.num_epochs = 3
+    trainer.run(1, None)
+    return trainer.train()
+
+def layers(trainer: Trainer) -> list[Trainer]:
+    train(AMPTrainer(DDPTrainer(trainer), precision="bf16"))
+    return [AMPTrainer(trainer), TrainerDecorator(trainer).core, DDPTrainer(trainer).unwrap()]
+""")
+    output, errors, status = api.run(["--strict", str(script)])
+    assert status == 0, output + errors
 
 
 def test_the_decorated_trainer_alone_trains_as_it_is(problem: Problem) -> None:
@@ -305,10 +522,10 @@ def test_class_methods_and_factory_make_the_layers(problem: Problem) -> None:
     assert type(DDPTrainer.from_single_process(model, amp=True, precision="bf16").trainer) is SingleProcessAMP
     assert type(DDPTrainer.from_single_process_amp(model).trainer) is SingleProcessAMP
     assert SingleProcessAmp is SingleProcessAMP
-    built = build_trainer("ddp-amp", model, num_processes=3, precision="fp16", num_epochs=2)
+    built = build_trainer("ddp-amp", model, num_processes=3, precision="fp16", num_epochs=2, criterion="NLLLoss")
     assert isinstance(built, AMPTrainer)
     assert isinstance(built.trainer, DDPTrainer)
-    assert (built.trainer.num_processes, built.unwrap().num_epochs) == (3, 2)  # type: ignore[attr-defined]
+    assert (built.trainer.num_processes, built.unwrap().num_epochs) == (3, 2)
     assert type(build_trainer("sp", model)) is SingleProcess
     compiled = build_trainer("ddp+compile", model)
     assert isinstance(compiled, DDPTrainer)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, StepLR
 from dovetail import Batches, Epochs, Trainer
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError, DataError
-from dovetail.trainers import base
+from dovetail.trainers import TrainerDecorator
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.explain import look_ahead
 from dovetail.trainers.strategies import (
@@ -73,16 +73,8 @@ class Quiet:
         super().after_step(output)  # type: ignore[misc]  # an add-on: what it is mounted on has the verb
 
 
-def decorated(trainer: base.Trainer) -> base.Trainer:
-    """A layer that passes every verb on, as a decorator does."""
-
-    def passing_on(verb: str) -> Any:
-        return lambda self, *args, **kwargs: getattr(self.trainer, verb)(*args, **kwargs)
-
-    verbs = {verb: passing_on(verb) for verb in base.Trainer.__abstractmethods__}
-    layer: Any = type("Decorator", (base.Trainer,), verbs)()
-    layer.trainer, layer.context = trainer, trainer.context
-    return layer  # type: ignore[no-any-return]  # its class is made here
+class Decorator(TrainerDecorator):
+    """A layer that passes every verb on."""
 
 
 def test_a_prompt_shows_the_tree_as_it_is(problem: Problem) -> None:
@@ -157,7 +149,7 @@ def test_a_stream_has_an_unknown_number_of_batches(problem: Problem) -> None:
 
 def test_layers_follow_decorators_inward(problem: Problem) -> None:
     inner = Trainer.add_on(Loud, Quiet)(problem.model(), train_dataset=problem.batches, verbose=False)
-    text = decorated(inner).explain()
+    text = Decorator(inner).explain()
     names = ["Decorator", "Quiet (add-on)", "Loud (add-on)", "Trainer (decorated)", "CoreTrainer (decorated)"]
     positions = [text.index(f"── {name}") for name in names]
     assert positions == sorted(positions)
@@ -416,7 +408,7 @@ def test_a_decorated_trainer_is_tried_through_its_layers(problem: Problem) -> No
     trainer = trainer_of(problem)
     _ = trainer.optimizer
     before = copy.deepcopy(trainer.state_dict())
-    assert len(decorated(trainer).fit(dry_run=True).losses) == 1
+    assert len(Decorator(trainer).fit(dry_run=True).losses) == 1
     assert_equal(trainer.state_dict(), before)
 
 

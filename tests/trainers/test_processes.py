@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 from dovetail.callbacks import EMA, LambdaCallback
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.runtime import relay
-from dovetail.trainers import AMPTrainer, Trainer
+from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.processes import Errand, Seats, TrainingProcessError
 from dovetail.trainers.randomness import rng_state
@@ -249,13 +249,6 @@ def test_a_basic_trainer_trains_elsewhere_to_the_same_bits(problem: Problem) -> 
         generators.append(plain(rng_state()))
     assert states[0] == states[1]
     assert generators[0] == generators[1]
-
-
-@pytest.mark.parametrize("kind", [Trainer, ComposableTrainer])
-def test_a_layer_that_would_be_lost_is_named(kind: type[Trainer], problem: Problem) -> None:
-    trainer = AMPTrainer(kind(problem.model(), device="cpu", verbose=False, max_concurrency=1))
-    with pytest.raises(ConfigError, match="max_concurrency: the layer AMPTrainer cannot be sent"):
-        trainer.train((problem.x, problem.y))
 
 
 class _OwnError(Exception):

@@ -94,10 +94,10 @@ class FleetTrainer(TrainerDecorator):
         self._core = trainer
         self._one = trainer.model
         context = trainer.context
-        self._loaders = [_loader(trainer, member) for member in members]
+        self._member_loaders = [_loader(trainer, member) for member in members]
         self._phases = trainer.strategies.phases(trainer.num_epochs, context)
         epochs = sum(phase.epochs for phase in self._phases if not phase.is_personal)
-        self.num_updates = [len(loader) * epochs for loader in self._loaders]
+        self.num_updates = [len(loader) * epochs for loader in self._member_loaders]
         self._idle = torch.empty(0, dtype=torch.long)
         self._sums: Tensor | None = None
         self._counted: Tensor | None = None
@@ -135,7 +135,7 @@ class FleetTrainer(TrainerDecorator):
 
     def train_together(self) -> None:
         """Train all members to their ends."""
-        self.fit(self._loaders[0])
+        self.fit(self._member_loaders[0])
 
     # ------------------------------------------------------------------ verbs
 
@@ -154,7 +154,9 @@ class FleetTrainer(TrainerDecorator):
 
     def num_batches(self, stage: Stage) -> int | None:
         """Return the steps of whoever has most."""
-        return super().num_batches(stage) if stage != "train" else max(map(len, self._loaders)) * self._phase.epochs
+        return (
+            super().num_batches(stage) if stage != "train" else max(map(len, self._member_loaders)) * self._phase.epochs
+        )
 
     def batch_length(self, batch: Any) -> int:
         """Return how many samples all members have in a step."""
@@ -243,10 +245,10 @@ class FleetTrainer(TrainerDecorator):
     def _steps(self) -> Iterator[_Step]:
         before = self._phases[: min(self.context.progress.epoch, len(self._phases) - 1)]
         first, epochs = sum(phase.epochs for phase in before), self._phase.epochs
-        streams = [_stream(loader, first, epochs) for loader in self._loaders]
-        last = [len(loader) * (epochs - 1) for loader in self._loaders]
-        nothing = split_batch(next(iter(self._loaders[0])))
-        for number in range(max(map(len, self._loaders)) * epochs):
+        streams = [_stream(loader, first, epochs) for loader in self._member_loaders]
+        last = [len(loader) * (epochs - 1) for loader in self._member_loaders]
+        nothing = split_batch(next(iter(self._member_loaders[0])))
+        for number in range(max(map(len, self._member_loaders)) * epochs):
             pairs = [next(stream, None) for stream in streams]
             counts = torch.tensor([0 if pair is None else len(pair[1]) for pair in pairs])
             inputs, targets = zip(*(pair or (nothing[0][:0], nothing[1][:0]) for pair in pairs), strict=True)
@@ -330,9 +332,9 @@ def why_alone(trainer: Trainer) -> str | None:
         >>> why_alone(ComposableTrainer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), verbose=False))
         'Dropout draws random numbers'
     """
-    if not isinstance(trainer, CoreTrainer):
+    if trainer.core is not trainer or not isinstance(trainer, CoreTrainer):
         return f"{type(trainer).__name__} is a layer around the trainer"
-    if type(trainer).train_step is not CoreTrainer.train_step or trainer._train_step is not None:
+    if not trainer._steps_by_default:
         return f"{type(trainer).__name__} has its own train_step"
     return _module_alone(trainer.model) or _pieces_alone(trainer) or _loss_alone(trainer) or _optimizer_alone(trainer)
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, cast, get_args
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, cast, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +20,7 @@ from dovetail.trainers.context import Plan, Stage, TrainingContext
 from dovetail.trainers.metrics import Meter
 from dovetail.units import TrainUnit
 
-__all__ = ["Launcher", "Trainer"]
+__all__ = ["Launcher", "Trainer", "customizers", "mount"]
 
 
 class Launcher(Protocol):
@@ -38,6 +38,28 @@ class Trainer(ABC):
     """
 
     context: TrainingContext
+
+    # Set in the body of a class whose methods, with those that it inherits, are the library's defaults.
+    _has_defaults: ClassVar[bool] = True
+
+    @property
+    def core(self) -> Trainer:
+        """The innermost trainer: this one, unless it decorates another."""
+        return self
+
+    def customized_by(self, name: str) -> tuple[type[Any], ...]:
+        """Return the classes that define a verb or seam in place of the library's default; empty for the default.
+
+        The outermost layer comes first. Subclasses, add-ons and layers count, of users and of the library.
+
+        Example:
+            >>> from dovetail.trainers import AMPTrainer, basic
+            >>> class Mine(basic.Trainer):
+            ...     def train_step(self, batch): ...
+            >>> [cls.__name__ for cls in AMPTrainer(Mine()).customized_by("train_step")]
+            ['MixedPrecision', 'Mine']
+        """
+        return customizers(type(self), name)
 
     # Once per run.
 
@@ -157,7 +179,7 @@ class Trainer(ABC):
             from dovetail.trainers.dry_run import dry_run as try_out
 
             return try_out(
-                self._spoken_to(),
+                self._run_layer,
                 train_data,
                 val_data,
                 resume=resume,
@@ -182,7 +204,7 @@ class Trainer(ABC):
         """Return, as a tree, what this trainer is made of and what its next epoch will do; nothing changes."""
         from dovetail.trainers.explain import explain
 
-        return explain(self._spoken_to())
+        return explain(self._run_layer)
 
     def evaluate(self, data: Any = None, stage: Stage = "test") -> dict[str, float]:
         """Return the metrics over `data`, leaving modes, randomness, counters and logs as they were."""
@@ -201,11 +223,11 @@ class Trainer(ABC):
 
     def save_checkpoint(self, path: str | Path) -> Path:
         """Write everything that training needs to go on exactly into the directory `path`."""
-        return saving.save(self._spoken_to(), Path(path))
+        return saving.save(self._run_layer, Path(path))
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Take all state from a checkpoint; the next `fit` goes on from there."""
-        saving.load(self._spoken_to(), Path(path))
+        saving.load(self._run_layer, Path(path))
 
     # Seams with an obvious default: one process, the whole run.
 
@@ -246,13 +268,14 @@ class Trainer(ABC):
         return built
 
     def _enter(self, entry: Literal["fit", "evaluate", "predict"], **arguments: Any) -> Any:
-        trainer = self._spoken_to()
+        trainer = self._run_layer
         launch = trainer.launcher()
         return getattr(loop, entry)(trainer, **arguments) if launch is None else launch(trainer, entry, arguments)
 
-    def _spoken_to(self) -> Trainer:
-        """The layer that runs; else the one that the caller spoke to when a layer below it answers; else this one."""
-        return self.context.run.trainer or self.context.run.addressed or self
+    @property
+    def _run_layer(self) -> Trainer:
+        """The layer of the current run if there is one, else this layer."""
+        return self.context.run.trainer or self
 
 
 _FIT_KEYWORDS = tuple(
@@ -260,6 +283,13 @@ _FIT_KEYWORDS = tuple(
     for name, parameter in inspect.signature(Trainer.fit).parameters.items()
     if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
 )
+
+
+@cache
+def customizers(kind: type[Trainer], name: str) -> tuple[type[Any], ...]:
+    """Return the classes of one layer that define a method in place of the library's default, in order of lookup."""
+    defaults = next(cls for cls in kind.__mro__ if "_has_defaults" in vars(cls)).__mro__
+    return tuple(cls for cls in kind.__mro__ if name in vars(cls) and cls not in defaults)
 
 
 def _mount(add_on: type[Any], base: type[Any]) -> type[Any]:

@@ -48,6 +48,8 @@ class Trainer(ClassicSpelling, RunSpelling, PlatoSpelling):
         True
     """
 
+    _has_defaults = True
+
     def train(self, trainset: Any = None, sampler: Any = None) -> float:
         """Train up to `num_epochs`, with `max_concurrency` in a process of its own, and return the seconds it took.
 

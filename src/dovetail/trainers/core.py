@@ -107,6 +107,8 @@ class CoreTrainer(base.Trainer, OptionAttributes):
     The arguments are those of `basic.Trainer`.
     """
 
+    _has_defaults = True
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -183,7 +185,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         pieces = {"criterion": criterion, "optimizer": optimizer, "scheduler": scheduler}
         refuse_both(self.strategies, {*options, *(name for name, piece in pieces.items() if piece is not None)})
         self._refuse_two_steps(self.strategies.training_step)
-        if type(self).get_loss_criterion is CoreTrainer.get_loss_criterion:
+        if self._is_default("get_loss_criterion"):
             loss = self.strategies.loss
             if loss is None and self._steps_by_default:
                 check_owned(self._wanted_optimizer, context.model, self._wanted_criterion)
@@ -201,6 +203,11 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         context.callbacks.add(*([] if hooks is None else [hooks]), *(callbacks or ()))
         self._own_callbacks = {}
         self._renew_callbacks(*CALLBACK_OPTIONS)
+
+    @property
+    def core(self) -> CoreTrainer:
+        """The innermost trainer: this one, unless it decorates another."""
+        return self
 
     # ------------------------------------------------------------------ seams
 
@@ -274,7 +281,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         """Return the plan of a `fit`: its arguments, or else the options."""
         options, context = self.options, self.context
         length, validation, saving = map(wishes.get, _WISHES)
-        validates = context.run.data.get("valid") is not None or type(self).val_epoch is not CoreTrainer.val_epoch
+        validates = context.run.data.get("valid") is not None or not self._is_default("val_epoch")
         if saving is None and self._saves_by_options() and options.save_every != 0:
             saving = Epochs(1) if options.save_every == -1 else Batches(options.save_every)
         save = _period(saving, "checkpoint_period")
@@ -767,11 +774,15 @@ class CoreTrainer(base.Trainer, OptionAttributes):
 
     @property
     def _steps_by_default(self) -> bool:
-        return self._train_step is None and type(self).train_step is CoreTrainer.train_step
+        return self._train_step is None and self._is_default("train_step")
 
     @property
     def _tests_by_default(self) -> bool:
-        return self._test_step is None and type(self).test_step is CoreTrainer.test_step
+        return self._test_step is None and self._is_default("test_step")
+
+    def _is_default(self, name: str) -> bool:
+        """Whether no subclass or add-on replaces a verb or seam of this trainer; its layers do not count."""
+        return not self.core.customized_by(name)
 
     def _given_model(self) -> nn.Module:
         if self.context.model is None:
@@ -782,10 +793,9 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         """Refuse a strategy whose step would never be used; one that accumulates or clips goes with any step."""
         if strategy is None or is_plain(strategy):
             return
-        own = next(vars(kind)["train_step"] for kind in type(self).__mro__ if "train_step" in vars(kind))
         # A method that passes the call on, as a capability does, ends at the strategy.
-        ignores = own is not CoreTrainer.train_step and "super" not in own.__code__.co_names
-        if self._train_step is not None or ignores:
+        own = [vars(kind)["train_step"] for kind in self.core.customized_by("train_step")[:1]]
+        if self._train_step is not None or any("super" not in step.__code__.co_names for step in own):
             raise ConfigError(
                 f"train_step: {strategy!r} decides this; give one or the other, or a layer such as AMPTrainer"
             )
@@ -830,7 +840,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         return Epochs(sum(phase.epochs for phase in context.run.phases)) if len(context.run.phases) > 1 else length
 
     def _follow_strategies(self) -> None:
-        self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
+        self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
         step = self.strategies.training_step
         self._step_is_plain = step is None or is_plain(step)
@@ -875,7 +885,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         if scheduler is None or self._is_bound(scheduler):
             return
         bound = bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
-        if strategy is not None and type(self).get_lr_scheduler is CoreTrainer.get_lr_scheduler:
+        if strategy is not None and self._is_default("get_lr_scheduler"):
             bound.interval, bound.frequency = strategy.interval, strategy.frequency
             bound.stepper = partial(strategy.step, scheduler, context)
         if bound.optimizer not in context.optimizers:

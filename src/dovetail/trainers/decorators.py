@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from functools import partial
+from abc import ABCMeta
+from collections.abc import Iterable
+from functools import cache
 from operator import attrgetter
-from types import MethodType
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
-from torch.optim import Optimizer
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers import base
-from dovetail.trainers.basic import SingleProcess
+from dovetail.trainers.basic import SingleProcess, Trainer
 from dovetail.trainers.capabilities import (
     AutoBatch,
     Compiled,
@@ -24,9 +22,7 @@ from dovetail.trainers.capabilities import (
     ShardedDataParallel,
     Timed,
 )
-from dovetail.trainers.context import Plan, Stage
-from dovetail.trainers.metrics import Meter
-from dovetail.units import TrainUnit
+from dovetail.trainers.untouched import layers
 
 __all__ = [
     "AMPTrainer",
@@ -44,28 +40,30 @@ __all__ = [
 ]
 
 
-def _passed_on(verb: str) -> Any:
-    """A verb of a decorator: the bound method of the decorated trainer, at no cost of a call."""
-    return property(attrgetter(f"trainer.{verb}"))
-
-
-class TrainerDecorator(base.Trainer):
+class TrainerDecorator(Trainer):
     """A trainer that passes everything on to the one it decorates: every verb, and every other attribute.
 
     Subclass it and override the verbs that differ, with `super()`. The entry points (`fit`, `evaluate`, `run`,
-    `train`, …) work on the layer they are called on, so that the outermost decorator sees every call. Attributes that
-    the constructor sets are the decorator's own; all others are read from, and written to, the decorated trainer.
+    `train`, …) work on the layer they are called on, so that the outermost decorator sees every call.
+
+    Attributes that the class body declares (`steps: int`) are the decorator's own. All others are read from, and
+    written to, the decorated trainer. An attribute that neither of them has must be declared. Attributes that the
+    constructor sets before it calls `super().__init__` are the decorator's own without a declaration.
 
     Args:
         trainer: What it decorates.
+
+    Raises:
+        AttributeError: An attribute is assigned that neither the class declares nor the decorated trainer has.
 
     Example:
         >>> import torch
         >>> from dovetail.trainers import SingleProcess
         >>> class Counting(TrainerDecorator):
+        ...     steps: int
         ...     def __init__(self, trainer):
-        ...         self.steps = 0
         ...         super().__init__(trainer)
+        ...         self.steps = 0
         ...     def after_step(self, output):
         ...         self.steps += 1
         ...         super().after_step(output)
@@ -75,6 +73,8 @@ class TrainerDecorator(base.Trainer):
         (3, 3)
     """
 
+    _has_defaults = True
+
     trainer: base.Trainer
 
     def __init__(self, trainer: base.Trainer, **unknown: Any) -> None:
@@ -83,83 +83,43 @@ class TrainerDecorator(base.Trainer):
         for name in unknown:
             raise UnknownNameError("keyword", name, _keywords(type(self)))
         self.context = trainer.context
-        # From here on, attributes that are not there yet belong to the decorated trainer.
+        # From here on, undeclared attributes belong to the decorated trainer.
         self.trainer = trainer
 
-    def unwrap(self) -> base.Trainer:
-        """Return the trainer itself, without any decorator."""
-        return self.trainer.unwrap() if isinstance(self.trainer, TrainerDecorator) else self.trainer
+    @property
+    def core(self) -> Trainer:
+        """The innermost trainer."""
+        return cast(Trainer, self.trainer.core)
 
-    # The verbs. `self.verb`, and `super().verb` in a subclass, is the decorated trainer's bound method.
+    def customized_by(self, name: str) -> tuple[type[Any], ...]:
+        """Return the classes of all layers that define a verb or seam, the outermost first."""
+        return (*base.customizers(type(self), name), *self.trainer.customized_by(name))
 
-    if TYPE_CHECKING:
-
-        def setup(self) -> None: ...
-        def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan: ...
-        def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-        def state_dict(self) -> dict[str, Any]: ...
-        def teardown(self, error: BaseException | None) -> None: ...
-        def batches(self, stage: Stage) -> Iterable[Any]: ...
-        def num_batches(self, stage: Stage) -> int | None: ...
-        def train_epoch(self) -> Mapping[str, float] | None: ...
-        def val_epoch(self) -> Mapping[str, float] | None: ...
-        def reduce(self, meter: Meter) -> Meter: ...
-        def to_device(self, batch: Any) -> Any: ...
-        def train_step(self, batch: Any) -> Mapping[str, Any]: ...
-        def test_step(self, batch: Any) -> Mapping[str, Any]: ...
-        def predict_step(self, batch: Any) -> Any: ...
-        def backward(self, loss: Tensor, **kwargs: Any) -> None: ...
-        def clip_gradients(self, optimizer: Optimizer) -> None: ...
-        def optimizer_step(self, optimizer: Optimizer) -> bool: ...
-        def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None: ...
-        def after_step(self, output: Mapping[str, Any]) -> None: ...
-        def settle(self) -> None: ...
-        def gather(self, parts: list[Any]) -> list[Any]: ...
-        def launcher(self) -> base.Launcher | None: ...
-        def batch_length(self, batch: Any) -> int: ...
-    else:
-        setup = _passed_on("setup")
-        plan = _passed_on("plan")
-        load_state_dict = _passed_on("load_state_dict")
-        state_dict = _passed_on("state_dict")
-        teardown = _passed_on("teardown")
-        batches = _passed_on("batches")
-        num_batches = _passed_on("num_batches")
-        train_epoch = _passed_on("train_epoch")
-        val_epoch = _passed_on("val_epoch")
-        reduce = _passed_on("reduce")
-        to_device = _passed_on("to_device")
-        train_step = _passed_on("train_step")
-        test_step = _passed_on("test_step")
-        predict_step = _passed_on("predict_step")
-        backward = _passed_on("backward")
-        clip_gradients = _passed_on("clip_gradients")
-        optimizer_step = _passed_on("optimizer_step")
-        scheduler_step = _passed_on("scheduler_step")
-        after_step = _passed_on("after_step")
-        settle = _passed_on("settle")
-        gather = _passed_on("gather")
-        launcher = _passed_on("launcher")
-        batch_length = _passed_on("batch_length")
-
-    # Everything else.
+    def unwrap(self) -> Trainer:
+        """Return the innermost trainer: `core`."""
+        return self.core
 
     def __getattr__(self, name: str) -> Any:
         if "trainer" not in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.trainer, name)
-        if isinstance(found, partial) and found.func is _answer:
-            found = found.args[1]
-        if isinstance(found, MethodType) and isinstance(found.__self__, base.Trainer):
-            return partial(_answer, self, found)
+        if isinstance(found, MethodType) and _caller(found.__self__) is self.trainer:
+            # The method runs on a view, so that any `fit` it starts runs on this layer.
+            return MethodType(found.__func__, _view(cast(base.Trainer, found.__self__), _caller(self)))
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
-        if name in own or "trainer" not in own:
-            own[name] = value
-        else:
+        if name in own or "trainer" not in own or name in _declared(type(self)):
+            object.__setattr__(self, name, value)
+        elif any(_has(layer, name) for layer in layers(self.trainer)):
             setattr(self.trainer, name, value)
+        else:
+            raise AttributeError(
+                f"{type(self).__name__} does not declare {name!r}, and {type(self.core).__name__} has no such "
+                f"attribute; declare it in the class body: `{name}: {type(value).__name__}`, or set it on "
+                "the trainer inside: `trainer.core`"
+            )
 
     def __dir__(self) -> Iterable[str]:
         return sorted({*super().__dir__(), *dir(self.trainer)})
@@ -171,23 +131,93 @@ class TrainerDecorator(base.Trainer):
         self.__dict__.update(state)
 
 
+class _Inner:
+    """An attribute of a decorator that is read from the decorated trainer, unless the decorator has set its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: TrainerDecorator | None, kind: type[TrainerDecorator]) -> Any:
+        return getattr(Trainer, self._name) if layer is None else layer.__getattr__(self._name)
+
+
+class _View:
+    """An inner trainer whose verbs and entry points are those of an outer layer.
+
+    A layer calls the methods of inner trainers, such as `run`, on a view, so that a `fit` which the method starts runs
+    on the layer. The class of a view derives from the class of the inner trainer, so that `super()` works. A view
+    shares the attributes of the inner trainer, so that an assignment reaches the inner trainer.
+    """
+
+    __slots__ = ()
+
+    _view_inner: base.Trainer
+    _view_layer: base.Trainer
+
+    def __init_subclass__(cls) -> None:
+        """Skip `__init_subclass__` of the inner class, which expects the classes that users write."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _view, (self._view_inner, self._view_layer)
+
+
+# A verb of a decorator is the bound method of the decorated trainer: it costs no call.
+_VERBS = base.Trainer.__abstractmethods__ | {"settle", "gather", "launcher", "batch_length"}
+for _name in _VERBS:
+    setattr(TrainerDecorator, _name, property(attrgetter(f"trainer.{_name}")))
+# Everything else that a trainer has is the decorated trainer's, which may override it. Entry points are inherited.
+for _name in set(dir(Trainer)) - vars(base.Trainer).keys() - vars(TrainerDecorator).keys():
+    if not _name.startswith("__"):
+        setattr(TrainerDecorator, _name, _Inner(_name))
+for _name in vars(base.Trainer):
+    if not _name.startswith(("__", "_abc_")):
+        setattr(_View, _name, property(attrgetter(f"_view_layer.{_name}")))
+
+
+@cache
+def _view_class(kind: type[base.Trainer]) -> type[Any]:
+    names = {"__module__": kind.__module__, "__slots__": ("_view_inner", "_view_layer")}
+    return ABCMeta(kind.__name__, (_View, kind), names)
+
+
+def _view(trainer: base.Trainer | _View, layer: base.Trainer) -> Any:
+    """Return a view of an inner trainer, which may be given as a view for another layer."""
+    inner = trainer._view_inner if isinstance(trainer, _View) else trainer
+    view = object.__new__(_view_class(type(inner)))
+    for name, value in {"__dict__": inner.__dict__, "_view_inner": inner, "_view_layer": layer}.items():
+        object.__setattr__(view, name, value)
+    return view
+
+
+def _caller(trainer: Any) -> Any:
+    """Return the layer that a view is for; any other trainer unchanged."""
+    return trainer._view_layer if isinstance(trainer, _View) else trainer
+
+
 AbstractTrainerDecorator = TrainerDecorator
 
 
+@cache
+def _declared(kind: type[TrainerDecorator]) -> frozenset[str]:
+    """Return what the classes of a layer declare in their bodies: annotations, values and properties, no methods."""
+    own = [cls for cls in kind.__mro__ if cls not in TrainerDecorator.__mro__ and cls is not _View]
+    values = [name for cls in own for name, value in vars(cls).items() if not isinstance(value, FunctionType)]
+    return frozenset(values).union(*map(inspect.get_annotations, own))
+
+
+def _has(trainer: base.Trainer, name: str) -> bool:
+    """Whether a trainer has or declares an attribute; a property is not computed."""
+    kind = type(trainer)
+    return (
+        name in vars(trainer) or hasattr(kind, name) or any(name in inspect.get_annotations(it) for it in kind.__mro__)
+    )
+
+
 def _keywords(kind: type[TrainerDecorator]) -> set[str]:
-    constructors = [vars(cls)["__init__"] for cls in kind.__mro__ if "__init__" in vars(cls)]
+    classes = kind.__mro__[: kind.__mro__.index(TrainerDecorator) + 1]
+    constructors = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
     parameters = [it for constructor in constructors for it in inspect.signature(constructor).parameters.values()]
     return {it.name for it in parameters if it.name != "self" and it.kind not in (it.VAR_KEYWORD, it.VAR_POSITIONAL)}
-
-
-def _answer(layer: base.Trainer, method: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Let an inner layer answer a call for `layer`, which any run that begins inside of it then begins with."""
-    context = layer.context
-    before, context.run.addressed = context.run.addressed, context.run.addressed or layer
-    try:
-        return method(*args, **kwargs)
-    finally:
-        context.run.addressed = before
 
 
 class AMPTrainer(MixedPrecision, TrainerDecorator):

@@ -23,7 +23,7 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.explain import Outlook, count_parameters, look_ahead
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.saving import Saver
-from dovetail.trainers.untouched import layers, own_callbacks, untouched
+from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches
 
 __all__ = ["dry_run"]
@@ -178,7 +178,7 @@ def _shorten_validation(trainer: Trainer) -> bool:
 
 
 def _is_verbose(trainer: Trainer) -> bool:
-    options = vars(layers(trainer)[-1]).get("options")
+    options = vars(trainer.core).get("options")
     return not isinstance(options, TrainerOptions) or options.verbose
 
 

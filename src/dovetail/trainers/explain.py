@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +26,7 @@ from dovetail.units import Epochs
 
 if TYPE_CHECKING:
     from dovetail.trainers.capabilities.timed import Spent
+    from dovetail.trainers.core import CoreTrainer
 
 __all__ = ["Explanation", "Measured", "Outlook", "count_parameters", "explain", "look_ahead"]
 
@@ -177,7 +178,7 @@ def explain(trainer: Trainer) -> Explanation:
 def _work_on_copies(trainer: Trainer) -> None:
     """Give a trainer, for as long as `kept` holds it, optimizers, schedulers and counters that it may spoil."""
     context = trainer.context
-    core: Any = layers(trainer)[-1]
+    core = trainer.core
     # Weights and moments are large and never written here, and strategies are kept as they are: all are shared.
     shared: list[Any] = [context, *layers(trainer), *strategies_of(trainer)]
     if context.model is not None:
@@ -310,7 +311,7 @@ def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
 
 def _batch_size(trainer: Trainer) -> int | None:
     """The samples of a full training batch, if that can be told without reading any."""
-    core: Any = layers(trainer)[-1]
+    core = cast("CoreTrainer", trainer.core)
     loader = core.loader("train")
     if isinstance(loader, (list, tuple)) and loader:
         return trainer.batch_length(loader[0])
@@ -359,13 +360,12 @@ def _shown_layers(trainer: Trainer) -> list[str]:
 
 def _classes(layer: Trainer) -> list[type[Any]]:
     """The classes that a user mounted, wrote or named, the outermost first."""
-    line = type(layer).__mro__
-    is_decorator = "trainer" in vars(layer)
+    line, is_decorator = type(layer).__mro__, layer.core is not layer
+    names = [cls.__name__ for cls in line]
     return [
         cls
-        for cls in line[: line.index(Trainer)]
+        for cls in line[: names.index("TrainerDecorator") if is_decorator else line.index(Trainer)]
         if cls.__module__ not in _UNNAMED
-        and cls.__name__ != "TrainerDecorator"
         # The name of a decorator says which capability it is.
         and not (is_decorator and not issubclass(cls, Trainer))
         and (is_decorator or not _is_mounted(cls))
@@ -387,14 +387,10 @@ def _own_names(cls: type[Any]) -> set[str]:
 def _owners(trainer: Trainer, name: str) -> tuple[list[type[Any]], bool]:
     """The classes that answer a verb or seam, the outermost first, and whether they pass on to the plain trainer."""
     found: list[type[Any]] = []
-    for layer in layers(trainer):
-        for cls in type(layer).__mro__:
-            is_plain = cls is Trainer or Trainer in cls.__bases__ or cls.__module__ == "dovetail.trainers.spellings"
-            if name not in vars(cls) or is_plain:
-                continue
-            found.append(cls)
-            if not _passes_on(vars(cls)[name]):
-                return found, False
+    for cls in trainer.customized_by(name):
+        found.append(cls)
+        if not _passes_on(vars(cls)[name]):
+            return found, False
     return found, True
 
 
@@ -409,7 +405,7 @@ def _is_ours(trainer: Trainer, verb: str) -> bool:
 
 
 def _answers(trainer: Trainer) -> list[str]:
-    core, strategies = layers(trainer)[-1], strategies_of(trainer)
+    core, strategies = trainer.core, strategies_of(trainer)
     verbs = [name for name in vars(Trainer) if name in Trainer.__abstractmethods__]
     lines = []
     for name in [*verbs, *(seam for seam in _SEAMS if seam not in verbs)]:

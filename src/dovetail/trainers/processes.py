@@ -212,19 +212,12 @@ def train_in_process(
         The seconds that training took, without the start of the process, and the payload of the update strategy.
 
     Raises:
-        ConfigError: A piece cannot be pickled, or a layer around the trainer was called.
+        ConfigError: A piece cannot be pickled.
         TrainingProcessError: The process was killed, or ended by an error that is neither Python's own nor ours; those
             are raised as what they are. A note has the traceback of the child.
     """
     limit = trainer.options.max_concurrency
     assert limit is not None
-    layer = trainer.context.run.addressed
-    if layer is not None:
-        # Otherwise the child, which gets the innermost trainer, would train without the layers.
-        raise ConfigError(
-            f"max_concurrency: the layer {type(layer).__name__} cannot be sent to a training process; mount it on the "
-            "class with add_on, or train without max_concurrency"
-        )
     errand = Errand(trainer, trainset, sampler, config)
     with (
         _CHILDREN.taken(limit),

@@ -103,7 +103,6 @@ class RunState:
 
     Attributes:
         trainer: The layer on which `fit`, `evaluate` or `predict` was called; None if nothing runs.
-        addressed: The layer that the caller called, while a method of a layer below it runs.
         plan: Length and periods of the running `fit`.
         data: The data of each stage.
         metrics: Metrics over whole passes, by name.
@@ -133,7 +132,6 @@ class RunState:
     """
 
     trainer: Trainer | None = None
-    addressed: Trainer | None = None
     plan: Plan | None = None
     data: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -196,7 +194,7 @@ class RunState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process builds these itself; what belongs to a running batch is not copied.
-        fresh = {"batch": BatchState(), "closure": None, "addressed": None, "is_in_epoch": False}
+        fresh = {"batch": BatchState(), "closure": None, "is_in_epoch": False}
         return {name: getattr(self, name) for name in self.__slots__} | fresh
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

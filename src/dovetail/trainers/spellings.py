@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +23,7 @@ from dovetail.callbacks import Callback
 from dovetail.data import split_batch
 from dovetail.errors import ConfigError, DataError
 from dovetail.history import History
-from dovetail.overrides import defines, reject_lost_overrides
+from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import loop
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.core import CoreTrainer
@@ -51,10 +51,9 @@ class ClassicSpelling(CoreTrainer):
         if trainset is None and sampler is not None:
             raise ConfigError("sampler: it chooses samples of a trainset; call train(trainset, sampler)")
         started = time.perf_counter()
-        if trainset is not None and defines(self, "train_model"):
+        if trainset is not None and not self._is_default("train_model"):
             # A subclass that was written for plato trains there.
-            own: Any = self
-            own.train_model(dict(self.context.config), trainset, sampler)
+            cast(PlatoSpelling, self).train_model(dict(self.context.config), trainset, sampler)
         elif trainset is not None:
             self.reset()
             self.sampler = sampler
@@ -217,7 +216,7 @@ class RunSpelling(CoreTrainer):
 
     def inference(self, loader: Any) -> list[Any]:
         """Return what `test_step` gives under `"output"`, batch by batch; logs and counters stay as they are."""
-        trainer, context = self._spoken_to(), self.context
+        trainer, context = self._run_layer, self.context
         outputs = []
         with loop.looking(trainer, "predict", loader):
             for batch in trainer.batches("predict"):
@@ -355,8 +354,7 @@ class PlatoSpelling(CoreTrainer):
         hooks = own_hooks(self)
         if hooks is not None:
             self.context.callbacks.add(hooks, first=True)
-        owned = type(self).perform_forward_and_backward_passes is not PlatoSpelling.perform_forward_and_backward_passes
-        if owned and self._train_step is None:
+        if self._train_step is None and not self._is_default("perform_forward_and_backward_passes"):
             self._train_step = _whole_step
 
     def train_run_start(self, config: Mapping[str, Any]) -> None:
@@ -394,7 +392,7 @@ class PlatoSpelling(CoreTrainer):
         testing = self.strategies.testing
         if testing is not None:
             settings = {**self.context.config, "test_batch_size": self.test_batch_size, **config}
-            with loop.looking(self._spoken_to(), "test"), self._autocast():
+            with loop.looking(self._run_layer, "test"), self._autocast():
                 return float(testing.test_model(self.model, settings, testset, sampler, self.context))
         size = int(config.get("batch_size", self.test_batch_size))
         metrics = self.evaluate(self.get_test_loader(size, testset, sampler))
@@ -449,22 +447,19 @@ def own_hooks(trainer: PlatoSpelling) -> Callback | None:
         assert alive is not None, "hooks are called by the trainer that they belong to"
         return alive
 
-    def overrides(name: str) -> bool:
-        return getattr(type(trainer), name) is not getattr(PlatoSpelling, name)
-
-    if overrides("train_run_start"):
+    if trainer.customized_by("train_run_start"):
         events["on_train_start"] = lambda self, context: owner().train_run_start(context.config)
-    if overrides("train_run_end"):
+    if trainer.customized_by("train_run_end"):
         events["on_train_end"] = lambda self, context: owner().train_run_end(context.config)
-    if overrides("train_epoch_start"):
+    if trainer.customized_by("train_epoch_start"):
         events["on_epoch_start"] = lambda self, context: owner().train_epoch_start(context.config)
-    if overrides("train_epoch_end"):
+    if trainer.customized_by("train_epoch_end"):
         events["on_epoch_end"] = lambda self, context, metrics: owner().train_epoch_end(context.config)
-    if overrides("train_step_start"):
+    if trainer.customized_by("train_step_start"):
         events["on_step_start"] = lambda self, context, batch: owner().train_step_start(
             context.config, context.progress.batch
         )
-    if overrides("train_step_end"):
+    if trainer.customized_by("train_step_end"):
 
         def on_step_end(self: Callback, context: TrainingContext, output: Mapping[str, Any]) -> None:
             if context.run.window.closes:
@@ -510,7 +505,7 @@ class _OfARun(Callback):
 
     def __init__(self, trainer: RunSpelling) -> None:
         # Held weakly: the trainer holds its context, which holds this.
-        self._reference = weakref.ref(trainer)
+        self._reference = weakref.ref(cast(RunSpelling, trainer.core))
 
     @property
     def _trainer(self) -> RunSpelling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,12 +13,15 @@ from dovetail.callbacks import Callback
 from dovetail.data import DataLoader
 from dovetail.history import History
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.context import Stateful, TrainingContext
+from dovetail.trainers.context import Stage, Stateful, TrainingContext
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Nesting
+
+if TYPE_CHECKING:
+    from dovetail.trainers.core import CoreTrainer
 
 __all__ = ["kept", "layers", "own_callbacks", "strategies_of", "untouched", "with_parts"]
 
@@ -33,7 +36,7 @@ def layers(trainer: Trainer) -> list[Trainer]:
 
 def strategies_of(trainer: Trainer) -> Strategies:
     """Return the strategies of the innermost layer; none, where it has no place for them."""
-    found = vars(layers(trainer)[-1]).get("strategies")
+    found = vars(trainer.core).get("strategies")
     return found if isinstance(found, Strategies) else Strategies()
 
 
@@ -88,12 +91,12 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
     context, model, randomness = trainer.context, trainer.context.model, rng_state()
     assert model is not None
     # Made now if they are not there yet, so that there is something to put back.
-    _ = getattr(layers(trainer)[-1], "optimizer", None)
+    _ = getattr(trainer.core, "optimizer", None)
     set_rng_state(randomness)
     with kept(trainer):
         context.run.data.update({stage: source for stage, source in data.items() if source is not None})
         state = copy.deepcopy(trainer.state_dict())
-        sources = [source for stage in ("train", "valid") for source in _random_sources(trainer, stage)]
+        sources = [source for stage in _READ_IN_TRAINING for source in _random_sources(trainer, stage)]
         modes = [(module, module.training) for module in model.modules()]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         # The state of a model leaves out the buffers that are not persistent.
@@ -124,6 +127,9 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
                     source.load_state_dict(source_state)
 
 
+_READ_IN_TRAINING: tuple[Stage, ...] = ("train", "valid")
+
+
 def _held(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Each attribute, and a copy of those that are containers."""
     return {
@@ -142,9 +148,9 @@ def _released(held: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
     return {name: value for name, (value, _) in held.items()}
 
 
-def _random_sources(trainer: Trainer, stage: str) -> Iterator[tuple[Any, Any]]:
+def _random_sources(trainer: Trainer, stage: Stage) -> Iterator[tuple[Any, Any]]:
     """The generators that the order of a stage's data is drawn from, its sampler and its loader, with their states."""
-    core: Any = layers(trainer)[-1]
+    core = cast("CoreTrainer", trainer.core)
     if trainer.context.run.data.get(stage) is None:
         return
     loader = core.loader(stage)

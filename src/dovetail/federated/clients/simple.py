@@ -100,7 +100,7 @@ class Client:
         self.current_round = 0
         self._given_trainer = trainer
         self._trainer_callbacks = list(trainer_callbacks or ())
-        self._trainer: Trainer | None = None
+        self._trainer: CoreTrainer | None = None
         self._initial: dict[str, Tensor] = {}
         self._fresh: Mapping[str, Any] = {}
         # Whether strategies keep something of a client from round to round.
@@ -138,7 +138,7 @@ class Client:
         """Override to act when an update is ready, before callbacks are called and its processors change it."""
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> CoreTrainer:
         """The trainer that works for every client in turn."""
         assert self._trainer is not None, "a server begins a client before it is asked for anything"
         return self._trainer
@@ -169,7 +169,7 @@ class Client:
         self.inbound, self.outbound = inbound or Chain(), outbound or Chain()
         own = copy.deepcopy(as_module(self.model) or model)
         self._trainer = trainer = as_trainer(self._given_trainer, own)
-        core: Any = trainer
+        core = trainer
         self._customizes = defines(self, "customize_report")
         self.unread = _unread(core.strategies)
         for layer in layers(trainer):
@@ -244,7 +244,7 @@ class Client:
         """Return how much work a task is: its samples times its epochs; None where sizes are not known."""
         if not self.datasource.knows_sizes:
             return None
-        core: Any = self.trainer
+        core = self.trainer
         return float(self.datasource.num_samples(task.client_id) * task.config.get("epochs", core.num_epochs))
 
     def why_alone(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
@@ -262,7 +262,7 @@ class Client:
         configs = [task.config for task, _ in work]
         if any(config != configs[0] for config in configs):
             return "clients are told different things"
-        core: Any = self.trainer
+        core = self.trainer
         core.reset()
         core.configure(configs[0])
         reason = why_alone(self.trainer)
@@ -276,7 +276,6 @@ class Client:
         work = [(replace(task, weights=self.inbound.unpack(task.weights)), state) for task, state in work]
         members = [self._member(task, state) for task, state in work]
         trainer = copy.deepcopy(self.trainer)
-        assert isinstance(trainer, CoreTrainer), "`why_alone` has said so"
         callbacks = trainer.context.callbacks
         # One client's loss that is not finite is no reason to end the others.
         callbacks.remove(*[it for it in callbacks if isinstance(it, NonFiniteLoss)])
@@ -301,7 +300,7 @@ class Client:
     def _member(self, task: Task, state: ClientState) -> Member:
         """Return a client as one of a fleet, with all that it lacks so far."""
         before = self._get_ready(task, state)
-        core: Any = self.trainer
+        core = self.trainer
         core.strategies.begin_client(core.context)
         data = self.datasource.train_data(task.client_id)
         return Member(before, data, derive_seed(task.seed, "order"), core.context.client.state, task.payload)
@@ -354,7 +353,7 @@ class Client:
 
     def _get_ready(self, task: Task, state: ClientState) -> dict[str, Tensor]:
         """Make of the trainer that of one client, whatever the last one was, and return the weights it begins with."""
-        core: Any = self.trainer
+        core = self.trainer
         context = self.trainer.context
         assert context.model is not None
         received = {**task.weights, **self._initial, **state.get(_OWN, {})}
@@ -381,7 +380,7 @@ class Client:
         return before
 
     def _judged(self, task: Task) -> Update:
-        core: Any = self.trainer
+        core = self.trainer
         core.strategies.begin_client(core.context)
         num_samples = self.datasource.num_samples(task.client_id)
         return Update(task.client_id, task.round, num_samples, metrics=self._evaluated(task.client_id))
@@ -406,8 +405,9 @@ class Client:
         data = self.datasource.test_data(client_id)
         if data is None:
             return {}
-        core: Any = self.trainer
+        core = self.trainer
         context, update = core.context, core.strategies.model_update
+        assert context.model is not None
         own = None if update is None else update.personal_weights(context)
         if own is None:
             return judged(core, data)
@@ -419,7 +419,7 @@ class Client:
             load_weights(context.model, sent)
 
 
-def as_trainer(trainer: Any, model: nn.Module | None = None) -> Trainer:
+def as_trainer(trainer: Any, model: nn.Module | None = None) -> CoreTrainer:
     """Return a trainer of one's own: a copy, or one that is made now.
 
     Args:
@@ -432,7 +432,7 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> Trainer:
     if trainer is None:
         # The default schedule reads the settings; a trainer has none otherwise.
         return ComposableTrainer(model=model, lr_scheduler_strategy=DefaultLRSchedulerStrategy(), verbose=False)
-    if isinstance(trainer, Trainer):
+    if isinstance(trainer, CoreTrainer):
         # Its model, if it has one, is what the federation began with. A copy of it is of no use.
         mine, given = trainer.context, trainer.context.model
         mine.model = None
@@ -442,11 +442,10 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> Trainer:
             mine.model = given
     else:
         made = trainer() if callable(trainer) else trainer
-    if not isinstance(made, Trainer):
+    if not isinstance(made, CoreTrainer):
         raise ConfigError(f"trainer: expected a trainer, or a class or function that makes one, got {trainer!r}")
-    core: Any = made
     if model is not None:
-        core.model = model
+        made.model = model
     # A federation shows its own progress.
     callbacks = made.context.callbacks
     callbacks.remove(*[it for it in callbacks if isinstance(it, ProgressDisplay)])

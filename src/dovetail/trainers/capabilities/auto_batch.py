@@ -60,9 +60,13 @@ class AutoBatch(Capability):
         "would wait for each other"
     }
 
+    # The most samples that fitted, by what is computed.
+    _sizes: dict[str, int]
+    _is_active: bool
+    _is_inside_part: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The most samples that fitted, by what is computed.
-        self._sizes: dict[str, int] = {}
+        self._sizes = {}
         self._is_active = True
         self._is_inside_part = False
         super().__init__(*args, **kwargs)
@@ -445,7 +449,7 @@ def _free(device: torch.device) -> None:
 @contextmanager
 def _trying(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
     """Let the trainer train with batches of a size, from the start of an epoch, and put everything back."""
-    context, core = trainer.context, layers(trainer)[-1]
+    context, core = trainer.context, trainer.core
     with untouched(trainer, train=data):
         for layer in layers(trainer):
             if isinstance(layer, AutoBatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -64,6 +63,24 @@ class Compiled(Capability):
 
     kind = "compilation"
 
+    _compiles: str
+    _steps_per_call: int
+    # Batches that wait for the call that begins with the running one, and outputs of a call for batches to come.
+    _waiting: list[Any]
+    _coming: deque[Outputs]
+    _step: WholeStep | None
+    _restored: Mapping[str, Any] | None
+    # The epoch for which everything was last looked at; None for a run that begins.
+    _epoch: int | None
+    # What rules a graph, or several steps per call, out; None where that is not known.
+    _causes: tuple[str | None, str | None] | None
+    _is_eager: bool
+    # Whether every step is a call of its own, whatever was asked for.
+    _is_one_by_one: bool
+    # Whether strategies are told about the running batch, as `_SHARED` says.
+    _shares: bool
+    _told: set[str]
+
     def __init__(
         self,
         *args: Any,
@@ -81,21 +98,10 @@ class Compiled(Capability):
             raise ConfigError("steps_per_call: mode='model' has no graph of a step, use mode='step'")
         self._compiles = mode
         self._steps_per_call = steps_per_call
-        # Batches that wait for the call that begins with the running one, and outputs of a call for batches to come.
-        self._waiting: list[Any] = []
-        self._coming: deque[Outputs] = deque()
-        self._step: WholeStep | None = None
-        self._restored: Mapping[str, Any] | None = None
-        # The epoch for which everything was last looked at; None for a run that begins.
-        self._epoch: int | None = None
-        # What rules a graph, or several steps per call, out; None where that is not known.
-        self._causes: tuple[str | None, str | None] | None = None
-        self._is_eager = False
-        # Whether every step is a call of its own, whatever was asked for.
-        self._is_one_by_one = False
-        # Whether strategies are told about the running batch, as `_SHARED` says.
-        self._shares = False
-        self._told: set[str] = set()
+        self._waiting, self._coming = [], deque()
+        self._step = self._restored = self._epoch = self._causes = None
+        self._is_eager = self._is_one_by_one = self._shares = False
+        self._told = set()
         super().__init__(*args, **kwargs)
 
     @property
@@ -207,10 +213,10 @@ class Compiled(Capability):
         if cause is not None:
             raise CannotCompileError(cause)
         assert context.model is not None
-        trainer, (optimizer,) = cast(Any, self), context.optimizers
-        self._shares = trainer.strategies.training_step is not None
-        modules = [context.model, *([trainer.criterion] if isinstance(trainer.criterion, nn.Module) else [])]
-        clips_alike = self._step is not None and self._step.max_norm == trainer.options.gradient_clip
+        (optimizer,) = context.optimizers
+        self._shares = self.strategies.training_step is not None
+        modules = [context.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
+        clips_alike = self._step is not None and self._step.max_norm == self.options.gradient_clip
         if self._step is not None and clips_alike and self._step.adopt(modules, optimizer):
             if self._epoch is None and not self._step.find_again() and context.run.is_one_of_many:
                 # A graph for each of many runs would take longer than it saves.
@@ -218,10 +224,10 @@ class Compiled(Capability):
             self._step.look_again(self._read_by_step())
             return self._step
         assert context.run.trainer is not None
-        owners = (*layers(context.run.trainer), *with_parts(trainer.strategies))
+        owners = (*layers(context.run.trainer), *with_parts(self.strategies))
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
-        step = WholeStep(self._computed, modules, optimizer, trainer.options.gradient_clip, spaces)
+        step = WholeStep(self._computed, modules, optimizer, self.options.gradient_clip, spaces)
         step.look_again(self._read_by_step())
         step.begin(is_among_many=context.run.is_one_of_many)
         if self._restored:
@@ -231,17 +237,17 @@ class Compiled(Capability):
 
     def _read_by_step(self) -> Any:
         """Return the inputs of the step that are not tensors; None if they are unknown or need no comparison."""
-        trainer, context = cast(Any, self), self.context
+        context = self.context
         assert context.run.trainer is not None
         if not context.run.is_one_of_many:
             # One check per epoch costs little, except in many runs of a few steps each.
             return None
         has_own_step = any(map(_has_own_step, layers(context.run.trainer)))
         # The name of a loss may be that of somebody's own.
-        if has_own_step or _own_verb(_kinds(context.run.trainer), "train_step") or "loss_criterion" in context.config:
+        if has_own_step or _own_verb(context.run.trainer, "train_step") or "loss_criterion" in context.config:
             return None
         try:
-            return read_by((context.model, trainer.criterion, trainer.strategies.training_step, context.config), _KNOWN)
+            return read_by((context.model, self.criterion, self.strategies.training_step, context.config), _KNOWN)
         except UnknownError:
             return None
 
@@ -304,7 +310,7 @@ class Compiled(Capability):
         for bound in context.schedulers:
             if bound.interval != "epoch":
                 return f"a schedule moves at every {bound.interval}"
-        return _own_verb(_kinds(context.run.trainer), "scheduler_step", "after_step")
+        return _own_verb(self._run_layer, "scheduler_step", "after_step")
 
     def _computed(self, batch: Any) -> Mapping[str, Any]:
         """What the layers below compute, and nothing else of what they do."""
@@ -334,12 +340,12 @@ class Compiled(Capability):
             return "several processes share an update"
         if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_personal:
             return "the run has phases, in which different things are trained"
-        for strategy in cast(Any, self).strategies.hearing("on_gradients"):
+        for strategy in self.strategies.hearing("on_gradients"):
             return f"{type(strategy).__name__} wants to see gradients"
         for hook in context.callbacks.on_gradients:
             return f"{_owner(hook)} wants to see gradients"
-        kinds = _kinds(context.run.trainer)
-        return _outer_step(kinds) or _own_verb(kinds, "backward", "clip_gradients", "optimizer_step")
+        trainer = self._run_layer
+        return _outer_step(trainer) or _own_verb(trainer, "backward", "clip_gradients", "optimizer_step")
 
     def _tell(self, message: str) -> None:
         """Say once why training is not what was asked for."""
@@ -352,8 +358,6 @@ _EAGER = "training goes on without a graph: {}"
 _ONE_BY_ONE = "steps_per_call: every step is a call of its own: {}"
 # What the trainer tells strategies about the running batch.
 _SHARED = ("current_batch", "last_loss")
-# Where the verbs are what a graph computes in their place.
-_PLAIN = ("dovetail.trainers.base", "dovetail.trainers.core", "dovetail.trainers.decorators")
 
 # Strategies that compute from their attributes, the configuration and the batch alone.
 _KNOWN = frozenset(
@@ -383,28 +387,17 @@ class _NoVerbs:
         raise CannotCompileError(f"train_step optimises by itself, by {name}")
 
 
-def _kinds(trainer: Trainer | None) -> tuple[type[Any], ...]:
-    """The types of all layers, the outermost first."""
-    return () if trainer is None else tuple(map(type, layers(trainer)))
+def _outer_step(trainer: Trainer) -> str | None:
+    """Return which class changes the step from outside of the graph."""
+    first = trainer.customized_by("train_step")[0]
+    return None if first is Compiled else f"{first.__name__} changes what train_step returns; put it inside"
 
 
-@cache
-def _outer_step(kinds: tuple[type[Any], ...]) -> str | None:
-    """Which class changes the step from outside of the graph."""
-    for cls in (cls for kind in kinds for cls in kind.__mro__):
-        if cls is Compiled:
-            break
-        if "train_step" in vars(cls) and cls.__module__ not in _PLAIN:
-            return f"{cls.__name__} changes what train_step returns; put it inside"
-    return None
-
-
-@cache
-def _own_verb(kinds: tuple[type[Any], ...], *verbs: str) -> str | None:
-    """Which class has one of some verbs that a graph computes in its place."""
+def _own_verb(trainer: Trainer, *verbs: str) -> str | None:
+    """Return which class defines one of some verbs that a graph computes in its place."""
     for verb in verbs:
-        for cls in (cls for kind in kinds for cls in kind.__mro__):
-            if verb in vars(cls) and cls is not Compiled and cls.__module__ not in _PLAIN:
+        for cls in trainer.customized_by(verb):
+            if cls is not Compiled:
                 return f"{cls.__name__} has its own {verb}"
     return None
 

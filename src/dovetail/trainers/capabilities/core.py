@@ -23,10 +23,12 @@ class Capability(Mounted):
     """Base of capabilities: classes that add to the verbs of whatever they are mounted on.
 
     Over `TrainerDecorator` a capability decorates a trainer object; given to `Trainer.add_on` it extends a trainer
-    class. Its constructor takes its own keywords, sets its own attributes, and passes the rest on:
+    class. It declares its own attributes in the class body. Its constructor takes its own keywords, sets its own
+    attributes, and passes the rest on:
 
         class Loud(Capability):
             kind = "loudness"
+            word: str
 
             def __init__(self, *args, word="done", **kwargs):
                 self.word = word

@@ -55,6 +55,14 @@ class DataParallel(Capability):
 
     kind = "data parallel"
 
+    num_processes: int | None
+    max_restarts: int
+    _bucket_size: int
+    _devices: list[torch.device]
+    _group: Group | None
+    _turn: _Turn
+    _layouts: dict[int, _Layout]
+
     def __init__(
         self,
         *args: Any,
@@ -71,10 +79,10 @@ class DataParallel(Capability):
             raise ConfigError("max_restarts: only processes that the trainer starts are restarted; give num_processes")
         self.max_restarts = max_restarts
         self._bucket_size = bucket_size
-        self._devices: list[torch.device] = []
-        self._group: Group | None = None
+        self._devices = []
+        self._group = None
         self._turn = _Turn()
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts = {}
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------------ once per run

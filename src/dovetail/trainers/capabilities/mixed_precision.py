@@ -38,6 +38,10 @@ class MixedPrecision(Capability):
 
     kind = "mixed precision"
 
+    _wanted_precisions: list[PrecisionName]
+    _init_scale: float
+    _precision: Precision | None
+
     def __init__(
         self,
         *args: Any,
@@ -52,9 +56,9 @@ class MixedPrecision(Capability):
             Precision(name)
         if init_scale != _INIT_SCALE and not {"auto", "fp16"} & set(names):
             raise ConfigError(f"init_scale: only float16 is scaled, got precision={precision!r}")
-        self._names: list[PrecisionName] = names
+        self._wanted_precisions = names
         self._init_scale = init_scale
-        self._precision: Precision | None = None
+        self._precision = None
         super().__init__(*args, **kwargs)
 
     def setup(self) -> None:
@@ -98,7 +102,7 @@ class MixedPrecision(Capability):
     def _made(self) -> Precision:
         if self._precision is None:
             kind = self.context.device.type
-            self._precision = Precision(_first_possible(self._names, kind), kind, self._init_scale)
+            self._precision = Precision(_first_possible(self._wanted_precisions, kind), kind, self._init_scale)
         return self._precision
 
 

@@ -81,6 +81,28 @@ class DifferentialPrivacy(Capability):
         "gradient; use DataParallel",
     }
 
+    noise_multiplier: float | None
+    max_grad_norm: float
+    delta: float | None
+    target_epsilon: float | None
+    sample_rate: float | None
+    poisson_sampling: bool
+    # Opacus has no types: these are its accountant, its hooks and its optimizer, and the handle of `_check_step`.
+    _accountant: Any
+    _hooks: Any
+    _private: Any
+    _guard: Any
+    _seed: int
+    _generator: torch.Generator | None
+    _sampling: _Sampling | None
+    _delta: float | None
+    _names: dict[Tensor, str]
+    # The batch that was differentiated last, the samples of the running update, and how far its gradients are.
+    _batch: int
+    _num_samples: int
+    _is_clipped: bool
+    _is_private: bool
+
     def __init__(
         self,
         *args: Any,
@@ -109,17 +131,12 @@ class DifferentialPrivacy(Capability):
         self.target_epsilon = target_epsilon
         self.sample_rate = sample_rate
         self.poisson_sampling = poisson_sampling
-        # Opacus has no types: these are its accountant, its hooks and its optimizer.
-        self._accountant: Any = require("opacus.accountants", "privacy").create_accountant(accountant)
-        self._hooks: Any = None
-        self._private: Any = None
-        self._guard: Any = None
+        self._accountant = require("opacus.accountants", "privacy").create_accountant(accountant)
+        self._hooks = self._private = self._guard = None
         self._seed = secrets.randbits(63) if noise_seed is None else noise_seed
-        self._generator: torch.Generator | None = None
-        self._sampling: _Sampling | None = None
+        self._generator = self._sampling = None
         self._delta = delta
-        self._names: dict[Tensor, str] = {}
-        # The batch that was differentiated last, the samples of the running update, and how far its gradients are.
+        self._names = {}
         self._batch = -1
         self._num_samples = 0
         self._is_clipped = self._is_private = False

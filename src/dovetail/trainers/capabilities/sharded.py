@@ -52,6 +52,16 @@ class ShardedDataParallel(DataParallel):
 
     kind = "sharded data parallel"
 
+    _blocks: Blocks | None
+    _reshard_after_forward: bool | None
+    _mesh: DeviceMesh | None
+    # Parameters as they were before they were divided, and what they are now.
+    _divided: list[tuple[Tensor, Tensor]]
+    # Items that weigh 1, for losses of about their usual size.
+    _unit: float | None
+    # Items of this process in the batches of the running accumulation window before this one.
+    _items: Any
+
     def __init__(
         self, *args: Any, shard: Blocks | None = None, reshard_after_forward: bool | None = None, **kwargs: Any
     ) -> None:
@@ -63,13 +73,10 @@ class ShardedDataParallel(DataParallel):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
         self._blocks = shard
         self._reshard_after_forward = reshard_after_forward
-        self._mesh: DeviceMesh | None = None
-        # Parameters as they were before they were divided, and what they are now.
-        self._divided: list[tuple[Tensor, Tensor]] = []
-        # Items that weigh 1, for losses of about their usual size.
-        self._unit: float | None = None
-        # Items of this process in the batches of the running accumulation window before this one.
-        self._items: Any = 0
+        self._mesh = None
+        self._divided = []
+        self._unit = None
+        self._items = 0
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------------ once per run
@@ -216,7 +223,8 @@ class ShardedDataParallel(DataParallel):
     def _attended(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
         """One's own batches; then, while others have more, the last of them again, whose outputs nobody sees."""
         # The outermost layer, as the loop does for a batch that counts.
-        trainer: Any = self.context.run.trainer
+        trainer = self.context.run.trainer
+        assert trainer is not None
         step = trainer.predict_step if stage == "predict" else trainer.test_step
         batches = iter(own)
         batch = fresh = next(batches, _END)

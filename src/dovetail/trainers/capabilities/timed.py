@@ -62,6 +62,8 @@ class Timed(Capability):
 
     kind = "timing"
 
+    _times: _Times
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._times = _Times()
         super().__init__(*args, **kwargs)
