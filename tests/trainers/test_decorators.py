@@ -269,11 +269,11 @@ def test_customized_by_names_the_classes_of_all_layers(problem: Problem) -> None
 def test_a_training_process_trains_with_the_layers(kind: type[Trainer], problem: Problem) -> None:
     weights = []
     for settings in ({}, {"max_concurrency": 1}):
-        inner = kind(problem.model(), device="cpu", num_epochs=1, seed=1, verbose=False, **settings)
+        inner = kind(problem.model(), device="cpu", num_epochs=3, seed=1, verbose=False, **settings)
         with AMPTrainer(inner, precision="bf16") as trainer:
             trainer.train((problem.x, problem.y))
         weights.append(inner.model[0].weight)
-    plain = kind(problem.model(), device="cpu", num_epochs=1, seed=1, verbose=False)
+    plain = kind(problem.model(), device="cpu", num_epochs=3, seed=1, verbose=False)
     plain.train((problem.x, problem.y))
     assert torch.equal(*weights)
     assert not torch.equal(weights[0], plain.model[0].weight)
