@@ -22,7 +22,7 @@ from dovetail.cli import checkpoint as checkpoint_commands
 from dovetail.federated.config import FederatedConfig
 from dovetail.trainers import TrainerOptions, base, schedules, strategies
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.core import CoreTrainer
+from dovetail.trainers.single_process import SingleProcessTrainer
 
 ROOT = Path(__file__).parent.parent
 GUIDE = sorted((ROOT / "docs").rglob("*.md"))
@@ -261,7 +261,7 @@ def yaml_text(value: object) -> str:
 
 def test_the_options_are_those_of_the_trainer() -> None:
     documented = [(row[0], row[1]) for row in table_rows("options.md") if row[0].startswith("`")]
-    parameters = list(inspect.signature(CoreTrainer.__init__).parameters.values())[1:-1]
+    parameters = list(inspect.signature(SingleProcessTrainer.__init__).parameters.values())[1:-1]
     known: list[Any] = [*parameters, *dataclasses.fields(TrainerOptions)]
     assert documented == [(f"`{each.name}`", f"`{shown(each.default)}`") for each in known]
 

@@ -552,7 +552,7 @@ def test_numbers_that_make_no_sense_are_refused(problem: Problem, name: str, val
 def test_explain_shows_the_layers(problem: Problem) -> None:
     text = AMPTrainer(DDPTrainer(make_trainer(problem))).explain()
     shown = [line.strip("│├└─ ") for line in text.splitlines()[2:6]]
-    assert shown == ["AMPTrainer", "DDPTrainer (decorated)", "Trainer (decorated)", "CoreTrainer (decorated)"]
+    assert shown == ["AMPTrainer", "DDPTrainer (decorated)", "Trainer (decorated)", "SingleProcessTrainer (decorated)"]
 
 
 def test_a_dry_run_of_layers_puts_everything_back(problem: Problem) -> None:

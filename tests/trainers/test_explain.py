@@ -103,7 +103,7 @@ def test_the_whole_tree(problem: Problem, tmp_path: Path) -> None:
             "├── layers, the outermost first",
             "│   ├── Loud (add-on)",
             "│   ├── Trainer",
-            "│   └── CoreTrainer",
+            "│   └── SingleProcessTrainer",
             "├── model: Sequential on cpu, 103 parameters, 103 of them trainable",
             "├── verbs and seams",
             "│   ├── after_step → Loud",
@@ -150,7 +150,7 @@ def test_a_stream_has_an_unknown_number_of_batches(problem: Problem) -> None:
 def test_layers_follow_decorators_inward(problem: Problem) -> None:
     inner = Trainer.add_on(Loud, Quiet)(problem.model(), train_dataset=problem.batches, verbose=False)
     text = Decorator(inner).explain()
-    names = ["Decorator", "Quiet (add-on)", "Loud (add-on)", "Trainer (decorated)", "CoreTrainer (decorated)"]
+    names = ["Decorator", "Quiet (add-on)", "Loud (add-on)", "Trainer (decorated)", "SingleProcessTrainer (decorated)"]
     positions = [text.index(f"── {name}") for name in names]
     assert positions == sorted(positions)
     assert "after_step → Quiet → Loud\n" in text

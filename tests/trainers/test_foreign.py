@@ -14,10 +14,10 @@ from torch.optim import SGD
 from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
 from dovetail.trainers import Trainer, foreign
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.pieces import as_criterion, losses
 from dovetail.trainers.precision import Precision
+from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import (
     GradientAccumulationStepStrategy,
     GradientClippingStepStrategy,
@@ -69,7 +69,7 @@ def test_an_unknown_keyword_of_fit_is_answered_with_ours(name: str, answer: str)
 
 
 def test_no_word_of_another_library_is_one_of_ours() -> None:
-    ours = {*TrainerOptions.__dataclass_fields__, *CoreTrainer.__init__.__annotations__}
+    ours = {*TrainerOptions.__dataclass_fields__, *SingleProcessTrainer.__init__.__annotations__}
     assert not ours & foreign.OPTIONS.keys()
     assert not set(losses.names()) & foreign.LOSSES.keys()
     assert set(foreign.LOSSES.values()) <= set(losses.names())

@@ -25,9 +25,9 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Phase, Plan, Stage
-from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.decorators import TrainerDecorator
 from dovetail.trainers.pieces import losses
+from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import (
     CompositeUpdateStrategy,
     CrossEntropyLossStrategy,
@@ -90,7 +90,7 @@ class FleetTrainer(TrainerDecorator):
         ([6, 4], torch.Size([2, 4]))
     """
 
-    def __init__(self, trainer: CoreTrainer, members: Sequence[Member]) -> None:
+    def __init__(self, trainer: SingleProcessTrainer, members: Sequence[Member]) -> None:
         self._core = trainer
         self._one = trainer.model
         context = trainer.context
@@ -332,7 +332,7 @@ def why_alone(trainer: Trainer) -> str | None:
         >>> why_alone(ComposableTrainer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), verbose=False))
         'Dropout draws random numbers'
     """
-    if trainer.core is not trainer or not isinstance(trainer, CoreTrainer):
+    if trainer.core is not trainer or not isinstance(trainer, SingleProcessTrainer):
         return f"{type(trainer).__name__} is a layer around the trainer"
     if not trainer._steps_by_default:
         return f"{type(trainer).__name__} has its own train_step"
@@ -353,7 +353,7 @@ def _module_alone(model: nn.Module) -> str | None:
     return None
 
 
-def _pieces_alone(trainer: CoreTrainer) -> str | None:
+def _pieces_alone(trainer: SingleProcessTrainer) -> str | None:
     strategies, context, options = trainer.strategies, trainer.context, trainer.options
     if options.accumulation_steps > 1:
         return "several batches share one update"
@@ -391,7 +391,7 @@ def _strategy_alone(strategy: Strategy) -> str | None:
     return None
 
 
-def _loss_alone(trainer: CoreTrainer) -> str | None:
+def _loss_alone(trainer: SingleProcessTrainer) -> str | None:
     strategy = trainer.strategies.loss
     while isinstance(strategy, PenalizedLossStrategy):
         strategy = strategy.inner
@@ -416,7 +416,7 @@ def _loss_alone(trainer: CoreTrainer) -> str | None:
     return None if is_mean else "the loss is no plain mean over samples"
 
 
-def _optimizer_alone(trainer: CoreTrainer) -> str | None:
+def _optimizer_alone(trainer: SingleProcessTrainer) -> str | None:
     optimizer = trainer.optimizer
     if len(trainer.context.optimizers) != 1:
         return f"there are {len(trainer.context.optimizers)} optimizers"
@@ -428,7 +428,7 @@ def _optimizer_alone(trainer: CoreTrainer) -> str | None:
     return None
 
 
-def _loader(trainer: CoreTrainer, member: Member) -> DataLoader[Any]:
+def _loader(trainer: SingleProcessTrainer, member: Member) -> DataLoader[Any]:
     trainer.context.state["order_seed"] = member.seed
     loader = trainer.get_train_loader(trainer.batch_size, member.data, None)
     if not isinstance(loader, DataLoader):

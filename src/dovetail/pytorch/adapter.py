@@ -31,9 +31,9 @@ from dovetail.pytorch.trial import PyTorchTrial, check_evaluation, check_methods
 from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer as AnyTrainer
 from dovetail.trainers.context import BoundScheduler, Plan, Stage, TrainingContext
-from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.precision import Precision
+from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import Batches, Epochs, TrainUnit
 
 __all__ = ["AT_THE_END", "CheckpointPolicy", "Period", "TrialTrainer", "Wishes"]
@@ -57,7 +57,7 @@ class Wishes:
     source: Path | None = None
 
 
-class TrialTrainer(CoreTrainer):
+class TrialTrainer(SingleProcessTrainer):
     """The adapter between a trial and the loop: its verbs are the trial's methods.
 
     `Trainer` puts the layers around it that the context asks for. Any other layer fits, too.

@@ -48,7 +48,7 @@ class Option:
 
 
 class OptionAttributes:
-    """The options of `CoreTrainer` as attributes, and what follows from assigning them.
+    """The options of `SingleProcessTrainer` as attributes, and what follows from assigning them.
 
     An assignment is checked like a keyword of the constructor, and takes effect from the next run on; numbers of the
     optimizer, `gradient_clip` and `batch_size` also during a run.

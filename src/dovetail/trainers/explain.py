@@ -26,7 +26,7 @@ from dovetail.units import Epochs
 
 if TYPE_CHECKING:
     from dovetail.trainers.capabilities.timed import Spent
-    from dovetail.trainers.core import CoreTrainer
+    from dovetail.trainers.single_process import SingleProcessTrainer
 
 __all__ = ["Explanation", "Measured", "Outlook", "count_parameters", "explain", "look_ahead"]
 
@@ -142,9 +142,9 @@ def explain(trainer: Trainer) -> Explanation:
         Trainer
         ├── layers, the outermost first
         │   ├── Trainer
-        │   └── CoreTrainer
+        │   └── SingleProcessTrainer
         ├── model: Linear on cpu, 10 parameters, 10 of them trainable
-        ├── verbs: all of them CoreTrainer's own
+        ├── verbs: all of them SingleProcessTrainer's own
         ├── callbacks, in order
         │   └── NonFiniteLoss
         └── epoch 1 of 10
@@ -160,7 +160,7 @@ def explain(trainer: Trainer) -> Explanation:
         (_shown_model(context), ()),
     ]
     answers = _answers(trainer)
-    nodes.append(("verbs and seams" if answers else "verbs: all of them CoreTrainer's own", answers))
+    nodes.append(("verbs and seams" if answers else "verbs: all of them SingleProcessTrainer's own", answers))
     strategies = strategies_of(trainer)
     if roles := [field.name for field in fields(strategies) if field.init and getattr(strategies, field.name)]:
         nodes.append(("strategies", [f"{role}: {getattr(strategies, role)!r}" for role in roles]))
@@ -311,7 +311,7 @@ def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
 
 def _batch_size(trainer: Trainer) -> int | None:
     """The samples of a full training batch, if that can be told without reading any."""
-    core = cast("CoreTrainer", trainer.core)
+    core = cast("SingleProcessTrainer", trainer.core)
     loader = core.loader("train")
     if isinstance(loader, (list, tuple)) and loader:
         return trainer.batch_length(loader[0])

@@ -13,7 +13,7 @@ from dovetail.callbacks import Callback, Callbacks
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.core import CoreTrainer
+from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches, counted
 
@@ -53,7 +53,7 @@ class LRFinder:
 
     def __init__(
         self,
-        trainer: CoreTrainer,
+        trainer: SingleProcessTrainer,
         *,
         lr_min: float = 1e-6,
         lr_max: float = 1.0,

@@ -26,16 +26,16 @@ from dovetail.history import History
 from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import loop
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.fitting import restoring
 from dovetail.trainers.pieces import as_mode
 from dovetail.trainers.schedules.applied import set_lr
+from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import Epochs
 
 __all__ = ["ClassicSpelling", "PlatoSpelling", "ProgressChecker", "RunSpelling", "own_hooks"]
 
 
-class ClassicSpelling(CoreTrainer):
+class ClassicSpelling(SingleProcessTrainer):
     """lernomatic's names: `train()`, histories, rates and momentum as properties."""
 
     def train(self, trainset: Any = None, sampler: Any = None) -> float:
@@ -186,7 +186,7 @@ class ClassicSpelling(CoreTrainer):
         self.num_epochs = number
 
 
-class RunSpelling(CoreTrainer):
+class RunSpelling(SingleProcessTrainer):
     """zae-engine's names: `run`, `toggle`, `inference`, logs per epoch and the best weights."""
 
     loss_buffer: float = math.inf
@@ -342,7 +342,7 @@ class ProgressChecker:
         self._progress.epoch = self._progress.batches = 0
 
 
-class PlatoSpelling(CoreTrainer):
+class PlatoSpelling(SingleProcessTrainer):
     """plato's names: hooks as methods, `train_model`, `test_model`, `test`, client ids."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Nesting
 
 if TYPE_CHECKING:
-    from dovetail.trainers.core import CoreTrainer
+    from dovetail.trainers.single_process import SingleProcessTrainer
 
 __all__ = ["kept", "layers", "own_callbacks", "strategies_of", "untouched", "with_parts"]
 
@@ -150,7 +150,7 @@ def _released(held: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
 
 def _random_sources(trainer: Trainer, stage: Stage) -> Iterator[tuple[Any, Any]]:
     """The generators that the order of a stage's data is drawn from, its sampler and its loader, with their states."""
-    core = cast("CoreTrainer", trainer.core)
+    core = cast("SingleProcessTrainer", trainer.core)
     if trainer.context.run.data.get(stage) is None:
         return
     loader = core.loader(stage)

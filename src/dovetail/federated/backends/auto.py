@@ -11,7 +11,6 @@ import torch
 from dovetail.federated.backends.base import Backend, Foresight, Outcome, Work, Worker
 from dovetail.federated.backends.processes import Process
 from dovetail.federated.backends.sequential import Sequential
-from dovetail.federated.backends.vectorized import Vectorized
 from dovetail.federated.messages import Task
 from dovetail.runtime.cores import num_cores
 
@@ -30,10 +29,11 @@ _WORTHWHILE = 0.1
 
 
 class Auto(Backend):
-    """Picks a backend when the first round begins, by model and fleet, and says why in one line.
+    """Picks a backend when the first round starts, by the work and the machine, and logs the reason.
 
-    `vectorized` where there is an accelerator, `process` where several cores can share a round that is worth it, else
-    `sequential`. What is picked depends on the work and the machine, never on how long anything took: a run that is
+    `process` if several cores can share a round that is worth it, else `sequential`; on an accelerator `sequential`,
+    because the clients share it. `vectorized` is never picked: it has not been measured on an accelerator. What is
+    picked depends on the work and the machine, never on how long anything took: a run that is
     repeated has the same backend and the same bits.
 
     Attributes:
@@ -76,12 +76,12 @@ class Auto(Backend):
             self._picked.close()
 
     def _pick(self, work: Sequence[Work]) -> tuple[Backend, str]:
-        if torch.cuda.is_available():
-            return Vectorized(self.num_workers, self.timeout), f"this machine has a {torch.cuda.get_device_name()}"
         alone = Sequential(self.num_workers, self.timeout)
         together = Process(self.num_workers, self.timeout)
         if self.timeout is not None:
             return together, "only another process can be stopped after a timeout"
+        if torch.accelerator.is_available():
+            return alone, "the clients share an accelerator"
         num_workers = self.num_workers or num_cores()
         if num_workers == 1:
             return alone, "there is one core" if self.num_workers is None else "one client is at work at a time"

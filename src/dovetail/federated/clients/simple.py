@@ -29,9 +29,9 @@ from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.core import CoreTrainer
 from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import seed_everything
+from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import DefaultLRSchedulerStrategy, DefaultTestingStrategy
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.untouched import layers, with_parts
@@ -100,7 +100,7 @@ class Client:
         self.current_round = 0
         self._given_trainer = trainer
         self._trainer_callbacks = list(trainer_callbacks or ())
-        self._trainer: CoreTrainer | None = None
+        self._trainer: SingleProcessTrainer | None = None
         self._initial: dict[str, Tensor] = {}
         self._fresh: Mapping[str, Any] = {}
         # Whether strategies keep something of a client from round to round.
@@ -138,7 +138,7 @@ class Client:
         """Override to act when an update is ready, before callbacks are called and its processors change it."""
 
     @property
-    def trainer(self) -> CoreTrainer:
+    def trainer(self) -> SingleProcessTrainer:
         """The trainer that works for every client in turn."""
         assert self._trainer is not None, "a server begins a client before it is asked for anything"
         return self._trainer
@@ -419,7 +419,7 @@ class Client:
             load_weights(context.model, sent)
 
 
-def as_trainer(trainer: Any, model: nn.Module | None = None) -> CoreTrainer:
+def as_trainer(trainer: Any, model: nn.Module | None = None) -> SingleProcessTrainer:
     """Return a trainer of one's own: a copy, or one that is made now.
 
     Args:
@@ -432,7 +432,7 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> CoreTrainer:
     if trainer is None:
         # The default schedule reads the settings; a trainer has none otherwise.
         return ComposableTrainer(model=model, lr_scheduler_strategy=DefaultLRSchedulerStrategy(), verbose=False)
-    if isinstance(trainer, CoreTrainer):
+    if isinstance(trainer, SingleProcessTrainer):
         # Its model, if it has one, is what the federation began with. A copy of it is of no use.
         mine, given = trainer.context, trainer.context.model
         mine.model = None
@@ -442,7 +442,7 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> CoreTrainer:
             mine.model = given
     else:
         made = trainer() if callable(trainer) else trainer
-    if not isinstance(made, CoreTrainer):
+    if not isinstance(made, SingleProcessTrainer):
         raise ConfigError(f"trainer: expected a trainer, or a class or function that makes one, got {trainer!r}")
     if model is not None:
         made.model = model

@@ -31,7 +31,7 @@ from dovetail.trainers.fitting import restoring
 from dovetail.units import Batches, Epochs, TrainUnit, Updates
 
 if TYPE_CHECKING:
-    from dovetail.trainers.core import CoreTrainer
+    from dovetail.trainers.single_process import SingleProcessTrainer
 
 __all__ = ["DifferentialPrivacy"]
 
@@ -162,7 +162,7 @@ class DifferentialPrivacy(Capability):
         context = self.context
         if context.stage != "train":
             return
-        trainer, model = cast("CoreTrainer", self), context.model
+        trainer, model = cast("SingleProcessTrainer", self), context.model
         assert model is not None
         if trainer.options.gradient_clip:
             raise ConfigError(
@@ -386,7 +386,7 @@ class DifferentialPrivacy(Capability):
         if self._sampling is not None:
             return self._sampling
         context = self.context
-        loader = cast("CoreTrainer", self).loader("train")
+        loader = cast("SingleProcessTrainer", self).loader("train")
         if context.process.has_peers and is_shared_already(loader):
             raise ConfigError(
                 "differential privacy and a DistributedSampler, which can repeat samples: give a dataset, or a loader "

@@ -35,12 +35,12 @@ __all__ = [
 class Strategy:
     """What all kinds have in common: a life cycle, hooks, and a state that checkpoints keep.
 
-    `setup` and `teardown` come once per trainer. What belongs to one run, such as the global model of a federated
-    round, is captured in `on_train_start`.
+    `setup` and `teardown` come once per trainer. What belongs to one run, such as the weights that it
+    started with, is captured in `on_train_start`.
 
     Attributes:
-        vectorizes: Whether the same lines serve a fleet of K clients: tensors of the model, of `client_state` and of
-            `received` have a leading dimension then, and so has the loss. See `context.client.each`.
+        vectorizes: True if the strategy also works when every tensor of the model and of `context.client` has a leading
+            dimension with one row per model. The loss has one, too. See `context.client.each`.
     """
 
     role: ClassVar[str] = ""
@@ -53,10 +53,7 @@ class Strategy:
         """Once, when the trainer is closed; also after an error."""
 
     def on_client_start(self, context: TrainingContext) -> None:
-        """Before `on_train_start`: give `context.client.state` what a client that was never asked lacks in it.
-
-        Of a fleet, everybody is asked alone: the model is that of one client.
-        """
+        """Add missing entries to `context.client.state`; called before `on_train_start`, with one model at a time."""
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Before the first batch of every run."""

@@ -93,15 +93,15 @@ from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
 from dovetail.units import Batches, Epochs, Progress, TrainUnit, parse_unit
 
-__all__ = ["CoreTrainer"]
+__all__ = ["SingleProcessTrainer"]
 
 _S = TypeVar("_S")
-_T = TypeVar("_T", bound="CoreTrainer")
+_T = TypeVar("_T", bound="SingleProcessTrainer")
 
 StepFunction = Callable[[Any, Any], Mapping[str, Any]]
 
 
-class CoreTrainer(base.Trainer, OptionAttributes):
+class SingleProcessTrainer(base.Trainer, OptionAttributes):
     """One model, one process: every verb of the loop, and the seams that a subclass may override.
 
     The arguments are those of `basic.Trainer`.
@@ -136,7 +136,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         self.given = frozenset(options)
         self._assigned = set()
         self._has_schedulers = True
-        # A client's runs are many and short: only new attributes are worth a look at their names.
+        # Runs may be many and short: names are checked only if attributes were added.
         self._num_attributes = 0
         if self.options.seed is not None and not isinstance(model, nn.Module):
             # A model that is made here is made reproducibly.
@@ -205,7 +205,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         self._renew_callbacks(*CALLBACK_OPTIONS)
 
     @property
-    def core(self) -> CoreTrainer:
+    def core(self) -> SingleProcessTrainer:
         """The innermost trainer: this one, unless it decorates another."""
         return self
 
@@ -652,7 +652,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
             raise DataError(f"no {stage} data: pass it to the call, or {_DATASET_OPTION[stage]}=… to the trainer")
         known, loader = self._loaders.get(stage, (None, None))
         if known is not source:
-            # Most data are a tuple, and every call counts for a client of a few steps.
+            # Most data are a tuple, and every call counts in a run of a few steps.
             if not isinstance(source, tuple) and not holds_samples(source):
                 if isinstance(source, list) and (
                     self._steps_by_default if stage == "train" else self._tests_by_default
@@ -810,7 +810,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
     def _place_model(self, model: nn.Module) -> None:
         device, placed = self.context.device, self._placed
         is_known = placed is not None and placed() is model and self.options.memory_format is None
-        # A client's run may be a few steps long, and to move what is there takes as long as to train on a batch.
+        # In a run of a few steps, moving a model that is already in place takes as long as a batch.
         if is_known and (
             not torch.accelerator.is_available()
             or all(it.device == device for it in chain(model.parameters(), model.buffers()))
@@ -962,7 +962,7 @@ class CoreTrainer(base.Trainer, OptionAttributes):
         )
 
 
-_CONSTRUCTOR_NAMES = tuple(inspect.signature(CoreTrainer.__init__).parameters)[1:-1]
+_CONSTRUCTOR_NAMES = tuple(inspect.signature(SingleProcessTrainer.__init__).parameters)[1:-1]
 
 _DATASET_OPTION = {
     "train": "train_dataset",
