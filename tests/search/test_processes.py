@@ -77,13 +77,16 @@ def test_sigterm_reaches_the_command_alone_and_its_exit_code_is_kept(
     attempt: Attempt, until: Until, tmp_path: Path
 ) -> None:
     script = """
-import signal, subprocess, sys, time
-child = subprocess.Popen(["sh", "-c", "trap 'echo child heard' TERM; touch begun; while :; do sleep 0.01; done"])
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(["sh", "-c", "trap 'echo child heard' TERM; touch trapped; while :; do sleep 0.01; done"])
 def leave(number, frame):
     child.kill()
     print("saved", flush=True)
     sys.exit(143)
 signal.signal(signal.SIGTERM, leave)
+while not os.path.exists("trapped"):
+    time.sleep(0.01)
+open("begun", "w").close()
 time.sleep(600)
 """
     backend = LocalBackend()

@@ -19,8 +19,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from dovetail.callbacks import EMA, LambdaCallback
-from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
-from dovetail.runtime import relay
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.processes import Errand, Seats, TrainingProcessError
@@ -251,39 +250,6 @@ def test_a_basic_trainer_trains_elsewhere_to_the_same_bits(problem: Problem) -> 
     assert generators[0] == generators[1]
 
 
-class _OwnError(Exception):
-    pass
-
-
-def raised(error: Exception) -> Exception:
-    try:
-        raise error
-    except Exception as caught:
-        return relay.rebuilt(relay.described(caught))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("bad"),
-        KeyError("name"),
-        FileNotFoundError(2, "No such file", "data.csv"),
-        UnknownNameError("optimizer", "Adm", ["Adam"]),
-        ZeroDivisionError(),
-    ],
-)
-def test_an_error_of_python_or_ours_is_raised_as_what_it_is(error: Exception) -> None:
-    again = raised(error)
-    assert (type(again), str(again)) == (type(error), str(error))
-
-
-@pytest.mark.parametrize("error", [_OwnError("mine"), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no")])
-def test_any_other_error_is_named_in_ours(error: Exception) -> None:
-    again = raised(error)
-    assert type(again) is TrainingProcessError
-    assert str(again).endswith(f"{type(error).__qualname__}: {error}")
-
-
 def test_no_more_than_the_limit_run_at_once() -> None:
     seats, most = Seats(), []
     meeting = threading.Barrier(2)
@@ -309,10 +275,6 @@ def test_a_seat_is_given_back_after_an_error() -> None:
     with pytest.raises(ValueError, match="failed"), seats.taken(limit=1):
         raise ValueError("failed")
     assert seats.num_taken == 0
-
-
-def test_more_processes_than_cores_have_one_thread_each() -> None:
-    assert relay.share_of_threads(10**6) == 1
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5])
