@@ -73,7 +73,7 @@ LONG_FILES = {
     "trainers/explain.py": 518,
     "trainers/loop.py": 542,
     "trainers/schedules/values.py": 542,
-    "trainers/single_process.py": 1029,
+    "trainers/single_process.py": 960,
     "trainers/spellings.py": 597,
     "trainers/strategies/training_step.py": 599,
     "trainers/whole_step/step.py": 552,

@@ -193,7 +193,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     lookahead = _Lookahead(trainer.batches("train")) if accumulates and total is None else None
     # A window never spans two epochs, nor is one continued that an error has cut short.
     window.closes = True
-    acts_inside = any(isinstance(it, TrainUnit) and not isinstance(it, Epochs) for it in vars(plan).values())
+    acts_inside = not {type(unit) for unit in (plan.max_length, plan.validate, plan.save)} <= {Epochs, type(None)}
     until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
     is_first = True
 

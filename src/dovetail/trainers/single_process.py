@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import sys
 import warnings
 import weakref
@@ -25,11 +24,8 @@ from dovetail import checkpoint as store
 from dovetail.callbacks import Callback
 from dovetail.checkpoint.model_file import model_format
 from dovetail.data import (
-    Share,
     as_loader,
-    is_shared_already,
     num_batches,
-    shared,
     split_batch,
 )
 from dovetail.data.batches import map_tensors
@@ -46,6 +42,7 @@ from dovetail.trainers.attributes import (
     warn_of_near_names,
 )
 from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
+from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.fitting import (
     check_fits,
     check_kind,
@@ -73,7 +70,6 @@ from dovetail.trainers.pieces import (
     requires_closure,
 )
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
-from dovetail.trainers.reading import Reader, keeps_place
 from dovetail.trainers.saving import RETENTION, Saver
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.stepping import make_update
@@ -166,11 +162,8 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         self._train_step = train_step
         self._test_step = test_step
         self._move = batch_mover(self.options.memory_format)
-        self._loaders: dict[str, tuple[Any, Any]] = {}
-        self._parts: dict[int, tuple[Any, Any, int]] = {}
+        self._data = TrainerData(context)
         self._placed: weakref.ref[nn.Module] | None = None
-        # A checkpoint holds the states of the first two.
-        self._readers = {stage: Reader(resumable=stage == "train") for stage in ("train", "valid", "test", "predict")}
         self._step_strategy: TrainingStepStrategy | None = None
         self._step_is_plain = True
         self.strategies = Strategies(
@@ -375,13 +368,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         context.run.checked = context.progress.copy()
         context.run.id = restore(state, "run_id", str, "")
         context.client.state = restore({"client_state": {}, **state}, "client_state", dict, {})
-        context.state["order_seed"] = restore(state, "order_seed", int, 0)
-        restore(state, "epoch_start", self._readers["train"].load_state_dict, {})
-        if state.get("valid_data") is not None:
-            restore(state, "valid_data", self._readers["valid"].load_state_dict, {})
-        begun = context.progress.batch
-        used = restore({"used": begun, **state}, "used", operator.index, 0)
-        context.process.share = replace(context.process.share, begun=begun, used=used)
+        self._data.load_state_dict(state)
         restore(state, "rng", set_rng_state, {})
 
     def _restore_schedulers(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -409,11 +396,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             "validated_at": context.run.validated_at,
             "validation": dict(context.run.validation),
             "run_id": context.run.id,
-            "order_seed": self.context.state["order_seed"],
-            "epoch_start": self._place_in_data(),
-            "valid_data": self._validation_data(),
-            # Batches of the running epoch that are used: with several processes, more than one a step.
-            "used": context.process.share.position(context.progress.batch),
+            **self._data.state_dict(),
             "rng": rng_state(),
         }
 
@@ -432,34 +415,12 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage; for training, from the running batch of the running epoch on."""
-        context, progress = self.context, self.context.progress
-        loader: Any = self.loader(stage)
-        reader = self._readers[stage]
-        if stage != "train":
-            loader = reader.own(self._shared(loader, context.process.share.rank))
-            return reader.batches(loader, epoch=progress.epoch, start=0, is_running=False)
-        if progress.batch == 0:
-            context.process.share = replace(context.process.share, begun=0, used=0)
-        rank, start = context.process.share.turn(progress.batch)
-        loader = reader.own(self._shared(loader, rank))
-        reason = None if context.run.saver is None else reader.inexact(loader)
-        if reason is not None:
-            warnings.warn(f"if this run is resumed, it may differ from an uninterrupted one: {reason}", stacklevel=2)
-        return reader.batches(
-            loader,
-            epoch=progress.epoch,
-            start=start,
-            is_running=progress.batch > 0,
-            reads_ahead=context.run.window.size > 1 and self.num_batches(stage) is None,
-        )
+        reads_ahead = stage == "train" and self.context.run.window.size > 1 and self.num_batches(stage) is None
+        return self._data.batches(stage, self.loader(stage), reads_ahead=reads_ahead)
 
     def num_batches(self, stage: Stage) -> int | None:
         """Return the steps that all the processes of a run make in a pass, or None where the data has no length."""
-        loader, share = self.loader(stage), self.context.process.share
-        total = num_batches(loader)
-        if total is None or is_shared_already(loader):
-            return total
-        return share.num_steps(total) if stage == "train" else Share(share.num_replicas).num_steps(total)
+        return self._data.num_batches(stage, self.loader(stage))
 
     def train_epoch(self) -> Mapping[str, float] | None:
         """Run one pass over the training data. An override may return its mean metrics."""
@@ -650,7 +611,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         source = self.context.run.data.get(stage)
         if source is None:
             raise DataError(f"no {stage} data: pass it to the call, or {_DATASET_OPTION[stage]}=… to the trainer")
-        known, loader = self._loaders.get(stage, (None, None))
+        known, loader = self._data.loaders.get(stage, (None, None))
         if known is not source:
             # Most data are a tuple, and every call counts in a run of a few steps.
             if not isinstance(source, tuple) and not holds_samples(source):
@@ -667,15 +628,14 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 loader = self.get_train_loader(self.batch_size, source, self.sampler)
             else:
                 loader = self.get_test_loader(self.val_batch_size if stage == "valid" else self.test_batch_size, source)
-            self._loaders[stage] = (source, loader)
+            self._data.loaders[stage] = (source, loader)
             if stage == "train":
                 self.context.state["train_loader"] = loader
         return loader
 
     def forget_loaders(self) -> None:
-        """Form every stage's batches anew when they are next asked for."""
-        self._loaders.clear()
-        self._parts.clear()
+        """Form the loaders of all stages again when they are needed."""
+        self._data.forget_loaders()
 
     def register(self, name: str, participant: Stateful) -> None:
         """Keep the state of any object with `state_dict` and `load_state_dict` in this trainer's checkpoints."""
@@ -742,9 +702,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         context.optimizers.clear()
         context.schedulers.clear()
         context.run.validated_at, context.run.validation, context.run.saver = -1, {}, None
-        # Those of other stages have nothing to continue.
-        self._readers["train"].reset()
-        self._readers["valid"].reset()
+        self._data.reset()
 
     def close(self) -> None:
         """Tear the strategies down, now and only now; the trainer trains no more."""
@@ -762,7 +720,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         # What `setup` and the first batch make is made anew where a copy is used.
         made = {"criterion": None} if self.strategies.loss is not None else {}
         kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
-        return {**kept, **made, "_loaders": {}, "_parts": {}, "_placed": None}
+        return {**kept, **made, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -913,33 +871,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 f"data_loader_strategy: {strategy!r} forms batches of samples, but a {type(source).__name__} holds "
                 "batches already; give the dataset, or leave out the strategy"
             )
-
-    def _shared(self, loader: Any, rank: int) -> Any:
-        """This process's part of a loader."""
-        share = self.context.process.share
-        if share.num_replicas == 1 or is_shared_already(loader):
-            return loader
-        if keeps_place(loader):
-            raise DataError(
-                "a loader that keeps its own place cannot be shared by several processes: give the dataset, or a "
-                "loader whose sampler is a DistributedSampler"
-            )
-        known, part, of = self._parts.get(rank, (None, None, 0))
-        if known is not loader or of != share.num_replicas:
-            part = shared(loader, share.num_replicas, rank, self.context.state["order_seed"])
-            self._parts[rank] = (loader, part, share.num_replicas)
-        return part
-
-    def _place_in_data(self) -> dict[str, Any]:
-        """Return what the rest of the running epoch, or the whole next one, is read from."""
-        reader, loader = self._readers["train"], self._loaders.get("train", (None, None))[1]
-        return reader.state_dict(reader.own(loader), is_running=self.context.progress.batch > 0)
-
-    def _validation_data(self) -> dict[str, Any] | None:
-        """Return what the next validation is read from; None if that follows from the order's seed."""
-        reader = self._readers["valid"]
-        loader = reader.own(self._loaders.get("valid", (None, None))[1])
-        return reader.state_dict(loader, is_running=False) if reader.has_state(loader) else None
 
     def _check_saving(self, *, validates: bool, saves: bool) -> None:
         """Report options that were given and cannot have an effect in this run."""

@@ -63,7 +63,8 @@ def kept(trainer: Trainer) -> Iterator[None]:
     context, randomness = trainer.context, rng_state()
     parts = (context, context.run, context.process, context.client)
     slots = [_held({name: getattr(part, name) for name in part.__slots__}) for part in parts]
-    owners = [*layers(trainer), *with_parts(strategies_of(trainer))]
+    data = vars(trainer.core).get("_data")
+    owners = [*layers(trainer), *with_parts(strategies_of(trainer)), *([] if data is None else [data])]
     attributes = [(owner, _held(vars(owner))) for owner in owners]
     try:
         yield

@@ -354,7 +354,7 @@ class Client:
     def _get_ready(self, task: Task, state: ClientState) -> dict[str, Tensor]:
         """Make of the trainer that of one client, whatever the last one was, and return the weights it begins with."""
         core = self.trainer
-        context = self.trainer.context
+        context = core.context
         assert context.model is not None
         received = {**task.weights, **self._initial, **state.get(_OWN, {})}
         before = {name: value.to(context.device) for name, value in received.items()}
