@@ -73,7 +73,7 @@ def known() -> set[str]:
 
 # What the tables name of Python, torch, torchmetrics and the other library itself.
 FOREIGN = {
-    *("True", "False", "BatchNorm", "DataLoader", "Dataset", "LambdaLR", "MulticlassF1Score", "SGD"),
+    *("True", "False", "BatchNorm", "DataLoader", "Dataset", "LambdaLR", "Module", "MulticlassF1Score", "SGD"),
     *("BCEWithLogitsLoss", "CrossEntropyLoss", "HuberLoss", "MSELoss", "Adam", "lr_lambda"),
     *("get_scheduler", "save_pretrained"),
 }
