@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tomllib
 
-from dovetail.trainers import base
+from dovetail.trainers import TrainingContext, base
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dovetail"
@@ -360,3 +360,8 @@ def assert_only(found: set[str], exceptions: Mapping[str, str]) -> None:
     """Compare what breaks a rule with its named exceptions."""
     assert sorted(found - exceptions.keys()) == [], "breaks the rule; see docs/architecture.md"
     assert sorted(exceptions.keys() - found) == [], "no longer needs its exception; remove it"
+
+
+def test_the_context_has_at_most_20_public_names() -> None:
+    names = [name for name in dir(TrainingContext) if not name.startswith("_")]
+    assert len(names) <= 20, names
