@@ -312,26 +312,6 @@ def test_every_layer_is_a_trainer(problem: Problem) -> None:
         assert (inner.momentum, layer.cur_epoch, layer.run_log) == (0.5, 0, None)
 
 
-@pytest.mark.slow
-def test_a_type_checker_accepts_a_layer_as_a_trainer(tmp_path: Path) -> None:
-    api = pytest.importorskip("mypy.api")
-    script = tmp_path / "script.py"
-    script.write_text("""
-from dovetail.trainers import AMPTrainer, DDPTrainer, Trainer, TrainerDecorator
-
-def train(trainer: Trainer) -> float:
-    trainer.num_epochs = 3
-    trainer.run(1, None)
-    return trainer.train()
-
-def layers(trainer: Trainer) -> list[Trainer]:
-    train(AMPTrainer(DDPTrainer(trainer), precision="bf16"))
-    return [AMPTrainer(trainer), TrainerDecorator(trainer).core, DDPTrainer(trainer).unwrap()]
-""")
-    output, errors, status = api.run(["--strict", str(script)])
-    assert status == 0, output + errors
-
-
 def test_the_decorated_trainer_alone_trains_as_it_is(problem: Problem) -> None:
     inner = make_trainer(problem)
     outer = Counting(inner)
