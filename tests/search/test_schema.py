@@ -499,6 +499,7 @@ def try_mutations(seeds: range) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:keys that mean nothing here")
+@pytest.mark.filterwarnings("ignore:pbt. a truncate_fraction of")
 def test_a_file_with_a_mistake_is_refused_by_a_sentence_and_never_otherwise() -> None:
     # All of them take seconds: `DOVETAIL_TORTURE=1`.
     count = 5000 if os.environ.get("DOVETAIL_TORTURE") == "1" else 1000
