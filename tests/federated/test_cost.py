@@ -106,7 +106,7 @@ def test_the_calls_around_a_client_do_not_grow_with_the_clients_before_it() -> N
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.torture), 2])
 def test_all_clients_share_one_graph_and_agree_with_eager_ones(steps_per_call: int) -> None:
     model, data = make_model(), Sizes(40, 19, 7, 33, 8, 27)
     eager = make_client(data, model, make_trainer())

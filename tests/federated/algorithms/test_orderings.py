@@ -42,6 +42,7 @@ def test_drift_keeps_fedavg_from_the_optimum_and_neither_scaffold_nor_feddyn(ben
     assert 0 < distance["FedDyn"] < 0.25 * distance["FedAvg"]
 
 
+@pytest.mark.torture
 @pytest.mark.slow
 def test_fedprox_calms_the_loss_and_does_not_raise_it(benchmark: ModuleType) -> None:
     movements = []

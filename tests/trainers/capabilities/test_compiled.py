@@ -221,7 +221,7 @@ def assert_same_run(one: Any, other: Any) -> None:
         # A graph of eight steps takes half a minute to compile.
         pytest.param(8, {"max_length": Epochs(3)}, marks=torture),
         (3, {"max_length": Batches(25), "validation_period": Batches(9)}),
-        (3, {"max_length": Updates(20), "validation_period": Records(72)}),
+        pytest.param(3, {"max_length": Updates(20), "validation_period": Records(72)}, marks=torture),
     ],
 )
 def test_several_steps_per_call_have_the_bits_of_one(
