@@ -54,7 +54,7 @@ class TrainingContext:
         callbacks: The registered callbacks, in call order.
         config: Settings that strategies and plato's hooks read.
         state: A dictionary that strategies share.
-        client: The client that the trainer works for. A federation sets it, and the kernel never reads it.
+        client: The client that the trainer works for. A federation sets it; checkpoints hold its `state`.
         process: The place of this process among those that train together.
         run: What the loop keeps about the run.
     """
