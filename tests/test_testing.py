@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from dovetail import callbacks as our_callbacks
 from dovetail import testing
 from dovetail.callbacks import Callback, TrainerCallback
+from dovetail.trainers import recipe
 from dovetail.trainers import strategies as ours
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.strategies import coerce
 from dovetail.units import Updates
 
 Contract = Any
@@ -79,7 +79,7 @@ loss(ours.L2RegularizationStrategy)
 loss(ours.DefaultLossCriterionStrategy)
 loss(lambda: ours.DefaultLossCriterionStrategy(functional.mse_loss), "OfFunction", make_data=regression_data)
 loss(lambda: ours.CompositeLossStrategy([ours.CrossEntropyLossStrategy(), (ours.L2RegularizationStrategy(0.1), 0.5)]))
-loss(lambda: coerce.as_loss_strategy("MultiMarginLoss"), "OfName")
+loss(lambda: recipe.as_strategy("loss", "MultiMarginLoss"), "OfName")
 
 optimizer = partial(add, testing.OptimizerStrategyContract)
 optimizer(ours.DefaultOptimizerStrategy)
@@ -98,7 +98,7 @@ optimizer(
     )
 )
 optimizer(lambda: ours.GradientClippingOptimizerStrategy(ours.AdamOptimizerStrategy(lr=0.01), max_norm=0.1))
-optimizer(lambda: coerce.as_optimizer_strategy(partial(torch.optim.AdamW, lr=0.01)), "OfPartial")
+optimizer(lambda: recipe.as_strategy("optimizer", partial(torch.optim.AdamW, lr=0.01)), "OfPartial")
 
 
 def backward_by_hand(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
@@ -124,7 +124,7 @@ step(lambda: ours.CustomBackwardStepStrategy(backward_by_hand))
 step(lambda: ours.MultipleForwardPassStepStrategy(3))
 step(lambda: ours.MultipleForwardPassStepStrategy(3), "OfDropout", make_model=with_dropout, changes_gradients=True)
 step(lambda: ours.ValidateBeforeStepStrategy(raise_on_error=True))
-step(lambda: coerce.as_step_strategy(plain_step))
+step(lambda: recipe.as_strategy("training_step", plain_step))
 step(
     lambda: ours.compose_steps(
         ours.GradientAccumulationStepStrategy(2),
@@ -175,13 +175,13 @@ schedule(
     )
 )
 schedule(lambda: ours.TimmLRSchedulerStrategy(TimmLike))
-schedule(lambda: coerce.as_scheduler_strategy(partial(torch.optim.lr_scheduler.StepLR, step_size=3)), "OfPartial")
+schedule(lambda: recipe.as_strategy("lr_scheduler", partial(torch.optim.lr_scheduler.StepLR, step_size=3)), "OfPartial")
 
 update = partial(add, testing.ModelUpdateStrategyContract)
 update(ours.NoOpUpdateStrategy)
 update(ours.StateTrackingUpdateStrategy)
 update(lambda: ours.CompositeUpdateStrategy([ours.NoOpUpdateStrategy(), ours.StateTrackingUpdateStrategy()]))
-update(lambda: coerce.as_update_strategy(lambda context: context.state.update(seen=context.progress.updates)))
+update(lambda: recipe.as_strategy("model_update", lambda context: context.state.update(seen=context.progress.updates)))
 
 
 def doubled(context: TrainingContext) -> int:

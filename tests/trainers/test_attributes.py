@@ -203,7 +203,7 @@ def test_the_order_of_an_epoch_is_not_changed_in_its_middle(problem: Problem) ->
 
 def test_assigned_rates_reach_optimizers_that_are_built_later(problem: Problem) -> None:
     trainer = make(
-        problem, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), lr_scheduler=OTHER["lr_scheduler"]
+        problem, optim_function=partial(torch.optim.SGD, lr=0.1, momentum=0.9), lr_scheduler=OTHER["lr_scheduler"]
     )
     trainer.learning_rate, trainer.momentum, trainer.weight_decay = 0.2, 0.5, 0.125
     trainer.train_model({"epochs": 1}, (problem.x, problem.y))
@@ -289,7 +289,7 @@ def test_an_attribute_one_letter_off_an_option_is_pointed_out(problem: Problem) 
 
 
 def test_an_lbfgs_that_accumulates_is_refused_in_every_run(problem: Problem) -> None:
-    trainer = make(problem, optimizer=partial(torch.optim.LBFGS, lr=0.1), accumulation_steps=2)
+    trainer = make(problem, optim_function=partial(torch.optim.LBFGS, lr=0.1), accumulation_steps=2)
     for _ in range(2):
         with pytest.raises(ConfigError, match="cannot accumulate gradients"):
             trainer.fit(max_length=Epochs(1))

@@ -13,9 +13,9 @@ from torch.optim import SGD
 
 from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
 from dovetail.trainers import Trainer, foreign
+from dovetail.trainers.catalog import losses
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.options import TrainerOptions
-from dovetail.trainers.pieces import as_criterion, losses
 from dovetail.trainers.precision import Precision
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import (
@@ -25,6 +25,7 @@ from dovetail.trainers.strategies import (
     MultipleForwardPassStepStrategy,
     StepLRSchedulerStrategy,
 )
+from dovetail.trainers.strategies.adapters import as_criterion
 from dovetail.units import Epochs
 
 X = torch.linspace(-1, 1, 64 * 4).reshape(64, 4)

@@ -1,4 +1,4 @@
-"""Keeping gradients small."""
+"""Callback that clips gradients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from dovetail.callbacks.base import Callback, is_new_run
+from dovetail.clipping import Clipping
 from dovetail.distributed import whole
-from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -53,20 +52,7 @@ class GradientClipping(Callback):
         norm_type: float = 2.0,
         log: bool = False,
     ) -> None:
-        limits = [limit for limit in (max_norm, max_value) if limit is not None]
-        if len(limits) != 1 or not limits[0] > 0:
-            raise ConfigError(
-                "GradientClipping: expected exactly one positive limit, max_norm or max_value, "
-                f"got max_norm={max_norm!r} and max_value={max_value!r}"
-            )
-        if max_value is not None and norm_type != 2.0:
-            raise ConfigError(
-                "GradientClipping: norm_type: expected with max_norm only, "
-                f"got norm_type={norm_type!r} and max_value={max_value!r}"
-            )
-        self.max_norm = max_norm
-        self.max_value = max_value
-        self.norm_type = norm_type
+        self.clipping = Clipping("GradientClipping", max_norm, max_value, norm_type)
         self.log = log
         # Sum of sizes, clipped steps and all steps of the running epoch, for each optimizer by its place.
         self._tallies: dict[int, Tensor] = {}
@@ -78,18 +64,9 @@ class GradientClipping(Callback):
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
         """Clip what the optimizer is about to use."""
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-        ]
-        if self.max_norm is not None:
-            size = clip_grad_norm_(parameters, self.max_norm, self.norm_type)
-            if self.log:
-                self._count(context, optimizer, size, self.max_norm)
-        elif self.max_value is not None:
-            if self.log:
-                gradients = [parameter.grad for parameter in parameters]
-                self._count(context, optimizer, get_total_norm(gradients, torch.inf), self.max_value)
-            clip_grad_value_(parameters, self.max_value)
+        size = self.clipping.apply(optimizer)
+        if self.log:
+            self._count(context, optimizer, size)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         """Record the sizes of the epoch."""
@@ -105,11 +82,11 @@ class GradientClipping(Callback):
             )
         self._tallies.clear()
 
-    def _count(self, context: TrainingContext, optimizer: Optimizer, size: Tensor, limit: float) -> None:
+    def _count(self, context: TrainingContext, optimizer: Optimizer, size: Tensor) -> None:
         size = whole(size)
         # On the device: reading the norm at every step would wait for it.
         place = next(index for index, known in enumerate(context.optimizers) if known is optimizer)
-        entry = torch.stack([size, (size > limit).to(size.dtype), torch.ones_like(size)])
+        entry = torch.stack([size, (size > self.clipping.limit).to(size.dtype), torch.ones_like(size)])
         known = self._tallies.get(place)
         self._tallies[place] = entry if known is None else entry + known.to(entry.device)
 

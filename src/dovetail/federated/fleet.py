@@ -24,9 +24,9 @@ from dovetail.data import DataLoader, split_batch
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.trainers.base import Trainer
+from dovetail.trainers.catalog import losses
 from dovetail.trainers.context import Phase, Plan, Stage
 from dovetail.trainers.decorators import TrainerDecorator
-from dovetail.trainers.pieces import losses
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import (
     CompositeUpdateStrategy,
@@ -37,7 +37,7 @@ from dovetail.trainers.strategies import (
     Strategy,
     TrainingStepStrategy,
 )
-from dovetail.trainers.strategies.coerce import CallableLossStrategy
+from dovetail.trainers.strategies.adapters import CallableLossStrategy
 from dovetail.trainers.strategies.nesting import Nesting
 from dovetail.units import Epochs, TrainUnit
 
@@ -130,8 +130,8 @@ class FleetTrainer(TrainerDecorator):
 
     def sent_by(self, position: int) -> dict[str, Any]:
         """Return what one member sends besides its weights."""
-        update = self._core.strategies.model_update
-        return {} if update is None else _row(update.get_update_payload(self.context), position)
+        payload = self._core.strategies.model_update.get_update_payload(self.context)
+        return cast("dict[str, Any]", _row(payload, position))
 
     def train_together(self) -> None:
         """Train all members to their ends."""
@@ -176,12 +176,9 @@ class FleetTrainer(TrainerDecorator):
         self._idle, context.run.num_items = batch.idle, batch.counts
         context.client.working = (batch.counts > 0).double()
         criterion = partial(self._losses, batch.counts)
-        if strategy is None:
-            losses = criterion(context.model(batch.inputs), batch.targets)
-        else:
-            context.state["current_batch"] = context.progress.batch
-            optimizer = context.optimizers[0]
-            losses = strategy.training_step(context.model, optimizer, batch.inputs, batch.targets, criterion, context)
+        context.state["current_batch"] = context.progress.batch
+        optimizer = context.optimizers[0]
+        losses = strategy.training_step(context.model, optimizer, batch.inputs, batch.targets, criterion, context)
         self._note(losses.detach(), batch)
         return {"loss": losses.sum()}
 
@@ -237,8 +234,8 @@ class FleetTrainer(TrainerDecorator):
             value = term.penalized(value, self.context)
         return value
 
-    def _criterion_of(self, loss: LossCriterionStrategy | None) -> Any:
-        if loss is None or loss is self._core.strategies.loss:
+    def _criterion_of(self, loss: LossCriterionStrategy) -> Any:
+        if loss is self._core.strategies.loss:
             return self._core.criterion
         return loss.criterion(self.context)
 
@@ -398,15 +395,12 @@ def _loss_alone(trainer: SingleProcessTrainer) -> str | None:
     if type(strategy) is CrossEntropyLossStrategy:
         is_mean = strategy.reduction == "mean" and strategy.weight is None
         return None if is_mean else "the loss is no plain mean over samples"
-    if strategy is None:
-        criterion = trainer.get_loss_criterion()
-    elif type(strategy) not in (DefaultLossCriterionStrategy, CallableLossStrategy):
+    if type(strategy) not in (DefaultLossCriterionStrategy, CallableLossStrategy):
         return f"{type(strategy).__name__} may look at more than one sample"
-    else:
-        config = trainer.context.config
-        arguments = config.get("parameters", {}).get("loss_criterion", {})
-        named = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))
-        criterion = cast(DefaultLossCriterionStrategy, strategy).loss_fn or named(**arguments)
+    config = trainer.context.config
+    arguments = config.get("parameters", {}).get("loss_criterion", {})
+    named = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))
+    criterion = cast(DefaultLossCriterionStrategy, strategy).loss_fn or named(**arguments)
     if criterion in _MEAN_FUNCTIONS:
         return None
     if not isinstance(criterion, _MEANS):

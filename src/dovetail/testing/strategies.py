@@ -25,7 +25,7 @@ from dovetail.testing.contract import (
 )
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.pieces import forward
+from dovetail.trainers.modules import forward
 from dovetail.trainers.strategies.base import (
     DataLoaderStrategy,
     LossCriterionStrategy,

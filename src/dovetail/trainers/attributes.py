@@ -14,18 +14,28 @@ import torch
 from torch import Tensor
 
 from dovetail.callbacks import Callback, ImprovementWindow, NonFiniteLoss, ProgressDisplay, StopWhen
+from dovetail.clipping import Clipping
 from dovetail.data import to_device
 from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError
 from dovetail.trainers.context import TrainingContext, Window
+from dovetail.trainers.devices import as_device, check_device
 from dovetail.trainers.options import TrainerOptions
-from dovetail.trainers.pieces import as_device, check_device
+from dovetail.trainers.recipe import CONFLICTS, check_conflicts, strategy_from_options
 from dovetail.trainers.saving import RETENTION
 from dovetail.trainers.schedules.applied import set_lr, set_momentum
-from dovetail.trainers.strategies.bundle import Strategies, refuse_both
+from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.units import counted
 
-__all__ = ["CALLBACK_OPTIONS", "Option", "OptionAttributes", "batch_mover", "channels_last", "warn_of_near_names"]
+__all__ = [
+    "CALLBACK_OPTIONS",
+    "Option",
+    "OptionAttributes",
+    "batch_mover",
+    "channels_last",
+    "clipping_of",
+    "warn_of_near_names",
+]
 
 
 class Option:
@@ -66,11 +76,9 @@ class OptionAttributes:
     _rates_are_checked: bool = False
     _own_callbacks: dict[str, Callback]
     _own_config: dict[str, Any]
-    _wanted_criterion: Any
-    _wanted_optimizer: Any
-    _wanted_scheduler: Any
     _has_schedulers: bool
     _move: Callable[[Any, torch.device], Any]
+    _clipping: Clipping | None
     _placed: Any
 
     if TYPE_CHECKING:
@@ -126,7 +134,7 @@ class OptionAttributes:
         if name in _RATES:
             self._set_rate(name, value)
         else:
-            refuse_both(self.strategies, {name})
+            check_conflicts(self.strategies, {name})
             self._check_assignment(name, options)
         self.options, self.given = options, self.given | {name}
         self._apply_option(name, value)
@@ -154,6 +162,7 @@ class OptionAttributes:
     def _apply_option(self, name: str, value: Any) -> None:
         """Bring everything that was made from an option before up to date."""
         context, options = self.context, self.options
+        self._rebuild_pieces(name)
         if name in _CONFIG_KEYS:
             context.config[_CONFIG_KEYS[name]] = self._own_config[_CONFIG_KEYS[name]] = value
         if name in _LOADER_OPTIONS:
@@ -169,14 +178,11 @@ class OptionAttributes:
         elif name == "seed":
             context.state["order_seed"] = torch.initial_seed() % 2**63 if value is None else value
         elif name == "loss_function":
-            self._wanted_criterion, self.criterion, context.run.loss_is_default = value, None, False
+            self.criterion, context.run.loss_is_default = None, False
         elif name == "optim_function":
-            self._wanted_optimizer = value
             context.optimizers.clear()
             context.schedulers.clear()
         elif name in ("lr_scheduler", "mtm_scheduler", "scheduler_step_on_batch"):
-            if name == "lr_scheduler":
-                self._wanted_scheduler = value
             context.schedulers.clear()
             self._has_schedulers = False
         elif name == "accumulation_steps":
@@ -185,6 +191,14 @@ class OptionAttributes:
             context.device = as_device(None, value)
         elif name == "memory_format":
             self._move, self._placed = batch_mover(value), None
+
+    def _rebuild_pieces(self, name: str) -> None:
+        """Build the strategy and the clipping that an option describes again."""
+        for role, names in CONFLICTS.items():
+            if name in names and role not in self.strategies.given:
+                setattr(self.strategies, role, strategy_from_options(role, self.options))
+        if name == "gradient_clip":
+            self._clipping = clipping_of(self.options)
 
     def _set_rate(self, name: str, value: Any) -> None:
         """Set a number of the optimizer in every parameter group, now and whenever optimizers are built."""
@@ -299,7 +313,7 @@ class OptionAttributes:
     @property
     def loss_function(self) -> Any:
         """The loss as it was given, or its strategy."""
-        return self._wanted_criterion if self.strategies.loss is None else self.strategies.loss
+        return self.strategies.loss if "loss" in self.strategies.given else self.options.loss_function
 
     @loss_function.setter
     def loss_function(self, loss: Any) -> None:
@@ -308,7 +322,7 @@ class OptionAttributes:
     @property
     def optim_function(self) -> Any:
         """The optimizer as it was given, or its strategy; assigning another one drops the present optimizer."""
-        return self._wanted_optimizer if self.strategies.optimizer is None else self.strategies.optimizer
+        return self.strategies.optimizer if "optimizer" in self.strategies.given else self.options.optim_function
 
     @optim_function.setter
     def optim_function(self, optimizer: Any) -> None:
@@ -317,7 +331,7 @@ class OptionAttributes:
     @property
     def lr_scheduler(self) -> Any:
         """The schedule as it was given, or its strategy; an assigned one starts at its beginning."""
-        return self._wanted_scheduler if self.strategies.lr_scheduler is None else self.strategies.lr_scheduler
+        return self.strategies.lr_scheduler if "lr_scheduler" in self.strategies.given else self.options.lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
@@ -429,6 +443,11 @@ def batch_mover(memory_format: str | None) -> Callable[[Any, torch.device], Any]
 
 def _to_device_channels_last(batch: Any, device: torch.device) -> Any:
     return map_tensors(channels_last, to_device(batch, device))
+
+
+def clipping_of(options: TrainerOptions) -> Clipping | None:
+    """Return the limit for gradients that the option `gradient_clip` sets, or None."""
+    return Clipping("gradient_clip", options.gradient_clip) if options.gradient_clip else None
 
 
 def channels_last(tensor: Tensor) -> Tensor:

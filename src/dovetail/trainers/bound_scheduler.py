@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-__all__ = ["BoundScheduler", "Interval"]
+from dovetail.trainers.schedules import ScheduleLR
+
+__all__ = ["BoundScheduler", "Interval", "bind_scheduler"]
 
 Interval = Literal["update", "batch", "epoch", "manual"]
 
@@ -73,3 +75,14 @@ class BoundScheduler:
         """Restore the state returned by `state_dict`."""
         self.scheduler.load_state_dict(dict(state["scheduler"]))
         self.count, self.batches = int(state["count"]), int(state["batches"])
+
+
+def bind_scheduler(scheduler: LRScheduler | ReduceLROnPlateau, *, on_batch: bool = False) -> BoundScheduler:
+    """Return a scheduler with its interval: that of our schedules, per update for one-cycle kinds, else per epoch."""
+    interval: Interval = "epoch"
+    if isinstance(scheduler, ScheduleLR):
+        interval = scheduler.interval
+    elif on_batch or isinstance(scheduler, (OneCycleLR, CyclicLR)):
+        interval = "batch" if on_batch else "update"
+    monitor = "valid_accuracy" if isinstance(scheduler, ScheduleLR) else "valid_loss"
+    return BoundScheduler(scheduler, interval, monitor=monitor)

@@ -13,6 +13,7 @@ from dovetail import checkpoint as store
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers.basic import Trainer
 from dovetail.trainers.processes import train_in_process
+from dovetail.trainers.recipe import CONFLICTS, SPELLINGS
 from dovetail.trainers.strategies import (
     DefaultDataLoaderStrategy,
     DefaultLossCriterionStrategy,
@@ -22,7 +23,6 @@ from dovetail.trainers.strategies import (
     NoOpUpdateStrategy,
     NoSchedulerStrategy,
 )
-from dovetail.trainers.strategies.bundle import ANSWERED
 
 __all__ = ["ComposableTrainer"]
 
@@ -80,7 +80,8 @@ class ComposableTrainer(Trainer):
     ) -> None:
         def default(role: str, strategy: Any, make: Callable[[], Any]) -> Any:
             # An option such as `optim_function` is an answer, too: no default takes its place.
-            is_answered = strategy is not None or ANSWERED.get(role, frozenset()) & options.keys()
+            named = {SPELLINGS.get(name, name) for name in options}
+            is_answered = strategy is not None or CONFLICTS.get(role, frozenset()) & named
             return strategy if is_answered else make()
 
         super().__init__(
@@ -140,8 +141,7 @@ class ComposableTrainer(Trainer):
         """What the update strategy sends besides the weights; after training in a process, what it said there."""
         if self._payload is not None and self._payload[0] == self._moment():
             return dict(self._payload[1])
-        update = self.strategies.model_update
-        return update.get_update_payload(self.context) if update is not None else {}
+        return self.strategies.model_update.get_update_payload(self.context)
 
     def _train_elsewhere(self, trainset: Any, sampler: Any, config: Mapping[str, Any] | None = None) -> float:
         seconds, payload = train_in_process(self, trainset, sampler, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -20,6 +20,7 @@ from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import BatchState, Plan, Stage, TrainingContext, Window
 from dovetail.trainers.metrics import Meter
+from dovetail.trainers.strategies.bundle import ROLES, Strategies
 from dovetail.trainers.strategies.nesting import shown
 from dovetail.trainers.untouched import kept, layers, strategies_of
 from dovetail.units import Epochs
@@ -162,7 +163,8 @@ def explain(trainer: Trainer) -> Explanation:
     answers = _answers(trainer)
     nodes.append(("verbs and seams" if answers else "verbs: all of them SingleProcessTrainer's own", answers))
     strategies = strategies_of(trainer)
-    if roles := [field.name for field in fields(strategies) if field.init and getattr(strategies, field.name)]:
+    if isinstance(strategies, Strategies) and strategies.given:
+        roles = [role for role in ROLES if role in strategies.given]
         nodes.append(("strategies", [f"{role}: {getattr(strategies, role)!r}" for role in roles]))
     names = [_shown_callback(callback) for callback in context.callbacks]
     nodes.append(("callbacks, in order" if names else "no callbacks", names))
@@ -178,17 +180,24 @@ def explain(trainer: Trainer) -> Explanation:
 def _work_on_copies(trainer: Trainer) -> None:
     """Give a trainer, for as long as `kept` holds it, optimizers, schedulers and counters that it may spoil."""
     context = trainer.context
-    core = trainer.core
-    # Weights and moments are large and never written here, and strategies are kept as they are: all are shared.
-    shared: list[Any] = [context, *layers(trainer), *strategies_of(trainer)]
+    core, strategies = trainer.core, strategies_of(trainer)
+    # Weights and moments are large and never written here, so they are shared.
+    shared: list[Any] = [context, *layers(trainer)]
     if context.model is not None:
         shared += [context.model, *context.model.parameters()]
-    for optimizer in [*context.optimizers, *_optimizers_in(vars(core).values())]:
+    held = [value for strategy in strategies for value in vars(strategy).values()]
+    for optimizer in [*context.optimizers, *_optimizers_in([*vars(core).values(), *held])]:
         shared += [value for state in optimizer.state.values() for value in _values(state)]
     memo: dict[int, Any] = {id(each): each for each in shared}
     for name, value in vars(core).items():
         if isinstance(value, (Optimizer, LRScheduler, ReduceLROnPlateau, list, tuple)) and _moves_rates(value):
             vars(core)[name] = copy.deepcopy(value, memo)
+    if isinstance(strategies, Strategies):
+        # These two may hold optimizers and schedulers that were given as objects.
+        optimizer_strategy, scheduler_strategy = copy.deepcopy((strategies.optimizer, strategies.lr_scheduler), memo)
+        copied = replace(strategies, optimizer=optimizer_strategy, lr_scheduler=scheduler_strategy)
+        copied.is_set_up = strategies.is_set_up
+        vars(core)["strategies"] = copied
     context.progress, context.run.batch = copy.copy(context.progress), copy.copy(context.run.batch)
     # What was seen of earlier epochs says nothing about this one.
     context.run.validation, context.state = {}, {**context.state, "last_loss": None}
@@ -414,8 +423,8 @@ def _answers(trainer: Trainer) -> list[str]:
         given, role = vars(core).get(f"_{name}"), _SEAMS.get(name)
         if passes_on and name in ("train_step", "test_step") and callable(given):
             answers.append(shown(given))
-        elif passes_on and role is not None and (strategy := getattr(strategies, role)) is not None:
-            answers.append(repr(strategy))
+        elif passes_on and role is not None and isinstance(strategies, Strategies) and role in strategies.given:
+            answers.append(repr(getattr(strategies, role)))
         if answers:
             lines.append(f"{name} → {' → '.join(answers)}")
     return lines

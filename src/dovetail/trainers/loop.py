@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -184,7 +184,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     progress, callbacks, optimizers, stepped = context.progress, context.callbacks, context.optimizers, notes.stepped
     assert plan is not None
     # Bound once: attribute look-ups are most of what a loop costs over an empty step.
-    to_device, batch_length, train_step = trainer.to_device, trainer.batch_length, trainer.train_step
+    to_device, batch_length = trainer.to_device, trainer.batch_length
+    train_step = _in_precision(context, trainer.train_step)
     scheduler_step, after_step = trainer.scheduler_step, trainer.after_step
     on_step_start, on_update, on_step_end = callbacks.on_step_start, callbacks.on_update, callbacks.on_step_end
 
@@ -262,7 +263,12 @@ def _check_first(trainer: Trainer, batch: Any, output: Any) -> None:
 
 def _predict_quietly(trainer: Trainer, batch: Any) -> Any:
     with _evaluating(trainer.context, "train"):
-        return trainer.predict_step(batch)
+        return _in_precision(trainer.context, trainer.predict_step)(batch)
+
+
+def _in_precision(context: TrainingContext, verb: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a verb that computes in the precision of the run; bound once per pass, so full precision costs nothing."""
+    return verb if context.precision is None else context.precision.applied_to(verb)
 
 
 def _optimize(trainer: Trainer, batch: Any, output: Mapping[str, Any]) -> None:
@@ -360,7 +366,7 @@ def predict(trainer: Trainer, data: Any = None) -> Any:
     """Return the predictions for `data`, joined over its batches."""
     context = trainer.context
     with _lent_data(context, "predict", data), _running(trainer, "predict"), _evaluating(context, "predict"):
-        to_device, predict_step = trainer.to_device, trainer.predict_step
+        to_device, predict_step = trainer.to_device, _in_precision(context, trainer.predict_step)
         return concat(trainer.gather([predict_step(to_device(batch)) for batch in trainer.batches("predict")]))
 
 
@@ -368,7 +374,12 @@ def predict(trainer: Trainer, data: Any = None) -> Any:
 def looking(trainer: Trainer, stage: Stage = "test", data: Any = None) -> Iterator[None]:
     """Set a trainer up to look at data in a way of one's own; nothing of the training changes."""
     context = trainer.context
-    with _lent_data(context, stage, data), _running(trainer, stage), _evaluating(context, stage):
+    with ExitStack() as stack:
+        for state in (_lent_data(context, stage, data), _running(trainer, stage), _evaluating(context, stage)):
+            stack.enter_context(state)
+        # The precision is known once the trainer is set up.
+        if context.precision is not None:
+            stack.enter_context(context.precision.autocast())
         yield
 
 
@@ -377,7 +388,8 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
     meter = Meter()
     num_batches = 0
     with _evaluating(context, stage):
-        to_device, batch_length, test_step = trainer.to_device, trainer.batch_length, trainer.test_step
+        to_device, batch_length = trainer.to_device, trainer.batch_length
+        test_step = _in_precision(context, trainer.test_step)
         metrics = dict(context.run.metrics)
         for metric in metrics.values():
             metric.reset()

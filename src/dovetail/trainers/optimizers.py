@@ -1,8 +1,12 @@
-"""Two optimizers that plato's configurations name and torch lacks."""
+"""Two optimizers that torch lacks, and functions over any optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +15,7 @@ from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
 
-__all__ = ["LARS", "AdaHessian"]
+__all__ = ["LARS", "AdaHessian", "requires_closure", "twin_of"]
 
 
 class LARS(Optimizer):
@@ -160,3 +164,39 @@ def _diagonal(weights: list[Tensor]) -> list[Tensor]:
 def _with_gradients(closure: Callable[[], Any]) -> Any:
     with torch.enable_grad():
         return closure()
+
+
+def twin_of(optimizer: Optimizer, twins: Mapping[Tensor, Tensor]) -> Optimizer:
+    """Return an optimizer of the same kind and settings, without state, for other parameters.
+
+    Args:
+        optimizer: The optimizer to copy.
+        twins: The replacement of each parameter; parameters without one are left out.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> own, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1))
+        >>> twin_of(torch.optim.SGD([own], lr=0.5, momentum=0.9), {own: other}).param_groups[0]["momentum"]
+        0.9
+    """
+    # A shallow copy: only the parameter groups and the state are new.
+    made = copy.copy(optimizer)
+    made.param_groups = [
+        {**group, "params": [twins[parameter] for parameter in group["params"] if parameter in twins]}
+        for group in optimizer.param_groups
+    ]
+    made.state = defaultdict(dict)
+    return made
+
+
+def requires_closure(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer.step` needs a function that evaluates the loss."""
+    # Of the class: a scheduler replaces the step of the instance by a wrapper.
+    return _requires_closure(type(optimizer).step)
+
+
+@cache
+def _requires_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers import foreign
 
-__all__ = ["TrainerOptions"]
+__all__ = ["TrainerOptions", "as_mode"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +152,13 @@ class TrainerOptions:
             if name not in known:
                 raise UnknownNameError("keyword", name, known.union(also_known), foreign.OPTIONS)
         return cls(**given)
+
+
+def as_mode(mode: str) -> Literal["train", "test"]:
+    """Return the mode of a trainer; raise if there is no such mode."""
+    if mode in ("train", "test"):
+        return cast(Literal["train", "test"], mode)
+    raise ConfigError(f"mode: expected 'train' or 'test', got {mode!r}")
 
 
 _WHOLE = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -22,6 +22,9 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 class Precision:
     """Autocast for the forward pass and, in float16, a gradient scaler around backward and step.
+
+    A layer or a strategy sets `context.precision`. The loop computes every step under its autocast, and the verbs of
+    the trainer scale, unscale and step through it.
 
     The order is always: scale the loss, differentiate, unscale, clip, step. The scaler is updated once per batch, even
     when several optimizers stepped: a new scale between them would unscale the second one's gradients by the wrong
@@ -64,6 +67,17 @@ class Precision:
     def autocast(self) -> torch.autocast:
         """Return the context in which the forward pass and the loss are computed."""
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not torch.float32)
+
+    def applied_to(self, verb: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a verb of a batch that computes under autocast; in full precision, the verb itself."""
+        if self.dtype is torch.float32:
+            return verb
+
+        def call(batch: Any) -> Any:
+            with self.autocast():
+                return verb(batch)
+
+        return call
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss to differentiate."""

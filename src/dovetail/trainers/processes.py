@@ -143,8 +143,7 @@ class Errand:
         else:
             trainer.train_model(self.config, self.trainset, self.sampler)
         seconds = time.perf_counter() - started
-        update = trainer.strategies.model_update
-        payload = {} if update is None else update.get_update_payload(trainer.context)
+        payload = trainer.strategies.model_update.get_update_payload(trainer.context)
         return {"seconds": seconds, "payload": payload, **trained_state(trainer)}
 
     def take(self, result: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dovetail.registry import Registry
 from dovetail.trainers import basic, composable
-from dovetail.trainers.pieces import losses, optimizers, schedulers
+from dovetail.trainers.catalog import losses, optimizers, schedulers
 
 __all__ = ["get", "losses", "names", "optimizers", "register", "schedulers", "trainers"]
 

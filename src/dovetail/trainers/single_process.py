@@ -7,7 +7,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -25,7 +24,6 @@ from dovetail.callbacks import Callback
 from dovetail.checkpoint.model_file import model_format
 from dovetail.data import (
     as_loader,
-    num_batches,
     split_batch,
 )
 from dovetail.data.batches import map_tensors
@@ -39,10 +37,14 @@ from dovetail.trainers.attributes import (
     OptionAttributes,
     batch_mover,
     channels_last,
+    clipping_of,
     warn_of_near_names,
 )
+from dovetail.trainers.bound_scheduler import bind_scheduler
+from dovetail.trainers.catalog import classifies, is_torch_loss
 from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
+from dovetail.trainers.devices import as_device, check_device
 from dovetail.trainers.fitting import (
     check_fits,
     check_kind,
@@ -54,36 +56,17 @@ from dovetail.trainers.fitting import (
     weights_difference,
 )
 from dovetail.trainers.metrics import Meter, accuracy, as_metrics
-from dovetail.trainers.options import TrainerOptions
-from dovetail.trainers.pieces import (
-    as_criterion,
-    as_device,
-    as_mode,
-    as_module,
-    as_optimizers,
-    as_scheduler,
-    bind_scheduler,
-    check_device,
-    check_owned,
-    classifies,
-    forward,
-    requires_closure,
-)
+from dovetail.trainers.modules import as_module, forward
+from dovetail.trainers.optimizers import requires_closure
+from dovetail.trainers.options import as_mode
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
+from dovetail.trainers.recipe import SPELLINGS, check_owned, make_strategies, options_from
 from dovetail.trainers.saving import RETENTION, Saver
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.stepping import make_update
+from dovetail.trainers.strategies.adapters import OptionLoaderStrategy, as_scheduler
 from dovetail.trainers.strategies.base import TrainingStepStrategy
-from dovetail.trainers.strategies.bundle import Strategies, check_roles, refuse_both
-from dovetail.trainers.strategies.coerce import (
-    as_loader_strategy,
-    as_loss_strategy,
-    as_optimizer_strategy,
-    as_scheduler_strategy,
-    as_step_strategy,
-    as_testing_strategy,
-    as_update_strategy,
-)
+from dovetail.trainers.strategies.bundle import check_roles
 from dovetail.trainers.strategies.data_loader import DefaultDataLoaderStrategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
@@ -91,7 +74,6 @@ from dovetail.units import Batches, Epochs, Progress, TrainUnit, parse_unit
 
 __all__ = ["SingleProcessTrainer"]
 
-_S = TypeVar("_S")
 _T = TypeVar("_T", bound="SingleProcessTrainer")
 
 StepFunction = Callable[[Any, Any], Mapping[str, Any]]
@@ -128,8 +110,10 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         **options: Any,
     ) -> None:
         self.saves_by_default = False
-        self.options = TrainerOptions.from_keywords(options, _CONSTRUCTOR_NAMES)
-        self.given = frozenset(options)
+        spelled = {"criterion": criterion, "optimizer": optimizer, "scheduler": scheduler}
+        written = {*options, *(name for name, piece in spelled.items() if piece is not None)}
+        self.options = options_from(options, spelled, _CONSTRUCTOR_NAMES)
+        self.given = frozenset(SPELLINGS.get(name, name) for name in written)
         self._assigned = set()
         self._has_schedulers = True
         # Runs may be many and short: names are checked only if attributes were added.
@@ -155,36 +139,31 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         self.mode = as_mode(mode)
         self.criterion: Any = None
         self.sampler: Any = None
-        self._wanted_criterion = criterion if criterion is not None else self.options.loss_function
-        self._wanted_optimizer = optimizer if optimizer is not None else self.options.optim_function
-        self._wanted_scheduler = scheduler if scheduler is not None else self.options.lr_scheduler
         context.run.metrics_are_default = metrics is None
         self._train_step = train_step
         self._test_step = test_step
         self._move = batch_mover(self.options.memory_format)
+        self._clipping = clipping_of(self.options)
         self._data = TrainerData(context)
         self._placed: weakref.ref[nn.Module] | None = None
-        self._step_strategy: TrainingStepStrategy | None = None
-        self._step_is_plain = True
-        self.strategies = Strategies(
-            loss=_if_given(as_loss_strategy, loss_strategy),
-            optimizer=_if_given(as_optimizer_strategy, optimizer_strategy),
-            training_step=_if_given(as_step_strategy, training_step_strategy),
-            lr_scheduler=_if_given(as_scheduler_strategy, lr_scheduler_strategy),
-            model_update=_if_given(as_update_strategy, model_update_strategy),
-            data_loader=_if_given(as_loader_strategy, data_loader_strategy),
-            testing=_if_given(as_testing_strategy, testing_strategy),
-        )
-        pieces = {"criterion": criterion, "optimizer": optimizer, "scheduler": scheduler}
-        refuse_both(self.strategies, {*options, *(name for name, piece in pieces.items() if piece is not None)})
-        self._refuse_two_steps(self.strategies.training_step)
+        given = {
+            "loss": loss_strategy,
+            "optimizer": optimizer_strategy,
+            "training_step": training_step_strategy,
+            "lr_scheduler": lr_scheduler_strategy,
+            "model_update": model_update_strategy,
+            "data_loader": data_loader_strategy,
+            "testing": testing_strategy,
+        }
+        self.strategies = strategies = make_strategies(given, self.options, written)
+        self._refuse_two_steps(strategies.training_step)
         if self._is_default("get_loss_criterion"):
-            loss = self.strategies.loss
-            if loss is None and self._steps_by_default:
-                check_owned(self._wanted_optimizer, context.model, self._wanted_criterion)
-            context.run.loss_is_default = (criterion is None and "loss_function" not in options) and (
-                loss is None or (type(loss) is DefaultLossCriterionStrategy and loss.loss_fn is None)
-            )
+            if "loss" not in strategies.given and self._steps_by_default:
+                check_owned(self.options.optim_function, context.model, self.options.loss_function)
+            loss = strategies.loss
+            is_configured = type(loss) is DefaultLossCriterionStrategy and loss.loss_fn is None
+            is_option = "loss" not in strategies.given and "loss_function" not in self.given
+            context.run.loss_is_default = is_configured or is_option
         if isinstance(callbacks, str) or not isinstance(callbacks, Iterable | None):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
         seed = self.options.seed
@@ -206,53 +185,22 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def get_loss_criterion(self) -> Callable[[Any, Any], Tensor]:
         """Return the loss: a callable of outputs and targets."""
-        strategy, context = self.strategies.loss, self.context
-        if strategy is None:
-            return as_criterion(self._wanted_criterion)
-        return strategy.criterion(context)
+        return self.strategies.loss.criterion(self.context)
 
     def get_optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
         """Return the optimizer of a model, or several in the order in which the loop steps them."""
-        if self.strategies.optimizer is not None:
-            return self.strategies.optimizer.create_optimizer(model, self.context)
-        return as_optimizers(
-            self._wanted_optimizer,
-            model,
-            {
-                "lr": self.context.config.get("lr", self.options.learning_rate),
-                "weight_decay": self.options.weight_decay,
-                "momentum": self.options.momentum,
-            },
-        )
+        return self.strategies.optimizer.create_optimizer(model, self.context)
 
     def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> Any:
         """Return the scheduler of an optimizer, or None; called once for each optimizer.
 
         A list of `BoundScheduler` is for all of them: the trainer then does not call this for the others.
         """
-        if self.strategies.lr_scheduler is not None:
-            return self.strategies.lr_scheduler.create_scheduler(optimizer, self.context)
-        return as_scheduler(self._wanted_scheduler, optimizer)
+        return self.strategies.lr_scheduler.create_scheduler(optimizer, self.context)
 
     def get_train_loader(self, batch_size: int, trainset: Any, sampler: Any = None) -> Iterable[Any]:
         """Return the training batches of a data set; not called for data that comes in batches already."""
-        if self.strategies.data_loader is not None:
-            return self.strategies.data_loader.create_train_loader(trainset, sampler, batch_size, self.context)
-
-        def loader(drop_last: bool) -> Iterable[Any]:
-            return as_loader(
-                trainset,
-                batch_size=batch_size,
-                shuffle=self.options.shuffle,
-                drop_last=drop_last,
-                num_workers=self.options.num_workers,
-                seed=self.context.state["order_seed"],
-                sampler=sampler,
-            )
-
-        # Data that does not fill one batch is better than none.
-        made = loader(self.options.drop_last)
-        return made if num_batches(made) != 0 else loader(False)
+        return self.strategies.data_loader.create_train_loader(trainset, sampler, batch_size, self.context)
 
     def get_test_loader(self, batch_size: int, testset: Any, sampler: Any = None) -> Iterable[Any]:
         """Return the batches of validation, test or prediction: every sample once, in order."""
@@ -315,7 +263,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 metric.to(context.device)
         if not self.strategies.is_set_up:
             raise ConfigError("the trainer is closed: its strategies are torn down; make a new one")
-        self._step_strategy = self.strategies.training_step
         if context.stage == "train":
             self._build_optimizers()
             if context.run.needs_closure and context.run.window.size > 1:
@@ -444,24 +391,22 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         if self._train_step is not None:
             return self._train_step(self, batch)
         inputs, targets = split_batch(batch)
-        context, strategy = self.context, self._step_strategy
-        if strategy is not None:
-            state, optimizer, model = context.state, context.optimizers[0], context.model
-            assert model is not None
-            state["current_batch"] = context.progress.batch
-            context.run.batch.uses_criterion = self._step_is_plain
-            try:
-                loss = strategy.training_step(model, optimizer, inputs, targets, self.criterion, context)
-            except TypeError as error:
-                if targets is None:
-                    add_note(error, self._no_targets("give a loss or a step strategy that needs none"))
-                raise
-            state["last_loss"] = loss.detach()
-            return {"loss": loss}
-        if targets is None:
+        context = self.context
+        state, model, optimizers = context.state, context.model, context.optimizers
+        assert model is not None
+        state["current_batch"] = context.progress.batch
+        context.run.batch.uses_criterion = self._step_is_plain
+        if targets is None and self._step_is_plain and is_torch_loss(self.criterion):
             raise DataError(self._no_targets(_NEED_TARGETS))
-        context.run.batch.uses_criterion = True
-        return {"loss": self.criterion(forward(self.context.model, inputs), targets)}
+        optimizer = optimizers[0] if optimizers else None
+        try:
+            loss = self._step_strategy.training_step(model, optimizer, inputs, targets, self.criterion, context)
+        except TypeError as error:
+            if targets is None:
+                add_note(error, self._no_targets("give a loss or a step strategy that needs none"))
+            raise
+        state["last_loss"] = loss.detach()
+        return {"loss": loss}
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
         """Return loss, outputs and targets of a batch; metrics are computed from the latter two."""
@@ -471,14 +416,12 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         if targets is None:
             raise DataError(f"the batch has no targets: {_NEED_TARGETS}")
         self.context.run.batch.uses_criterion = True
-        with self._autocast():
-            outputs = self.process_outputs(forward(self.context.model, inputs))
-            return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
+        outputs = self.process_outputs(forward(self.context.model, inputs))
+        return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
 
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs for the inputs of a batch."""
-        with self._autocast():
-            return self.process_outputs(forward(self.context.model, split_batch(batch)[0]))
+        return self.process_outputs(forward(self.context.model, split_batch(batch)[0]))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate the loss."""
@@ -491,10 +434,8 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         """Clip the norm of an optimizer's gradients to the option `gradient_clip`."""
         if self.context.precision is not None:
             self.context.precision.unscale(optimizer)
-        limit = self.options.gradient_clip
-        if limit:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, limit)
+        if self._clipping is not None:
+            self._clipping.apply(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step the optimizer, and return whether it really stepped; only a scaler ever skips."""
@@ -645,12 +586,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             raise ConfigError(f"register: {name!r} is registered already: choose another name")
         self.context.run.participants[name] = participant
 
-    def as_strategies(self) -> Strategies:
-        """Return the strategies, and one that is the trainer's own loss where there is none for it."""
-        if self.strategies.loss is not None:
-            return self.strategies
-        return replace(self.strategies, loss=as_loss_strategy(self.get_loss_criterion()))
-
     def equip(self, **strategies: Any) -> None:
         """Put strategies in place of the present ones, before a run; what is new may hold what was there.
 
@@ -667,7 +602,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         if context.run.trainer is not None:
             raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
         check_roles(strategies)
-        self._refuse_two_steps(strategies.get("training_step"))
+        self._refuse_two_steps(strategies.get("training_step", self.strategies.training_step))
         context.run.loss_is_default &= "loss" not in strategies
         if not self.strategies.is_set_up:
             raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")
@@ -679,7 +614,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             present = getattr(self.strategies, role)
             if present is not None:
                 present.teardown(context)
-        self.strategies = replace(self.strategies, **strategies)
+        self.strategies = replace(self.strategies, **strategies, given=self.strategies.given | strategies.keys())
         for added in strategies.values():
             added.setup(context)
         self.strategies.is_set_up = True
@@ -718,7 +653,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def __getstate__(self) -> dict[str, Any]:
         # What `setup` and the first batch make is made anew where a copy is used.
-        made = {"criterion": None} if self.strategies.loss is not None else {}
+        made = {"criterion": None} if self._is_default("get_loss_criterion") else {}
         kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
         return {**kept, **made, "_placed": None}
 
@@ -747,9 +682,9 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             raise ConfigError("the trainer has no model: give it one, Trainer(model, …)")
         return self.context.model
 
-    def _refuse_two_steps(self, strategy: TrainingStepStrategy | None) -> None:
-        """Refuse a strategy whose step would never be used; one that accumulates or clips goes with any step."""
-        if strategy is None or is_plain(strategy):
+    def _refuse_two_steps(self, strategy: TrainingStepStrategy) -> None:
+        """Raise if the step of a strategy would never be used; one that accumulates or clips goes with any step."""
+        if is_plain(strategy):
             return
         # A method that passes the call on, as a capability does, ends at the strategy.
         own = [vars(kind)["train_step"] for kind in self.core.customized_by("train_step")[:1]]
@@ -800,8 +735,9 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
     def _follow_strategies(self) -> None:
         self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
-        step = self.strategies.training_step
-        self._step_is_plain = step is None or is_plain(step)
+        # The optimizer of a step is None if a subclass builds none.
+        self._step_strategy: Any = self.strategies.training_step
+        self._step_is_plain = is_plain(self._step_strategy)
 
     def _build_optimizers(self) -> None:
         context = self.context
@@ -839,13 +775,13 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def _bind_scheduler(self, scheduler: Any) -> None:
         """Add a scheduler with its interval; one scheduler object for several optimizers is added once."""
-        context, strategy = self.context, self.strategies.lr_scheduler
+        context = self.context
         if scheduler is None or self._is_bound(scheduler):
             return
-        bound = bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
-        if strategy is not None and self._is_default("get_lr_scheduler"):
-            bound.interval, bound.frequency = strategy.interval, strategy.frequency
-            bound.stepper = partial(strategy.step, scheduler, context)
+        if self._is_default("get_lr_scheduler"):
+            bound = self.strategies.lr_scheduler.bind(scheduler, context)
+        else:
+            bound = bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
         if bound.optimizer not in context.optimizers:
             raise ConfigError(
                 f"scheduler: {type(scheduler).__name__} schedules an optimizer that this trainer does not have; make "
@@ -856,17 +792,15 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
     def _is_bound(self, scheduler: Any) -> bool:
         return any(bound.scheduler is scheduler for bound in self.context.schedulers)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.context.precision is None else self.context.precision.autocast()
-
     def _classifies(self) -> bool:
-        strategy = self.strategies.loss
-        return classifies(self.criterion) if strategy is None else strategy.classifies(self.context)
+        if self._is_default("get_loss_criterion"):
+            return self.strategies.loss.classifies(self.context)
+        return classifies(self.criterion)
 
     def _check_batches(self, source: Any) -> None:
         """Raise if a strategy that forms batches meets data that holds batches already."""
         strategy = self.strategies.data_loader
-        if strategy is not None and type(strategy) is not DefaultDataLoaderStrategy:
+        if type(strategy) not in (DefaultDataLoaderStrategy, OptionLoaderStrategy):
             raise DataError(
                 f"data_loader_strategy: {strategy!r} forms batches of samples, but a {type(source).__name__} holds "
                 "batches already; give the dataset, or leave out the strategy"
@@ -916,10 +850,6 @@ def _refuse_samples(batches: list[Any]) -> None:
     is_number = isinstance(targets, (int, float, np.generic))
     if is_number or (isinstance(targets, (Tensor, np.ndarray)) and not targets.ndim):
         raise DataError("a list holds batches, and its first item looks like a single sample: give (x, y) or a Dataset")
-
-
-def _if_given(coerce: Callable[[Any], _S], piece: Any) -> _S | None:
-    return None if piece is None else coerce(piece)
 
 
 def _length(value: TrainUnit | Mapping[str, int]) -> TrainUnit:

@@ -27,7 +27,7 @@ from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import loop
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.fitting import restoring
-from dovetail.trainers.pieces import as_mode
+from dovetail.trainers.options import as_mode
 from dovetail.trainers.schedules.applied import set_lr
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import Epochs
@@ -392,7 +392,7 @@ class PlatoSpelling(SingleProcessTrainer):
         testing = self.strategies.testing
         if testing is not None:
             settings = {**self.context.config, "test_batch_size": self.test_batch_size, **config}
-            with loop.looking(self._run_layer, "test"), self._autocast():
+            with loop.looking(self._run_layer, "test"):
                 return float(testing.test_model(self.model, settings, testset, sampler, self.context))
         size = int(config.get("batch_size", self.test_batch_size))
         metrics = self.evaluate(self.get_test_loader(size, testset, sampler))
@@ -488,7 +488,7 @@ def _whole_step(trainer: Any, batch: Any) -> dict[str, Any]:
         "gradient_clip": bool(trainer.options.gradient_clip),
         "precision='fp16'": context.precision is not None and context.precision.dtype is torch.float16,
         "several processes": context.process.has_peers,
-        "training_step_strategy": trainer.strategies.training_step is not None,
+        "training_step_strategy": "training_step" in trainer.strategies.given,
     }
     for name in (name for name, is_wanted in unused.items() if is_wanted):
         raise ConfigError(

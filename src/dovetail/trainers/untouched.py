@@ -34,10 +34,10 @@ def layers(trainer: Trainer) -> list[Trainer]:
     return found
 
 
-def strategies_of(trainer: Trainer) -> Strategies:
-    """Return the strategies of the innermost layer; none, where it has no place for them."""
+def strategies_of(trainer: Trainer) -> Strategies | tuple[Strategy, ...]:
+    """Return the strategies of the innermost layer; an empty tuple for a trainer of another kind."""
     found = vars(trainer.core).get("strategies")
-    return found if isinstance(found, Strategies) else Strategies()
+    return found if isinstance(found, Strategies) else ()
 
 
 def own_callbacks(context: TrainingContext) -> list[Callback]:

@@ -482,14 +482,14 @@ def test_several_optimizers_are_refused() -> None:
     model = PROBLEM.model()
     optimizers = [torch.optim.SGD(model[number].parameters(), lr=0.5, momentum=0.9) for number in (0, 3)]
     with pytest.raises(ConfigError, match="needs one optimizer, got 2"):
-        private(model, optimizer=optimizers).fit(DATA)
+        private(model, optim_function=optimizers).fit(DATA)
 
 
 def test_a_parameter_that_is_not_the_models_is_refused() -> None:
     model, stray = PROBLEM.model(), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([*model.parameters(), stray], lr=0.5, momentum=0.9)
     with pytest.raises(ConfigError, match="parameters that are not the model's"):
-        private(model, optimizer=optimizer).fit(DATA)
+        private(model, optim_function=optimizer).fit(DATA)
 
 
 def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:

@@ -19,6 +19,7 @@ from dovetail import Epochs
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.recipe import as_strategy
 from dovetail.trainers.schedules import Triangular
 from dovetail.trainers.strategies import (
     CosineAnnealingLRSchedulerStrategy,
@@ -38,7 +39,6 @@ from dovetail.trainers.strategies import (
     TimmLRSchedulerStrategy,
     WarmupSchedulerStrategy,
 )
-from dovetail.trainers.strategies.coerce import as_scheduler_strategy
 
 PAIRS: list[tuple[LRSchedulerStrategy, Callable[[Optimizer], Any]]] = [
     (StepLRSchedulerStrategy(2, 0.5), partial(StepLR, step_size=2, gamma=0.5)),
@@ -297,7 +297,7 @@ def test_a_warm_up_with_another_interval_than_its_base_is_refused() -> None:
 
 
 def test_a_base_that_knows_its_interval_only_when_it_is_made_is_refused_then(context: TrainingContext) -> None:
-    strategy = WarmupSchedulerStrategy(5, 0.0, as_scheduler_strategy(Triangular(stepsize=4)))
+    strategy = WarmupSchedulerStrategy(5, 0.0, as_strategy("lr_scheduler", Triangular(stepsize=4)))
     with pytest.raises(ConfigError, match="give both the same interval and frequency"):
         strategy.create_scheduler(sgd(), context)
 

@@ -16,7 +16,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, WithWeights, first_own_model
 from dovetail.federated.messages import Weights
-from dovetail.trainers.pieces import twin_of
+from dovetail.trainers.optimizers import twin_of
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
 from dovetail.trainers.strategies.model_update import beside

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dovetail.trainers.pieces import forward_with
+from dovetail.trainers.modules import forward_with
 
 __all__ = ["loss_elsewhere"]
 

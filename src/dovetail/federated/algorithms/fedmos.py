@@ -278,8 +278,10 @@ class FedMos(Described, Algorithm):
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
         """Give clients the optimizer, and the step that it needs."""
+        # The options of a trainer describe another kind of optimizer: only a given strategy is kept inside.
+        given = strategies.optimizer if "optimizer" in strategies.given else None
         return {
-            "optimizer": FedMosOptimizerStrategy(self.lr, self.a, self.mu, base_strategy=strategies.optimizer),
+            "optimizer": FedMosOptimizerStrategy(self.lr, self.a, self.mu, base_strategy=given),
             "training_step": FedMosStepStrategy(self.reuse_gradient, base_strategy=strategies.training_step),
             "model_update": beside(FedMosUpdateStrategy(), strategies.model_update),
         }

@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.layers import LayerNames, last_layers, local_names
 from dovetail.federated.algorithms.partial import DividedModel, LayersFromConfig, PartialAlgorithm
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.pieces import forward
+from dovetail.trainers.modules import forward
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
 from dovetail.trainers.strategies.nesting import Described
@@ -172,6 +172,6 @@ class LGFedAvg(Described, PartialAlgorithm):
         """Put the two passes into the client's step."""
         own = LGFedAvgStepStrategy(self._global, train_local_first=self.train_local_first)
         present = strategies.training_step
-        if present is None or type(present) is DefaultTrainingStepStrategy:
+        if type(present) is DefaultTrainingStepStrategy:
             return {"training_step": own}
         return {"training_step": compose_steps(present, own)}

@@ -16,7 +16,7 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.pieces import forward_with
+from dovetail.trainers.modules import forward_with
 from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.nesting import Described

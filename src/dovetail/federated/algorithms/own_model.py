@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.own_phase import model_state
-from dovetail.trainers.pieces import as_module
+from dovetail.trainers.modules import as_module
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
 if TYPE_CHECKING:

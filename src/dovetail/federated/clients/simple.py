@@ -29,7 +29,7 @@ from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.pieces import as_module
+from dovetail.trainers.modules import as_module
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import DefaultLRSchedulerStrategy, DefaultTestingStrategy
@@ -180,7 +180,7 @@ class Client:
                         "train_step, perform_forward_and_backward_passes, a hook such as train_run_start, or fit itself"
                     )
         self.algorithm.begin(model, self.datasource.num_clients)
-        core.equip(**self.algorithm.equip(core.as_strategies()))
+        core.equip(**self.algorithm.equip(core.strategies))
         # A trainer with a seed begins every run with it: all clients would draw the same numbers.
         core.options = replace(core.options, seed=None)
         context = trainer.context
@@ -408,7 +408,7 @@ class Client:
         core = self.trainer
         context, update = core.context, core.strategies.model_update
         assert context.model is not None
-        own = None if update is None else update.personal_weights(context)
+        own = update.personal_weights(context)
         if own is None:
             return judged(core, data)
         sent = _copied(context.model.state_dict(), context.device)
@@ -546,8 +546,8 @@ def _epoch_of(row: Mapping[str, Any]) -> int:
 
 
 def _payload(trainer: Any) -> dict[str, Any]:
-    update = trainer.strategies.model_update
-    return {} if update is None else update.get_update_payload(trainer.context)
+    payload: dict[str, Any] = trainer.strategies.model_update.get_update_payload(trainer.context)
+    return payload
 
 
 def _unread(strategies: Strategies) -> tuple[str, ...]:
@@ -558,9 +558,11 @@ def _unread(strategies: Strategies) -> tuple[str, ...]:
         ("lr_scheduler", strategies.lr_scheduler, "scheduler_fn"),
         ("loss_criterion", strategies.loss, "loss_fn"),
     ):
-        parts = [] if strategy is None else list(with_parts([strategy]))
         # A strategy from outside of this library may read what it likes.
-        reads = any((own in vars(part) and vars(part)[own] is None) or not is_ours(type(part)) for part in parts)
+        reads = any(
+            (own in vars(part) and vars(part)[own] is None) or not is_ours(type(part))
+            for part in with_parts([strategy])
+        )
         if not reads:
             found.append(name)
     return tuple(found)

@@ -17,7 +17,7 @@ from dovetail.federated.flower.backend import FlowerBackend, Place, receipt
 from dovetail.federated.flower.records import from_records, to_records
 from dovetail.federated.messages import Task
 from dovetail.federated.states import ClientState
-from dovetail.trainers.pieces import as_module
+from dovetail.trainers.modules import as_module
 
 if TYPE_CHECKING:
     from dovetail.federated.clients.simple import Client

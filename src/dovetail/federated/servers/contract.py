@@ -180,7 +180,7 @@ class AlgorithmContract:
         trainer = self.make_trainer(model=model, seed=1, **options)
         algorithm = self.make()
         algorithm.begin(model, 1)
-        trainer.equip(**algorithm.equip(trainer.as_strategies()))
+        trainer.equip(**algorithm.equip(trainer.strategies))
         return trainer
 
 

@@ -24,7 +24,7 @@ from dovetail.federated.postprocess.registry import postprocessors
 from dovetail.federated.robust import aggregators
 from dovetail.federated.selection import selections
 from dovetail.registry import Registry
-from dovetail.trainers.pieces import losses, optimizers, schedulers
+from dovetail.trainers.catalog import losses, optimizers, schedulers
 from dovetail.trainers.registry import trainers
 
 __all__ = [

@@ -16,7 +16,7 @@ from dovetail.federated.config import FederatedConfig
 from dovetail.federated.data.sources import Datasource, datasource
 from dovetail.overrides import defines
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.pieces import as_module
+from dovetail.trainers.modules import as_module
 
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server

@@ -7,7 +7,7 @@ from typing import Any
 
 from dovetail.trainers.addons.core import AddOnBase
 from dovetail.trainers.capabilities import DataParallel
-from dovetail.trainers.pieces import as_device
+from dovetail.trainers.devices import as_device
 
 __all__ = ["MultiGPUAddon"]
 

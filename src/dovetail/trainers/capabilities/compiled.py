@@ -78,7 +78,6 @@ class Compiled(Capability):
     # Whether every step is a call of its own, whatever was asked for.
     _is_one_by_one: bool
     # Whether strategies are told about the running batch, as `_SHARED` says.
-    _shares: bool
     _told: set[str]
 
     def __init__(
@@ -100,7 +99,7 @@ class Compiled(Capability):
         self._steps_per_call = steps_per_call
         self._waiting, self._coming = [], deque()
         self._step = self._restored = self._epoch = self._causes = None
-        self._is_eager = self._is_one_by_one = self._shares = False
+        self._is_eager = self._is_one_by_one = False
         self._told = set()
         super().__init__(*args, **kwargs)
 
@@ -171,8 +170,7 @@ class Compiled(Capability):
         if output is None:
             return super().train_step(batch)
         context.run.note_update(context.optimizers[0])
-        if self._shares:
-            context.state.update(current_batch=context.progress.batch, last_loss=output["loss"])
+        context.state.update(current_batch=context.progress.batch, last_loss=output["loss"])
         return output
 
     def teardown(self, error: BaseException | None) -> None:
@@ -214,7 +212,6 @@ class Compiled(Capability):
             raise CannotCompileError(cause)
         assert context.model is not None
         (optimizer,) = context.optimizers
-        self._shares = self.strategies.training_step is not None
         modules = [context.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
         clips_alike = self._step is not None and self._step.max_norm == self.options.gradient_clip
         if self._step is not None and clips_alike and self._step.adopt(modules, optimizer):

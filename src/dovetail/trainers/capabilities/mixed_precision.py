@@ -75,21 +75,6 @@ class MixedPrecision(Capability):
         if self.context.precision is self._precision:
             self.context.precision = None
 
-    def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Compute under autocast."""
-        with self._made().autocast():
-            return super().train_step(batch)
-
-    def test_step(self, batch: Any) -> Mapping[str, Any]:
-        """Compute under autocast."""
-        with self._made().autocast():
-            return super().test_step(batch)
-
-    def predict_step(self, batch: Any) -> Any:
-        """Compute under autocast."""
-        with self._made().autocast():
-            return super().predict_step(batch)
-
     def state_dict(self) -> dict[str, Any]:
         """Add the scaler's state."""
         return {**super().state_dict(), "mixed_precision": self._made().state_dict()}

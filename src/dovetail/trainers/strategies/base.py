@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dovetail.trainers.bound_scheduler import BoundScheduler
 from dovetail.trainers.context import Phase
 
 if TYPE_CHECKING:
@@ -161,6 +162,10 @@ class LRSchedulerStrategy(Strategy, ABC):
     def step(self, scheduler: Any, context: TrainingContext) -> None:
         """Advance the scheduler; called when its interval has passed."""
         scheduler.step()
+
+    def bind(self, scheduler: Any, context: TrainingContext) -> BoundScheduler:
+        """Return the scheduler with its interval and its step; called after `create_scheduler`."""
+        return BoundScheduler(scheduler, self.interval, self.frequency, stepper=partial(self.step, scheduler, context))
 
 
 class ModelUpdateStrategy(Strategy):

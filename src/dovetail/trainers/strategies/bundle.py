@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -25,31 +25,27 @@ from dovetail.trainers.strategies.nesting import Nesting
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["ANSWERED", "Strategies", "check_roles", "refuse_both"]
-
-# The arguments of a trainer that its own seams use, by the strategy that answers in their place.
-ANSWERED: dict[str, frozenset[str]] = {
-    "loss": frozenset({"criterion", "loss_function"}),
-    "optimizer": frozenset({"optimizer", "optim_function", "momentum", "weight_decay"}),
-    "lr_scheduler": frozenset({"scheduler", "lr_scheduler", "scheduler_step_on_batch"}),
-    "data_loader": frozenset({"shuffle", "drop_last", "num_workers"}),
-}
+__all__ = ["ROLES", "Strategies", "check_roles"]
 
 
 @dataclass
 class Strategies:
-    """One strategy of each kind, or None where the trainer's own seam answers.
+    """One strategy of each role, in the order in which they are set up and called.
 
-    The order of the fields is the order in which they are set up and heard.
+    Attributes:
+        testing: None means that the trainer evaluates with its metrics. The loop never uses this role.
+        given: The roles that the user gave as strategies. Options decide the others.
+        is_set_up: True between `setup` and `teardown`.
     """
 
-    loss: LossCriterionStrategy | None = None
-    optimizer: OptimizerStrategy | None = None
-    training_step: TrainingStepStrategy | None = None
-    lr_scheduler: LRSchedulerStrategy | None = None
-    model_update: ModelUpdateStrategy | None = None
-    data_loader: DataLoaderStrategy | None = None
+    loss: LossCriterionStrategy
+    optimizer: OptimizerStrategy
+    training_step: TrainingStepStrategy
+    lr_scheduler: LRSchedulerStrategy
+    model_update: ModelUpdateStrategy
+    data_loader: DataLoaderStrategy
     testing: TestingStrategy | None = None
+    given: frozenset[str] = frozenset()
     is_set_up: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[Strategy]:
@@ -98,8 +94,8 @@ class Strategies:
         if listeners := [*self._overriding("on_client_start"), *self._overriding("on_train_start")]:
             events["on_train_start"] = _calling(listeners)
         # First whoever may have other weights in the model: the rest look at the one that is sent.
-        in_order = sorted(self, key=lambda strategy: strategy is not self.model_update)
-        endings: list[Callable[..., None]] = [it.on_train_end for it in in_order if _hears(it, "on_train_end")]
+        in_order = sorted(self.hearing("on_train_end"), key=lambda strategy: strategy is not self.model_update)
+        endings: list[Callable[..., None]] = [it.on_train_end for it in in_order]
         if endings:
             events["on_train_end"] = _calling(endings)
         if listeners := [*self._phase_starts(), *self._overriding("on_epoch_start")]:
@@ -126,7 +122,7 @@ class Strategies:
 
     def _add_update_events(self, events: dict[str, Any]) -> None:
         update, optimizer_strategy = self.model_update, self.optimizer
-        if update is not None and _overrides(update, "before_step", ModelUpdateStrategy):
+        if _overrides(update, "before_step", ModelUpdateStrategy):
 
             def on_step_start(self: Callback, context: TrainingContext, batch: Any) -> None:
                 # The window that the last batch closed is the one that this batch opens anew.
@@ -135,9 +131,9 @@ class Strategies:
 
             events["on_step_start"] = on_step_start
         step_heard = update_heard = None
-        if optimizer_strategy is not None and _overrides(optimizer_strategy, "on_optimizer_step", OptimizerStrategy):
+        if _overrides(optimizer_strategy, "on_optimizer_step", OptimizerStrategy):
             step_heard = optimizer_strategy.on_optimizer_step
-        if update is not None and _overrides(update, "after_step", ModelUpdateStrategy):
+        if _overrides(update, "after_step", ModelUpdateStrategy):
             update_heard = update.after_step
         if step_heard is not None or update_heard is not None:
 
@@ -153,7 +149,7 @@ class Strategies:
     def phases(self, epochs: int, context: TrainingContext) -> tuple[Phase, ...]:
         """Return what a run of some epochs is made of; phases without an epoch are left out."""
         update = self.model_update
-        if update is None or not _overrides(update, "phases", ModelUpdateStrategy):
+        if not _overrides(update, "phases", ModelUpdateStrategy):
             return (Phase(epochs),)
         return tuple(phase for phase in update.phases(epochs, context) if phase.epochs) or (Phase(0),)
 
@@ -163,12 +159,15 @@ class Strategies:
             begin(context)
 
     def hearing(self, hook: str) -> list[Strategy]:
-        """Return the strategies that do something at a hook which all strategies have."""
-        return [strategy for strategy in self if _hears(strategy, hook)]
+        """Return the given strategies that do something at a hook which all strategies have.
+
+        Strategies that the options describe need no hook, so a plain trainer has no callback for them.
+        """
+        return [strategy for strategy in self if strategy.role in self.given and _hears(strategy, hook)]
 
     def _phase_starts(self) -> list[Callable[..., None]]:
         update = self.model_update
-        if update is None or not _overrides(update, "phases", ModelUpdateStrategy):
+        if not _overrides(update, "phases", ModelUpdateStrategy):
             return []
         heard = update.on_phase_start
 
@@ -185,23 +184,16 @@ class Strategies:
         return [getattr(strategy, hook) for strategy in self.hearing(hook)]
 
 
+ROLES = tuple(each.name for each in fields(Strategies) if each.name not in ("given", "is_set_up"))
+
+
 def check_roles(strategies: Mapping[str, Any]) -> None:
-    """Refuse strategies by names that are no roles, and such as are of another role."""
-    roles = [each.name for each in fields(Strategies) if each.init]
+    """Raise if a name is no role, or a strategy has another role."""
     for role, strategy in strategies.items():
-        if role not in roles:
-            raise UnknownNameError("role of a strategy", role, roles)
+        if role not in ROLES:
+            raise UnknownNameError("role of a strategy", role, ROLES)
         if not isinstance(strategy, Strategy) or strategy.role != role:
             raise ConfigError(f"{role}: expected a strategy of this role, got {strategy!r}")
-
-
-def refuse_both(strategies: Strategies, given: Collection[str]) -> None:
-    """Refuse an argument that a strategy would silently answer in place of."""
-    for role, names in ANSWERED.items():
-        strategy = getattr(strategies, role)
-        both = sorted(names & set(given))
-        if strategy is not None and both:
-            raise ConfigError(f"{both[0]}: {strategy!r} decides this; give one or the other")
 
 
 def _hears(strategy: Strategy, hook: str) -> bool:

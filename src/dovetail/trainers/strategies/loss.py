@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dovetail.errors import ConfigError
-from dovetail.trainers.pieces import classifies, losses
+from dovetail.trainers.catalog import classifies, losses
 from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
 from dovetail.trainers.strategies.nesting import Described, Nesting
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers import foreign
-from dovetail.trainers.pieces import schedulers
+from dovetail.trainers.catalog import schedulers
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.strategies.base import LRSchedulerStrategy, Strategy
 from dovetail.trainers.strategies.nesting import Described, Nesting

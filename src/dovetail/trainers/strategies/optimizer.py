@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dovetail.clipping import Clipping
 from dovetail.errors import ConfigError
-from dovetail.trainers.pieces import optimizers
+from dovetail.trainers.catalog import optimizers
 from dovetail.trainers.strategies.base import OptimizerStrategy, Strategy
 from dovetail.trainers.strategies.nesting import Described, Nesting, shown
 
@@ -31,7 +32,6 @@ __all__ = [
     "ParameterGroupOptimizerStrategy",
     "RMSpropOptimizerStrategy",
     "SGDOptimizerStrategy",
-    "clip_gradients",
     "learning_rate",
     "make_optimizer",
 ]
@@ -51,12 +51,6 @@ def make_optimizer(
     rate = {"lr": learning_rate(None, context)} if takes_lr else {}
     optimizer: Optimizer = made(_parameters(model), **{**rate, **settings})
     return optimizer
-
-
-def clip_gradients(optimizer: Optimizer, max_norm: float, norm_type: float) -> None:
-    """Scale the gradients of an optimizer down so that their norm is at most `max_norm`."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -258,12 +252,11 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
     base_strategy: OptimizerStrategy
     max_norm: float = 1.0
     norm_type: float = 2.0
+    clipping: Clipping = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ConfigError(
-                f"GradientClippingOptimizerStrategy: max_norm: expected a number above 0, got {self.max_norm!r}"
-            )
+        clipping = Clipping("GradientClippingOptimizerStrategy", self.max_norm, norm_type=self.norm_type)
+        object.__setattr__(self, "clipping", clipping)
 
     @property
     def parts(self) -> Sequence[Strategy]:
@@ -277,7 +270,7 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Clip what the optimizer is about to use."""
         self.base_strategy.on_gradients(optimizer, context)
-        clip_gradients(optimizer, self.max_norm, self.norm_type)
+        self.clipping.apply(optimizer)
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Pass on."""

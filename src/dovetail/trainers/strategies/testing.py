@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dovetail.data import as_loader, split_batch, to_device
 from dovetail.errors import DataError
-from dovetail.trainers.pieces import forward
+from dovetail.trainers.modules import forward
 from dovetail.trainers.strategies.base import TestingStrategy
 from dovetail.trainers.strategies.nesting import Described
 

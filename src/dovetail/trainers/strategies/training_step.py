@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dovetail.clipping import Clipping
 from dovetail.errors import ConfigError, DataError, NonFiniteLossError
-from dovetail.trainers.pieces import forward
+from dovetail.trainers.modules import forward
 from dovetail.trainers.precision import Precision, PrecisionName
 from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
 from dovetail.trainers.strategies.nesting import Described, Nesting
-from dovetail.trainers.strategies.optimizer import clip_gradients
 from dovetail.units import check_count
 
 if TYPE_CHECKING:
@@ -134,8 +134,9 @@ class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
         context: TrainingContext,
     ) -> Tensor:
         """Return the loss of a batch."""
-        # Nearly everybody's step is one call.
-        loss = loss_criterion(forward(model, examples), labels)
+        # The step of most trainers: the usual batch costs no further Python call.
+        outputs = model(examples) if isinstance(examples, Tensor) else forward(model, examples)
+        loss = loss_criterion(outputs, labels)
         if self._options:
             self.differentiate(model, optimizer, loss, context, {})
         return loss
@@ -271,8 +272,8 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
 class MixedPrecisionStepStrategy(NestingStepStrategy):
     """Forward and loss in lower precision where that is safe; in float16 with a scaled loss.
 
-    The trainer scales, unscales before gradients are clipped, skips the step of gradients that overflowed and does not
-    count it. The scaler is kept in checkpoints.
+    It sets the precision of the run. The loop computes under autocast; the trainer scales, unscales before gradients
+    are clipped, skips the step of gradients that overflowed and does not count it. The scaler is kept in checkpoints.
 
     Args:
         enabled: False for full precision. None where the device gains by it, which a CPU does not; True everywhere.
@@ -285,7 +286,7 @@ class MixedPrecisionStepStrategy(NestingStepStrategy):
         >>> context = TrainingContext()
         >>> step = MixedPrecisionStepStrategy(precision="bf16")
         >>> step.setup(context)
-        >>> step.training_step(nn.Linear(1, 1), None, torch.ones(1, 1), None, lambda it, _: it, context).dtype
+        >>> context.precision.dtype
         torch.bfloat16
     """
 
@@ -313,21 +314,6 @@ class MixedPrecisionStepStrategy(NestingStepStrategy):
         """Take the precision away."""
         context.precision = None
         super().teardown(context)
-
-    def loss(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        examples: Any,
-        labels: Any,
-        loss_criterion: Criterion,
-        context: TrainingContext,
-    ) -> Tensor:
-        """Return the loss of a batch, computed under autocast."""
-        if context.precision is None:
-            return super().loss(model, optimizer, examples, labels, loss_criterion, context)
-        with context.precision.autocast():
-            return super().loss(model, optimizer, examples, labels, loss_criterion, context)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state and that of the step inside."""
@@ -360,17 +346,15 @@ class GradientClippingStepStrategy(NestingStepStrategy):
 
     max_norm: float = 1.0
     norm_type: float = 2.0
+    clipping: Clipping = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ConfigError(
-                f"GradientClippingStepStrategy: max_norm: expected a number above 0, got {self.max_norm!r}"
-            )
+        self.clipping = Clipping("GradientClippingStepStrategy", self.max_norm, norm_type=self.norm_type)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Clip what the optimizer is about to use."""
         super().on_gradients(optimizer, context)
-        clip_gradients(optimizer, self.max_norm, self.norm_type)
+        self.clipping.apply(optimizer)
 
 
 @dataclass(eq=False, repr=False)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.recipe import as_strategy
 from dovetail.trainers.schedules import Triangular
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
@@ -35,15 +36,14 @@ from dovetail.trainers.strategies import (
     StateTrackingUpdateStrategy,
     StepLRSchedulerStrategy,
 )
-from dovetail.trainers.strategies.coerce import (
-    as_loader_strategy,
-    as_loss_strategy,
-    as_optimizer_strategy,
-    as_scheduler_strategy,
-    as_step_strategy,
-    as_testing_strategy,
-    as_update_strategy,
-)
+
+as_loader_strategy = partial(as_strategy, "data_loader")
+as_loss_strategy = partial(as_strategy, "loss")
+as_optimizer_strategy = partial(as_strategy, "optimizer")
+as_scheduler_strategy = partial(as_strategy, "lr_scheduler")
+as_step_strategy = partial(as_strategy, "training_step")
+as_testing_strategy = partial(as_strategy, "testing")
+as_update_strategy = partial(as_strategy, "model_update")
 
 KINDS = [
     (as_loss_strategy, CrossEntropyLossStrategy),

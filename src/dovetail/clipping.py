@@ -1,0 +1,73 @@
+"""Gradient clipping: the one object behind the option, the strategies and the callback that clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+__all__ = ["Clipping"]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """A limit for the gradients of one optimizer, by their norm or by the magnitude of each element.
+
+    Args:
+        owner: The public name that the user wrote, for error messages.
+        max_norm: The largest norm of all gradients together, or None.
+        max_value: The largest magnitude of an element, or None. Exactly one of the two is given.
+        norm_type: The norm that `max_norm` limits.
+
+    Example:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> Clipping("GradientClipping", max_norm=1.0).apply(torch.optim.SGD([weight]))
+        tensor(5.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+
+    owner: str
+    max_norm: float | None = None
+    max_value: float | None = None
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        if (self.max_norm is None) == (self.max_value is None):
+            raise ConfigError(
+                f"{self.owner}: expected exactly one positive limit, max_norm or max_value, "
+                f"got max_norm={self.max_norm!r} and max_value={self.max_value!r}"
+            )
+        if not self.limit > 0:
+            name = "max_norm" if self.max_value is None else "max_value"
+            raise ConfigError(f"{self.owner}: {name}: expected a number above 0, got {self.limit!r}")
+        if self.max_value is not None and self.norm_type != 2.0:
+            raise ConfigError(
+                f"{self.owner}: norm_type: expected with max_norm only, "
+                f"got norm_type={self.norm_type!r} and max_value={self.max_value!r}"
+            )
+
+    @property
+    def limit(self) -> float:
+        """The limit, whichever of the two it is."""
+        found = self.max_norm if self.max_value is None else self.max_value
+        assert found is not None
+        return found
+
+    def apply(self, optimizer: Optimizer) -> Tensor:
+        """Clip the gradients of an optimizer, and return their size before: the norm, or the largest magnitude."""
+        parameters = [it for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
+        if self.max_value is None:
+            return clip_grad_norm_(parameters, self.limit, self.norm_type)
+        size = get_total_norm([it.grad for it in parameters], torch.inf)
+        clip_grad_value_(parameters, self.max_value)
+        return size

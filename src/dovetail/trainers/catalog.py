@@ -1,0 +1,54 @@
+"""Losses, optimizers and schedulers by name, and which losses are those of a classifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as torch_schedulers
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dovetail.registry import Registry
+from dovetail.trainers import foreign
+from dovetail.trainers.optimizers import LARS, AdaHessian
+
+__all__ = ["classifies", "is_torch_loss", "losses", "optimizers", "schedulers"]
+
+losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss), foreign.LOSSES)
+optimizers: Registry[Any] = Registry(
+    "optimizer", lambda: {**_classes(torch.optim, Optimizer), "AdaHessian": AdaHessian, "LARS": LARS}
+)
+schedulers: Registry[Any] = Registry(
+    "scheduler", lambda: {**_classes(torch_schedulers, LRScheduler), "ReduceLROnPlateau": ReduceLROnPlateau}
+)
+
+
+def classifies(criterion: Any) -> bool:
+    """Return whether a loss, or a class of losses, is that of a classifier, so that accuracy applies."""
+    kind = criterion if isinstance(criterion, type) else type(criterion)
+    return issubclass(kind, (nn.CrossEntropyLoss, nn.NLLLoss)) or criterion in (
+        nn.functional.cross_entropy,
+        nn.functional.nll_loss,
+    )
+
+
+def is_torch_loss(criterion: Any) -> bool:
+    """Return whether a loss is a module or a function of torch, which fails deep inside if there are no targets."""
+    return isinstance(criterion, nn.modules.loss._Loss) or criterion in _FUNCTIONS
+
+
+_FUNCTIONS = tuple(
+    function
+    for name, function in vars(nn.functional).items()
+    if name.endswith(("_loss", "cross_entropy", "cross_entropy_with_logits"))
+)
+
+
+def _classes(module: Any, kind: type[Any]) -> dict[str, type[Any]]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, kind) and value is not kind and not name.startswith("_")
+    }

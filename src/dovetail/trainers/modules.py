@@ -1,0 +1,45 @@
+"""Models: how one is built from what the user gave, and how it is called on a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dovetail.errors import ConfigError
+
+__all__ = ["as_module", "forward", "forward_with"]
+
+
+def as_module(model: Any) -> nn.Module | None:
+    """Return the module itself, or the one that a class or a function makes."""
+    if model is None or isinstance(model, nn.Module):
+        return model
+    made = model() if callable(model) else model
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, or a class or function that makes one, got {model!r}")
+    return made
+
+
+def forward(model: Any, inputs: Any) -> Any:
+    """Call a model on one input, on several from a tuple or list, or on named ones from a mapping."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def forward_with(model: nn.Module, weights: Mapping[str, Tensor], inputs: Any) -> Any:
+    """Call a model with other weights than its own; those that are not named are its own.
+
+    Example:
+        >>> import torch
+        >>> forward_with(nn.Linear(2, 1), {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.ones(1, 2))
+        tensor([[2.]])
+    """
+    if isinstance(inputs, Mapping):
+        return functional_call(model, dict(weights), (), dict(inputs))
+    return functional_call(model, dict(weights), tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))

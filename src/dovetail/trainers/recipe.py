@@ -1,0 +1,265 @@
+"""Recipe of a trainer: options, objects, names, functions and strategies become the seven strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.registry import Registry
+from dovetail.trainers.catalog import losses, optimizers, schedulers
+from dovetail.trainers.options import TrainerOptions
+from dovetail.trainers.schedules import Schedule
+from dovetail.trainers.strategies import base, data_loader, loss, lr_scheduler, model_update, testing, training_step
+from dovetail.trainers.strategies import optimizer as optimizer_strategies
+from dovetail.trainers.strategies.adapters import (
+    CallableLoaderStrategy,
+    CallableLossStrategy,
+    CallableOptimizerStrategy,
+    CallableSchedulerStrategy,
+    CallableStepStrategy,
+    CallableTestingStrategy,
+    CallableUpdateStrategy,
+    OptionLoaderStrategy,
+    OptionOptimizerStrategy,
+    OptionSchedulerStrategy,
+    as_criterion,
+)
+from dovetail.trainers.strategies.bundle import ROLES, Strategies
+
+__all__ = [
+    "CONFLICTS",
+    "SPELLINGS",
+    "as_strategy",
+    "check_conflicts",
+    "check_owned",
+    "make_strategies",
+    "options_from",
+    "strategy_from_options",
+]
+
+# The table of conflicts: by role, the arguments of a trainer that have no effect beside a strategy of that role.
+CONFLICTS: dict[str, frozenset[str]] = {
+    "loss": frozenset({"loss_function"}),
+    "optimizer": frozenset({"optim_function", "momentum", "weight_decay"}),
+    "lr_scheduler": frozenset({"lr_scheduler", "scheduler_step_on_batch"}),
+    "data_loader": frozenset({"shuffle", "drop_last", "num_workers"}),
+}
+
+# Arguments of a constructor that are other names of options.
+SPELLINGS = {"criterion": "loss_function", "optimizer": "optim_function", "scheduler": "lr_scheduler"}
+
+
+def make_strategies(given: Mapping[str, Any], options: TrainerOptions, names: Collection[str]) -> Strategies:
+    """Return the seven strategies of a trainer.
+
+    Args:
+        given: What the user gave in place of a strategy, by role. None means that the options decide.
+        options: The options of the trainer.
+        names: The options that the user gave, by the names that the user wrote.
+
+    Raises:
+        ConfigError: An option and a strategy decide the same thing.
+    """
+    made = {role: as_strategy(role, piece) for role, piece in given.items() if piece is not None}
+    others = {role: strategy_from_options(role, options) for role in ROLES if role not in made}
+    strategies = Strategies(**made, **others, given=frozenset(made))
+    check_conflicts(strategies, names)
+    return strategies
+
+
+def options_from(
+    keywords: Mapping[str, Any], spelled: Mapping[str, Any], also_known: Collection[str]
+) -> TrainerOptions:
+    """Return the options of a constructor call.
+
+    Args:
+        keywords: The options by their names.
+        spelled: The arguments that are other names of options, by `SPELLINGS`; None means not given.
+        also_known: Further names of arguments, for the error about an unknown one.
+
+    Raises:
+        ConfigError: An option is given under both of its names.
+        UnknownNameError: There is no such option; the error has the nearest name.
+    """
+    renamed = {SPELLINGS[name]: piece for name, piece in spelled.items() if piece is not None}
+    for name, option in SPELLINGS.items():
+        if option in keywords and option in renamed:
+            raise ConfigError(f"{option}: {name} is another name of it, and both are given; give one or the other")
+    return TrainerOptions.from_keywords({**keywords, **renamed}, also_known)
+
+
+def strategy_from_options(role: str, options: TrainerOptions) -> Any:
+    """Return the strategy that the options describe, or None for testing, which evaluates with the metrics."""
+    if role == "loss":
+        return CallableLossStrategy(as_criterion(options.loss_function))
+    if role == "optimizer":
+        return OptionOptimizerStrategy(
+            options.optim_function, options.learning_rate, options.weight_decay, options.momentum
+        )
+    if role == "lr_scheduler":
+        scheduler = options.lr_scheduler
+        if scheduler is None:
+            return lr_scheduler.NoSchedulerStrategy()
+        return OptionSchedulerStrategy(scheduler, on_batch=options.scheduler_step_on_batch)
+    if role == "data_loader":
+        return OptionLoaderStrategy(options.shuffle, options.drop_last, options.num_workers)
+    if role == "training_step":
+        return training_step.DefaultTrainingStepStrategy()
+    return model_update.NoOpUpdateStrategy() if role == "model_update" else None
+
+
+def check_conflicts(strategies: Strategies, names: Collection[str]) -> None:
+    """Raise if one of the named options would have no effect because a strategy decides the same thing."""
+    for role in sorted(strategies.given & CONFLICTS.keys()):
+        for name in sorted(names):
+            if SPELLINGS.get(name, name) in CONFLICTS[role]:
+                raise ConfigError(f"{name}: {getattr(strategies, role)!r} decides this; give one or the other")
+
+
+def check_owned(optimizer: Any, model: nn.Module | None, criterion: Any) -> None:
+    """Raise if the optimizer is an object without any parameter of the model or the criterion."""
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if model is None or not all(isinstance(it, Optimizer) for it in given):
+        return
+    modules = [it for it in (model, criterion) if isinstance(it, nn.Module)]
+    owned = {parameter for module in modules for parameter in module.parameters()}
+    if owned.isdisjoint(parameter for it in given for group in it.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "optimizer: none of its parameters is one of the model's: make it of the model that the trainer is given, "
+            "or give a callable such as partial(SGD, lr=0.1)"
+        )
+
+
+def as_strategy(role: str, given: Any) -> Any:
+    """Return a strategy from whatever a user may give in its place.
+
+    Args:
+        role: The role, such as `loss`.
+        given: A strategy, its class, or the class's name. Or, by role:
+
+            * loss: a callable of outputs and labels, a loss of `torch.nn`, its class or name, or a list of these or of
+              pairs `(loss, weight)`, for their sum;
+            * optimizer: a callable of the parameters, an optimizer, its class or name;
+            * training_step: a callable with the arguments of `training_step`, or a list, the outermost step first;
+            * lr_scheduler: a callable of the optimizer, a schedule, a scheduler, or a name that needs no argument;
+            * model_update: a callable of the context, for after every update, or a list;
+            * data_loader, testing: a callable with the arguments of `create_train_loader` or `test_model`.
+
+    Raises:
+        ConfigError: Nothing of this kind is accepted for the role.
+        UnknownNameError: There is no such name; the error has the nearest one.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> as_strategy("lr_scheduler", partial(StepLR, step_size=3))
+        CallableSchedulerStrategy(scheduler=partial(StepLR, step_size=3))
+        >>> as_strategy("loss", [loss.CrossEntropyLossStrategy, (nn.functional.mse_loss, 0.1)])
+        CompositeLossStrategy(strategies=[CrossEntropyLossStrategy(), (CallableLossStrategy(loss_fn=mse_loss), 0.1)])
+        >>> as_strategy("model_update", ["StateTrackingUpdateStrategy", repr])
+        CompositeUpdateStrategy(strategies=[StateTrackingUpdateStrategy(), CallableUpdateStrategy(function=repr)])
+    """
+    form = _FORMS[role]
+    if form.compose is not None and isinstance(given, form.lists):
+        return form.compose(given)
+    named = {name: kind for name, kind in vars(form.module).items() if _is_strategy_class(kind, form.kind)}
+    if isinstance(given, str):
+        if given not in named and form.names is None:
+            raise UnknownNameError(f"{role} strategy", given, named)
+        given = named[given] if given in named else cast("Registry[Any]", form.names).get(given)
+    if isinstance(given, type) and issubclass(given, base.Strategy):
+        given = given()
+    if isinstance(given, form.kind):
+        return given
+    if isinstance(given, base.Strategy):
+        raise ConfigError(f"{role}_strategy: expected a {form.kind.__name__}, got the {given.role} strategy {given!r}")
+    if isinstance(given, form.objects) or callable(given):
+        return form.adapter(given)
+    accepted = form.accepted or f"a {form.kind.__name__}, its class or name, or a callable"
+    raise ConfigError(f"{role}_strategy: expected {accepted}, got {given!r}")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a role accepts in place of a strategy.
+
+    Attributes:
+        kind: The base class of the role's strategies.
+        module: The module whose strategies can be given by name.
+        adapter: Makes a strategy from a callable or an object.
+        names: Names of torch that are accepted, too.
+        objects: Objects that are accepted though they may not be callable.
+        compose: Makes one strategy from a list; None if a list is not accepted.
+        lists: The types that count as a list.
+        accepted: What an error message says is accepted; empty for the usual sentence.
+    """
+
+    kind: type[base.Strategy]
+    module: ModuleType
+    adapter: Callable[[Any], base.Strategy]
+    names: Registry[Any] | None = None
+    objects: tuple[type, ...] = ()
+    compose: Callable[[Sequence[Any]], base.Strategy] | None = None
+    lists: tuple[type[Sequence[Any]], ...] = (list, tuple)
+    accepted: str = ""
+
+
+def _weighted_sum(given: Sequence[Any]) -> base.Strategy:
+    pairs = [it if isinstance(it, tuple) else (it, None) for it in given]
+    made = [(as_strategy("loss", it), weight) for it, weight in pairs]
+    return loss.CompositeLossStrategy([it if weight is None else (it, weight) for it, weight in made])
+
+
+def _is_strategy_class(value: Any, kind: type[base.Strategy]) -> bool:
+    return isinstance(value, type) and issubclass(value, kind) and value is not kind
+
+
+_FORMS = {
+    "loss": _Form(
+        base.LossCriterionStrategy,
+        loss,
+        lambda given: CallableLossStrategy(as_criterion(given)),
+        names=losses,
+        compose=_weighted_sum,
+        # A tuple would be one pair of a loss and its weight.
+        lists=(list,),
+        accepted="a LossCriterionStrategy, a callable of outputs and labels, or a name",
+    ),
+    "optimizer": _Form(
+        base.OptimizerStrategy,
+        optimizer_strategies,
+        CallableOptimizerStrategy,
+        names=optimizers,
+        objects=(Optimizer,),
+        accepted="an OptimizerStrategy, an optimizer, a callable of the parameters, or a name",
+    ),
+    "training_step": _Form(
+        base.TrainingStepStrategy,
+        training_step,
+        CallableStepStrategy,
+        compose=lambda given: training_step.compose_steps(*(as_strategy("training_step", it) for it in given)),
+    ),
+    "lr_scheduler": _Form(
+        base.LRSchedulerStrategy,
+        lr_scheduler,
+        CallableSchedulerStrategy,
+        names=schedulers,
+        objects=(Schedule, LRScheduler, ReduceLROnPlateau),
+        accepted="an LRSchedulerStrategy, a scheduler, a callable of the optimizer, or a name",
+    ),
+    "model_update": _Form(
+        base.ModelUpdateStrategy,
+        model_update,
+        CallableUpdateStrategy,
+        compose=lambda given: model_update.CompositeUpdateStrategy([as_strategy("model_update", it) for it in given]),
+    ),
+    "data_loader": _Form(base.DataLoaderStrategy, data_loader, CallableLoaderStrategy),
+    "testing": _Form(base.TestingStrategy, testing, CallableTestingStrategy),
+}
