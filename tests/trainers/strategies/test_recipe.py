@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail import Epochs, Trainer
+from dovetail.callbacks import GradientClipping
+from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.recipe import as_strategy
@@ -29,13 +32,16 @@ from dovetail.trainers.strategies import (
     DefaultTestingStrategy,
     DefaultTrainingStepStrategy,
     GradientAccumulationStepStrategy,
+    GradientClippingOptimizerStrategy,
     GradientClippingStepStrategy,
     MSELossStrategy,
     NoOpUpdateStrategy,
     NoSchedulerStrategy,
+    SGDOptimizerStrategy,
     StateTrackingUpdateStrategy,
     StepLRSchedulerStrategy,
 )
+from dovetail.trainers.strategies.bundle import ROLES
 
 as_loader_strategy = partial(as_strategy, "data_loader")
 as_loss_strategy = partial(as_strategy, "loss")
@@ -227,3 +233,83 @@ def test_a_loader_may_be_a_function(problem: Problem, train: Callable[..., Compo
 def test_a_test_may_be_a_function(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(problem.model(), problem.batches, testing_strategy=lambda *test: 0.25)
     assert trainer.test((problem.x, problem.y)) == 0.25
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_a_plain_trainer_has_a_strategy_for_every_role_of_the_loop(problem: Problem) -> None:
+    strategies = Trainer(problem.model(), verbose=False).strategies
+    assert not strategies.given
+    assert [role for role in ROLES if getattr(strategies, role) is None] == ["testing"]
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("criterion", "loss_function"), ("optimizer", "optim_function"), ("scheduler", "lr_scheduler")],
+)
+def test_an_option_under_both_of_its_names_is_refused(name: str, option: str) -> None:
+    given: dict[str, Any] = {name: lambda *_: None, option: lambda *_: None}
+    with pytest.raises(ConfigError, match=f"{option}: {name} is another name of it"):
+        Trainer(nn.Linear(1, 1), verbose=False, **given)
+
+
+CLIPPED: dict[str, dict[str, Any]] = {
+    "option": {"gradient_clip": 0.01},
+    "step": {"training_step_strategy": GradientClippingStepStrategy(0.01)},
+    "optimizer": {"optimizer_strategy": GradientClippingOptimizerStrategy(SGDOptimizerStrategy(0.5), 0.01)},
+    "callback": {"callbacks": [GradientClipping(max_norm=0.01)]},
+}
+
+
+@pytest.mark.parametrize("way", CLIPPED)
+def test_every_way_to_clip_gives_equal_bits(way: str, problem: Problem) -> None:
+    settings = dict(CLIPPED[way])
+    settings.setdefault("optimizer_strategy", SGDOptimizerStrategy(0.5))
+    trainer = Trainer(problem.model(), "cpu", verbose=False, **settings)
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    by_hand = problem.model()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
+    for x, y in problem.batches:
+        optimizer.zero_grad()
+        functional.cross_entropy(by_hand(x), y).backward()
+        nn.utils.clip_grad_norm_(by_hand.parameters(), 0.01)
+        optimizer.step()
+    assert_same_weights(trainer.core.model, by_hand)
+
+
+class _Scaled(nn.Module):
+    """Cross entropy of logits times a factor that is learned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.factor * outputs, targets)
+
+
+def test_what_a_criterion_learns_is_in_checkpoints(problem: Problem, tmp_path: Path) -> None:
+    def make() -> Trainer:
+        model, criterion = problem.model(), _Scaled()
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.5)
+        return Trainer(model, "cpu", criterion=criterion, optimizer=optimizer, verbose=False, checkpoint_dir=tmp_path)
+
+    first, resumed, whole = make(), make(), make()
+    first.fit(problem.batches, max_length=Epochs(1))
+    resumed.fit(problem.batches, max_length=Epochs(2), resume="auto")
+    whole.fit(problem.batches, max_length=Epochs(2))
+    assert_same_weights(resumed.model, whole.model)
+    assert resumed.criterion.factor.item() == whole.criterion.factor.item() != 1.0
+
+
+def test_a_loss_of_torch_without_targets_gets_one_sentence() -> None:
+    trainer = Trainer(nn.Linear(2, 2), "cpu", criterion=nn.MSELoss(), verbose=False)
+    with pytest.raises(DataError, match="the batch has no targets"):
+        trainer.fit([torch.zeros(4, 2)], max_length=Epochs(1))
+
+
+def test_a_loss_that_ignores_targets_needs_none() -> None:
+    trainer = Trainer(nn.Linear(2, 2), "cpu", criterion=lambda outputs, _: outputs.square().mean(), verbose=False)
+    trainer.fit([torch.ones(4, 2)], max_length=Epochs(2))
+    assert trainer.history.losses[1] < trainer.history.losses[0]
