@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from problem import Problem, assert_same_weights
+from torch import nn
 
 from dovetail import Batches, Epochs, Trainer
 from dovetail.callbacks import Callback
@@ -35,7 +36,11 @@ from dovetail.trainers import (
 from dovetail.trainers.addons import MultiGPUAddon, PrecisionMixerAddon, StateManagerAddon
 from dovetail.trainers.capabilities import Capability, DataParallel, MixedPrecision
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.strategies import CrossEntropyLossStrategy, MixedPrecisionStepStrategy
+from dovetail.trainers.strategies import (
+    CrossEntropyLossStrategy,
+    MixedPrecisionStepStrategy,
+    MultipleForwardPassStepStrategy,
+)
 
 
 class Counting(TrainerDecorator):
@@ -249,19 +254,35 @@ def test_a_step_is_equipped_through_a_layer_unless_the_trainer_has_its_own(probl
         def train_step(self, batch: Any) -> Mapping[str, Any]:
             return {"loss": self.model(batch[0]).mean()}
 
-    strategy = MixedPrecisionStepStrategy(precision="bf16")
+    strategy = MultipleForwardPassStepStrategy(2)
     Counting(make_trainer(problem)).equip(training_step=strategy)
     with pytest.raises(ConfigError, match="decides this; give one or the other"):
         Counting(make_trainer(problem, OwnStep)).equip(training_step=strategy)
 
 
+def test_a_precision_strategy_goes_with_a_step_of_a_subclass(problem: Problem) -> None:
+    class OwnStep(Trainer):
+        def train_step(self, batch: Any) -> Mapping[str, Any]:
+            inputs, targets = batch
+            return {"loss": nn.functional.cross_entropy(self.model(inputs), targets)}
+
+    strategy = MixedPrecisionStepStrategy(precision="bf16")
+    one = OwnStep(problem.model(), "cpu", training_step_strategy=strategy, verbose=False)
+    other = AMPTrainer(OwnStep(problem.model(), "cpu", verbose=False), precision="bf16")
+    full = OwnStep(problem.model(), "cpu", verbose=False)
+    for trainer in (one, other, full):
+        trainer.fit(problem.batches, max_length=Epochs(2))
+    assert_same_weights(one.model, other.core.model)
+    assert one.history.losses != full.history.losses
+
+
 def test_customized_by_names_the_classes_of_all_layers(problem: Problem) -> None:
     trainer = Counting(AMPTrainer(make_trainer(problem, Own)))
-    assert trainer.customized_by("train_step") == (Counting, MixedPrecision)
+    assert trainer.customized_by("setup") == (Counting, MixedPrecision)
     assert trainer.customized_by("train_model") == (Own,)
     assert trainer.customized_by("backward") == trainer.core.customized_by("train_step") == ()
     extended = make_trainer(problem, Trainer.add_on(MixedPrecision))
-    assert extended.customized_by("train_step") == (MixedPrecision,)
+    assert extended.customized_by("setup") == (MixedPrecision,)
 
 
 @pytest.mark.slow

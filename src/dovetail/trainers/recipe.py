@@ -169,7 +169,8 @@ def as_strategy(role: str, given: Any) -> Any:
     form = _FORMS[role]
     if form.compose is not None and isinstance(given, form.lists):
         return form.compose(given)
-    named = {name: kind for name, kind in vars(form.module).items() if _is_strategy_class(kind, form.kind)}
+    exported = {name: getattr(form.module, name) for name in form.module.__all__}
+    named = {name: it for name, it in exported.items() if isinstance(it, type) and issubclass(it, form.kind)}
     if isinstance(given, str):
         if given not in named and form.names is None:
             raise UnknownNameError(f"{role} strategy", given, named)
@@ -215,10 +216,6 @@ def _weighted_sum(given: Sequence[Any]) -> base.Strategy:
     pairs = [it if isinstance(it, tuple) else (it, None) for it in given]
     made = [(as_strategy("loss", it), weight) for it, weight in pairs]
     return loss.CompositeLossStrategy([it if weight is None else (it, weight) for it, weight in made])
-
-
-def _is_strategy_class(value: Any, kind: type[base.Strategy]) -> bool:
-    return isinstance(value, type) and issubclass(value, kind) and value is not kind
 
 
 _FORMS = {

@@ -179,7 +179,7 @@ def test_two_algorithms_that_divide_a_round_are_refused() -> None:
         trainer = _trainer(None)
         algorithm = CompositeAlgorithm([SCAFFOLD(option=1), FedRep()])
         algorithm.begin(trainer.model, 2)
-        trainer.equip(**algorithm.equip(trainer.as_strategies()))
+        trainer.equip(**algorithm.equip(trainer.strategies))
         trainer.fit(Blobs().train_data(1))
 
 

@@ -545,9 +545,8 @@ def _epoch_of(row: Mapping[str, Any]) -> int:
     return int(row["epoch"])
 
 
-def _payload(trainer: Any) -> dict[str, Any]:
-    payload: dict[str, Any] = trainer.strategies.model_update.get_update_payload(trainer.context)
-    return payload
+def _payload(trainer: SingleProcessTrainer) -> dict[str, Any]:
+    return trainer.strategies.model_update.get_update_payload(trainer.context)
 
 
 def _unread(strategies: Strategies) -> tuple[str, ...]:
@@ -558,11 +557,9 @@ def _unread(strategies: Strategies) -> tuple[str, ...]:
         ("lr_scheduler", strategies.lr_scheduler, "scheduler_fn"),
         ("loss_criterion", strategies.loss, "loss_fn"),
     ):
+        parts = list(with_parts([strategy]))
         # A strategy from outside of this library may read what it likes.
-        reads = any(
-            (own in vars(part) and vars(part)[own] is None) or not is_ours(type(part))
-            for part in with_parts([strategy])
-        )
+        reads = any((own in vars(part) and vars(part)[own] is None) or not is_ours(type(part)) for part in parts)
         if not reads:
             found.append(name)
     return tuple(found)

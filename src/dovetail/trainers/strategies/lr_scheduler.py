@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
@@ -40,6 +40,7 @@ __all__ = [
     "StepLRSchedulerStrategy",
     "TimedSchedulerStrategy",
     "TimmLRSchedulerStrategy",
+    "TorchSchedulerStrategy",
     "WarmupLR",
     "WarmupSchedulerStrategy",
     "step_scheduler",
@@ -154,7 +155,19 @@ class NoSchedulerStrategy(Described, LRSchedulerStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class StepLRSchedulerStrategy(TimedSchedulerStrategy):
+class TorchSchedulerStrategy(TimedSchedulerStrategy):
+    """A scheduler of torch whose arguments are the positional fields of the strategy: the base of those that follow."""
+
+    scheduler_class: ClassVar[Callable[..., Any]]
+
+    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> Any:
+        """Return the scheduler."""
+        settings = {each.name: getattr(self, each.name) for each in fields(self) if not each.kw_only}
+        return type(self).scheduler_class(optimizer, **settings)
+
+
+@dataclass(eq=False, repr=False)
+class StepLRSchedulerStrategy(TorchSchedulerStrategy):
     """The rate times `gamma` every `step_size` steps.
 
     Example:
@@ -162,16 +175,14 @@ class StepLRSchedulerStrategy(TimedSchedulerStrategy):
         StepLRSchedulerStrategy(step_size=3, interval='update', frequency=2)
     """
 
+    scheduler_class = lr_scheduler.StepLR
+
     step_size: int = 10
     gamma: float = 0.1
 
-    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
-        """Return the scheduler."""
-        return lr_scheduler.StepLR(optimizer, self.step_size, self.gamma)
-
 
 @dataclass(eq=False, repr=False)
-class MultiStepLRSchedulerStrategy(TimedSchedulerStrategy):
+class MultiStepLRSchedulerStrategy(TorchSchedulerStrategy):
     """The rate times `gamma` at every milestone.
 
     Example:
@@ -179,16 +190,14 @@ class MultiStepLRSchedulerStrategy(TimedSchedulerStrategy):
         MultiStepLRSchedulerStrategy(milestones=[30, 60])
     """
 
+    scheduler_class = lr_scheduler.MultiStepLR
+
     milestones: Sequence[int]
     gamma: float = 0.1
 
-    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
-        """Return the scheduler."""
-        return lr_scheduler.MultiStepLR(optimizer, list(self.milestones), self.gamma)
-
 
 @dataclass(eq=False, repr=False)
-class ExponentialLRSchedulerStrategy(TimedSchedulerStrategy):
+class ExponentialLRSchedulerStrategy(TorchSchedulerStrategy):
     """The rate times `gamma` at every step.
 
     Example:
@@ -196,15 +205,13 @@ class ExponentialLRSchedulerStrategy(TimedSchedulerStrategy):
         ExponentialLRSchedulerStrategy(gamma=0.9)
     """
 
-    gamma: float = 0.95
+    scheduler_class = lr_scheduler.ExponentialLR
 
-    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
-        """Return the scheduler."""
-        return lr_scheduler.ExponentialLR(optimizer, self.gamma)
+    gamma: float = 0.95
 
 
 @dataclass(eq=False, repr=False)
-class CosineAnnealingLRSchedulerStrategy(TimedSchedulerStrategy):
+class CosineAnnealingLRSchedulerStrategy(TorchSchedulerStrategy):
     """Half a cosine from the optimizer's rate down to `eta_min`, in `T_max` steps.
 
     Example:
@@ -212,16 +219,14 @@ class CosineAnnealingLRSchedulerStrategy(TimedSchedulerStrategy):
         CosineAnnealingLRSchedulerStrategy(T_max=50)
     """
 
+    scheduler_class = lr_scheduler.CosineAnnealingLR
+
     T_max: int
     eta_min: float = 0.0
 
-    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
-        """Return the scheduler."""
-        return lr_scheduler.CosineAnnealingLR(optimizer, self.T_max, self.eta_min)
-
 
 @dataclass(eq=False, repr=False)
-class CosineAnnealingWarmRestartsSchedulerStrategy(TimedSchedulerStrategy):
+class CosineAnnealingWarmRestartsSchedulerStrategy(TorchSchedulerStrategy):
     """Cosines one after the other: the first takes `T_0` steps, every other `T_mult` times the one before.
 
     Example:
@@ -229,17 +234,15 @@ class CosineAnnealingWarmRestartsSchedulerStrategy(TimedSchedulerStrategy):
         CosineAnnealingWarmRestartsSchedulerStrategy(T_0=10, T_mult=2)
     """
 
+    scheduler_class = lr_scheduler.CosineAnnealingWarmRestarts
+
     T_0: int
     T_mult: int = 1
     eta_min: float = 0.0
 
-    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
-        """Return the scheduler."""
-        return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, self.T_0, self.T_mult, self.eta_min)
-
 
 @dataclass(eq=False, repr=False)
-class ReduceLROnPlateauSchedulerStrategy(TimedSchedulerStrategy):
+class ReduceLROnPlateauSchedulerStrategy(TorchSchedulerStrategy):
     """The rate times `factor` when a metric has not improved for `patience` steps.
 
     Args:
@@ -261,6 +264,8 @@ class ReduceLROnPlateauSchedulerStrategy(TimedSchedulerStrategy):
         ReduceLROnPlateauSchedulerStrategy(mode='max', patience=2, monitor='valid_accuracy')
     """
 
+    scheduler_class = lr_scheduler.ReduceLROnPlateau
+
     mode: Literal["min", "max"] = "min"
     factor: float = 0.1
     patience: int = 10
@@ -271,27 +276,13 @@ class ReduceLROnPlateauSchedulerStrategy(TimedSchedulerStrategy):
     eps: float = 1e-8
     monitor: str = field(default="valid_loss", kw_only=True)
 
-    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> ReduceLROnPlateau:
-        """Return the scheduler."""
-        return ReduceLROnPlateau(
-            optimizer,
-            mode=self.mode,
-            factor=self.factor,
-            patience=self.patience,
-            threshold=self.threshold,
-            threshold_mode=self.threshold_mode,
-            cooldown=self.cooldown,
-            min_lr=self.min_lr,
-            eps=self.eps,
-        )
-
     def step(self, scheduler: Any, context: TrainingContext) -> None:
         """Tell the scheduler the metric, if there is a new one."""
         step_scheduler(scheduler, context, monitor=self.monitor, interval=self.interval)
 
 
 @dataclass(eq=False, repr=False)
-class LinearLRSchedulerStrategy(TimedSchedulerStrategy):
+class LinearLRSchedulerStrategy(TorchSchedulerStrategy):
     """A straight line from `start_factor` to `end_factor` times the optimizer's rate, in `total_iters` steps.
 
     Example:
@@ -299,17 +290,15 @@ class LinearLRSchedulerStrategy(TimedSchedulerStrategy):
         LinearLRSchedulerStrategy(start_factor=0.5, total_iters=4)
     """
 
+    scheduler_class = lr_scheduler.LinearLR
+
     start_factor: float = 1 / 3
     end_factor: float = 1.0
     total_iters: int = 5
 
-    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
-        """Return the scheduler."""
-        return lr_scheduler.LinearLR(optimizer, self.start_factor, self.end_factor, self.total_iters)
-
 
 @dataclass(eq=False, repr=False)
-class PolynomialLRSchedulerStrategy(TimedSchedulerStrategy):
+class PolynomialLRSchedulerStrategy(TorchSchedulerStrategy):
     """The optimizer's rate times `(1 - t / total_iters) ** power`.
 
     Example:
@@ -317,12 +306,10 @@ class PolynomialLRSchedulerStrategy(TimedSchedulerStrategy):
         PolynomialLRSchedulerStrategy(total_iters=50, power=2.0)
     """
 
+    scheduler_class = lr_scheduler.PolynomialLR
+
     total_iters: int = 5
     power: float = 1.0
-
-    def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
-        """Return the scheduler."""
-        return lr_scheduler.PolynomialLR(optimizer, self.total_iters, self.power)
 
 
 @dataclass(eq=False, repr=False)

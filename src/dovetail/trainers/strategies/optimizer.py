@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ __all__ = [
     "ParameterGroupOptimizerStrategy",
     "RMSpropOptimizerStrategy",
     "SGDOptimizerStrategy",
+    "TorchOptimizerStrategy",
     "learning_rate",
     "make_optimizer",
 ]
@@ -79,7 +80,25 @@ class DefaultOptimizerStrategy(Described, OptimizerStrategy):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SGDOptimizerStrategy(Described, OptimizerStrategy):
+class TorchOptimizerStrategy(Described, OptimizerStrategy):
+    """An optimizer of torch whose arguments are the fields of the strategy: the base of those that follow.
+
+    Args:
+        lr: The learning rate; None means that of the configuration.
+    """
+
+    optimizer_class: ClassVar[Callable[..., Optimizer]]
+
+    lr: float | None = None
+
+    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+        """Return the optimizer of a model."""
+        settings = {each.name: getattr(self, each.name) for each in fields(self)}
+        return type(self).optimizer_class(_parameters(model), **{**settings, "lr": learning_rate(self.lr, context)})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SGDOptimizerStrategy(TorchOptimizerStrategy):
     """`torch.optim.SGD`; a learning rate of None is that of the configuration.
 
     Example:
@@ -87,26 +106,16 @@ class SGDOptimizerStrategy(Described, OptimizerStrategy):
         0.9
     """
 
-    lr: float | None = None
+    optimizer_class = torch.optim.SGD
+
     momentum: float = 0
     weight_decay: float = 0
     dampening: float = 0
     nesterov: bool = False
 
-    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
-        """Return the optimizer of a model."""
-        return torch.optim.SGD(
-            _parameters(model),
-            lr=learning_rate(self.lr, context),
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            dampening=self.dampening,
-            nesterov=self.nesterov,
-        )
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AdamOptimizerStrategy(Described, OptimizerStrategy):
+class AdamOptimizerStrategy(TorchOptimizerStrategy):
     """`torch.optim.Adam`; a learning rate of None is that of the configuration.
 
     Example:
@@ -114,26 +123,16 @@ class AdamOptimizerStrategy(Described, OptimizerStrategy):
         (0.9, 0.999)
     """
 
-    lr: float | None = None
+    optimizer_class = torch.optim.Adam
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0
     amsgrad: bool = False
 
-    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
-        """Return the optimizer of a model."""
-        return torch.optim.Adam(
-            _parameters(model),
-            lr=learning_rate(self.lr, context),
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            amsgrad=self.amsgrad,
-        )
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AdamWOptimizerStrategy(Described, OptimizerStrategy):
+class AdamWOptimizerStrategy(TorchOptimizerStrategy):
     """`torch.optim.AdamW`; a learning rate of None is that of the configuration.
 
     Example:
@@ -141,26 +140,16 @@ class AdamWOptimizerStrategy(Described, OptimizerStrategy):
         0.01
     """
 
-    lr: float | None = None
+    optimizer_class = torch.optim.AdamW
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     amsgrad: bool = False
 
-    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
-        """Return the optimizer of a model."""
-        return torch.optim.AdamW(
-            _parameters(model),
-            lr=learning_rate(self.lr, context),
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            amsgrad=self.amsgrad,
-        )
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RMSpropOptimizerStrategy(Described, OptimizerStrategy):
+class RMSpropOptimizerStrategy(TorchOptimizerStrategy):
     """`torch.optim.RMSprop`; a learning rate of None is that of the configuration.
 
     Example:
@@ -168,24 +157,13 @@ class RMSpropOptimizerStrategy(Described, OptimizerStrategy):
         0.99
     """
 
-    lr: float | None = None
+    optimizer_class = torch.optim.RMSprop
+
     alpha: float = 0.99
     eps: float = 1e-8
     weight_decay: float = 0
     momentum: float = 0
     centered: bool = False
-
-    def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
-        """Return the optimizer of a model."""
-        return torch.optim.RMSprop(
-            _parameters(model),
-            lr=learning_rate(self.lr, context),
-            alpha=self.alpha,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            centered=self.centered,
-        )
 
 
 class ParameterGroupOptimizerStrategy(OptimizerStrategy):
