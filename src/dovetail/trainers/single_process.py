@@ -784,7 +784,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
     def _in_phases(self, length: TrainUnit) -> TrainUnit:
         """Divide a run into the phases that its strategies want, and return its length with all of them."""
         context = self.context
-        context.run.is_personal = False
+        context.run.is_detached = False
         if not isinstance(length, Epochs):
             # Of any number of epochs: of a few, there may be one phase only.
             context.run.phases = self.strategies.phases(sys.maxsize, context)

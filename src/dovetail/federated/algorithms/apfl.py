@@ -188,7 +188,7 @@ class APFLStepStrategy(NestingStepStrategy):
     ) -> Tensor:
         """Return the loss of w, with the gradients of both losses."""
         sent = super().loss(model, optimizer, examples, labels, loss_criterion, context)
-        with context.run.personally():
+        with context.run.detached():
             mixture = self._mixture(model, context)
             own = super().loss(mixture, optimizer, examples, labels, loss_criterion, context)
         # What is added is 0. Its gradient is not.

@@ -124,7 +124,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     ) -> Tensor:
         """Return the loss of a batch, with what its samples look like to the other models."""
         mine = self._mine
-        if mine is None or not self.mu or not self.kept["previous"] or context.run.is_personal:
+        if mine is None or not self.mu or not self.kept["previous"] or context.run.is_detached:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
 
         def contrasted(outputs: Any, labels: Any) -> Tensor:

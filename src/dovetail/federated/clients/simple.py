@@ -533,7 +533,7 @@ def _told_of_training(context: TrainingContext) -> tuple[int, float]:
     num_updates, loss, begin = 0, math.nan, 0
     for phase in context.run.phases:
         end = begin + phase.epochs
-        if not phase.is_personal:
+        if not phase.is_detached:
             # A strategy may have left out the rest of a phase.
             first, last = (max((row for row in rows if row["epoch"] <= at), key=_epoch_of) for at in (begin, end))
             num_updates, loss = num_updates + last["updates"] - first["updates"], last["loss"]

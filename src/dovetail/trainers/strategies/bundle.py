@@ -175,7 +175,7 @@ class Strategies:
         def begin(context: TrainingContext) -> None:
             run, epoch = context.run, context.progress.epoch
             phase = run.phase_at(epoch)
-            run.is_personal = phase.is_personal
+            run.is_detached = phase.is_detached
             if run.starts_phase(epoch):
                 heard(phase, context)
 
