@@ -69,7 +69,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
                 f"personalization_epochs: expected a whole number that is at least 0, got {self.personalization_epochs}"
             )
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """A client begins with v = w."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = first_own_model(context, self.model_fn)

@@ -60,7 +60,7 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     # What every optimizer steps, with the correction of its gradient; found once per run.
     _corrected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """A client begins with c_i = 0."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = _zeros(sent(context))

@@ -22,6 +22,7 @@ from dovetail.federated.callbacks import ClientCallback
 from dovetail.federated.clients.local_training import continue_schedule, summarize_training
 from dovetail.federated.fleet import FleetTrainer, Member, why_alone
 from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
+from dovetail.federated.personalization import personal_weights
 from dovetail.federated.postprocess import Chain
 from dovetail.federated.states import ClientState
 from dovetail.overrides import defines, is_ours, reject_lost_overrides
@@ -195,7 +196,7 @@ class Client:
                 if type(it).state_dict is not Callback.state_dict
             ],
         }
-        self._keeps = bool(core.strategies.hearing("on_client_start"))
+        self._keeps = bool(core.strategies.hearing("on_prepare"))
         # Whatever stays with a client begins as it does in the server's model.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
@@ -300,7 +301,7 @@ class Client:
         """Return a client as one of a fleet, with all that it lacks so far."""
         before = self._get_ready(task, state)
         core = self.trainer
-        core.strategies.begin_client(core.context)
+        core.strategies.prepare(core.context)
         data = self.datasource.train_data(task.client_id)
         return Member(before, data, derive_seed(task.seed, "order"), core.context.client.state, task.payload)
 
@@ -382,7 +383,7 @@ class Client:
 
     def _judged(self, task: Task) -> Update:
         core = self.trainer
-        core.strategies.begin_client(core.context)
+        core.strategies.prepare(core.context)
         num_samples = self.datasource.num_samples(task.client_id)
         return Update(task.client_id, task.round, num_samples, metrics=self._evaluated(task.client_id))
 
@@ -407,9 +408,9 @@ class Client:
         if data is None:
             return {}
         core = self.trainer
-        context, update = core.context, core.strategies.model_update
+        context = core.context
         assert context.model is not None
-        own = None if update is None else update.personal_weights(context)
+        own = personal_weights(core.strategies.model_update, context)
         if own is None:
             return judged(core, data)
         sent = _copied(context.model.state_dict(), context.device)

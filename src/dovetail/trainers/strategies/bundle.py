@@ -94,8 +94,7 @@ class Strategies:
     def as_callback(self) -> Callback | None:
         """Return a callback that calls the hooks which these strategies override, or None if there are none."""
         events: dict[str, Any] = {}
-        # What a client lacks is there before anybody looks.
-        if listeners := [*self._overriding("on_client_start"), *self._overriding("on_train_start")]:
+        if listeners := [*self._overriding("on_prepare"), *self._overriding("on_train_start")]:
             events["on_train_start"] = _calling(listeners)
         # First whoever may have other weights in the model: the rest look at the one that is sent.
         in_order = sorted(self, key=lambda strategy: strategy is not self.model_update)
@@ -157,10 +156,10 @@ class Strategies:
             return (Phase(epochs),)
         return tuple(phase for phase in update.phases(epochs, context) if phase.epochs) or (Phase(0),)
 
-    def begin_client(self, context: TrainingContext) -> None:
-        """Give a client's state what it lacks."""
-        for begin in self._overriding("on_client_start"):
-            begin(context)
+    def prepare(self, context: TrainingContext) -> None:
+        """Call `on_prepare` of every strategy, as the start of a run does."""
+        for prepare in self._overriding("on_prepare"):
+            prepare(context)
 
     def hearing(self, hook: str) -> list[Strategy]:
         """Return the strategies that do something at a hook which all strategies have."""
