@@ -41,7 +41,7 @@ from dovetail.trainers.attributes import (
     channels_last,
     warn_of_near_names,
 )
-from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
+from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window, attached_objects
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.fitting import (
     check_fits,
@@ -340,8 +340,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             if self.options.memory_format is not None:
                 optimizer_state = map_tensors(channels_last, optimizer_state)
             restore_optimizer(optimizer, optimizer_state, f"optimizers.{number}")
-        schedulers = [scheduler.state_dict() for scheduler in context.schedulers]
-        restore(state, "schedulers", self._restore_schedulers, tuple(schedulers))
+        restore(state, "schedulers", self._restore_schedulers, tuple(it.state_dict() for it in context.schedulers))
         restore(state, "progress", context.progress.load_state_dict, context.progress.state_dict())
         restore(state, "history", context.history.load_state_dict, {})
         restore(state, "meter", _check_meter, {})
@@ -367,7 +366,8 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         context.run.validation = restore(state, "validation", _metrics_by_name)
         context.run.checked = context.progress.copy()
         context.run.id = restore(state, "run_id", str, "")
-        context.client.state = restore({"client_state": {}, **state}, "client_state", dict, {})
+        for name, attached in attached_objects(context).items():
+            restore({name: {}, **state}, name, attached.load_state_dict, {})
         self._data.load_state_dict(state)
         restore(state, "rng", set_rng_state, {})
 
@@ -391,7 +391,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             "callbacks": context.callbacks.state_dict(),
             "strategies": self.strategies.state_dict(),
             "participants": {name: participant.state_dict() for name, participant in context.run.participants.items()},
-            "client_state": context.client.state,
+            **{name: attached.state_dict() for name, attached in attached_objects(context).items()},
             "saver": context.run.saver.state_dict() if context.run.saver is not None else {"best": None, "owes": False},
             "validated_at": context.run.validated_at,
             "validation": dict(context.run.validation),
