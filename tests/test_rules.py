@@ -7,6 +7,7 @@ exceptions, with a reason; an exception that is no longer needed fails too.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,28 @@ DIRECT_CALLS = {
     "make_update": "Called by the verb `optimizer_step`.",
 }
 
+# The kernel does not know federations. Words of its files that name one all the same, by file.
+FEDERATED_WORDS = {
+    "trainers/context.py: ClientContext": "The object that a federation attaches; a context outside of one has it too.",
+    "trainers/context.py: client": "The attribute that holds this object.",
+    "trainers/context.py: client_id": "plato's name, which its users read.",
+    "trainers/context.py: client_state": "The section of checkpoints that holds the state of this object.",
+    "trainers/context.py: current_round": "plato's name, which its users read.",
+    "trainers/context.py: round": "The attribute that `current_round` returns.",
+    "trainers/launching.py: Client": "The standard library's end of a connection.",
+    "trainers/saving.py: client_id": "plato's name, which the summary of a checkpoint holds.",
+    "trainers/strategies/model_update.py: current_round": "plato's name, which its users read.",
+    "trainers/strategies/model_update.py: round_number": "plato's name, which its users read.",
+}
+# The names of other libraries, which are no part of the kernel.
+OTHER_LIBRARIES = {"trainers/composable.py", "trainers/spellings.py"}
+
 # Files above 500 lines. A limit may only be lowered, and follows the length of its file.
 MOST_LINES = 500
 LONG_FILES = {
     "checkpoint/store.py": 555,
     "data/loader.py": 657,
-    "federated/clients/simple.py": 573,
+    "federated/clients/simple.py": 554,
     "federated/data/partition.py": 661,
     "pytorch/adapter.py": 678,
     "pytorch/context.py": 640,
@@ -302,6 +319,46 @@ def test_a_second_training_loop_is_found(code: str, found: bool) -> None:
 )
 def test_a_step_past_the_trainer_is_found(code: str, found: bool) -> None:
     assert bool(direct_calls([ast.parse(f"class Mine:\n    def compute(self):\n        {code}")])) is found
+
+
+# ------------------------------------------------------------------ the kernel does not know federations
+
+
+def federated_words(text: str) -> set[str]:
+    """Return the words of code, comments and docstrings that name a client, a round, a fleet or a personal model."""
+    found = set()
+    for word, bracket in re.findall(r"([A-Za-z_]\w*)(\(?)", text):
+        parts = [part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", word)]
+        # Not the function `round`.
+        is_named = any(re.fullmatch(r"clients?|rounds?|fleets?|federat.*|personal.*", part) for part in parts)
+        if is_named and word + bracket != "round(":
+            found.add(word)
+    return found
+
+
+def test_the_kernel_does_not_know_federations() -> None:
+    found = {
+        f"{path}: {word}"
+        for path, text in sources()
+        if path.startswith("trainers/") and path not in OTHER_LIBRARIES
+        for word in federated_words(text)
+    }
+    assert_only(found, FEDERATED_WORDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("context.client.state", {"client"}),
+        ("def begin_client(self): ...", {"begin_client"}),
+        ("from dovetail.client import ClientContext", {"client", "ClientContext"}),
+        ("# The clients of a round are a fleet.", {"clients", "round", "fleet"}),
+        ("is_personal = personalizes(federated.fleet)", {"is_personal", "personalizes", "federated", "fleet"}),
+        ("round(loss, 2)  # rounding, in the background of everything around it", set()),
+    ],
+)
+def test_a_word_of_federations_is_found(text: str, found: set[str]) -> None:
+    assert federated_words(text) == found
 
 
 # ------------------------------------------------------------------ lengths of files

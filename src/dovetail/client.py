@@ -38,6 +38,14 @@ class ClientContext:
     is_fleet: bool = False
     working: Any = 1.0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints keep of the client: its state."""
+        return self.state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict`."""
+        self.state = dict(state)
+
     def each(self, function: Callable[..., _R], *rows: Any) -> _R:
         """Call a function of tensors and dictionaries of them; in a fleet, once for each client with its rows.
 

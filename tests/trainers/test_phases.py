@@ -37,7 +37,7 @@ class Parts(ModelUpdateStrategy):
         return (*self.parts, Phase(epochs, "rest"))
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        self.heard.append((context.progress.epoch, phase.name, context.run.is_personal))
+        self.heard.append((context.progress.epoch, phase.name, context.run.is_detached))
 
 
 def trained(strategy: Any, **options: Any) -> ComposableTrainer:
@@ -48,7 +48,7 @@ def trained(strategy: Any, **options: Any) -> ComposableTrainer:
 
 
 def test_phases_come_in_order_and_a_run_is_as_long_as_all_of_them() -> None:
-    parts = Parts(Phase(3, "first"), Phase(1, "own", is_personal=True))
+    parts = Parts(Phase(3, "first"), Phase(1, "own", is_detached=True))
     trainer = trained(parts)
     trainer.fit(DATA)
     assert parts.heard == [(0, "first", False), (3, "own", True), (4, "rest", False)]
@@ -130,8 +130,8 @@ def test_phases_are_found_by_the_epoch() -> None:
     assert found == [("a", True), ("a", False), ("b", True), ("b", False)]
 
 
-def test_personally_is_only_for_a_while() -> None:
+def test_detached_is_only_for_a_while() -> None:
     context = TrainingContext()
-    with context.run.personally():
-        assert context.run.is_personal
-    assert not context.run.is_personal
+    with context.run.detached():
+        assert context.run.is_detached
+    assert not context.run.is_detached

@@ -96,7 +96,7 @@ class FleetTrainer(TrainerDecorator):
         context = trainer.context
         self._member_loaders = [_loader(trainer, member) for member in members]
         self._phases = trainer.strategies.phases(trainer.num_epochs, context)
-        epochs = sum(phase.epochs for phase in self._phases if not phase.is_personal)
+        epochs = sum(phase.epochs for phase in self._phases if not phase.is_detached)
         self.num_updates = [len(loader) * epochs for loader in self._member_loaders]
         self._idle = torch.empty(0, dtype=torch.long)
         self._sums: Tensor | None = None
@@ -258,7 +258,7 @@ class FleetTrainer(TrainerDecorator):
             )
 
     def _note(self, losses: Tensor, batch: _Step) -> None:
-        if self.context.run.is_personal:
+        if self.context.run.is_detached:
             return
         if self._sums is None or self._counted is None or (self.context.progress.batch == 0):
             self._sums, self._counted = torch.zeros_like(losses), torch.zeros_like(losses)

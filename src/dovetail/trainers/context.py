@@ -34,6 +34,7 @@ __all__ = [
     "Stateful",
     "TrainingContext",
     "Window",
+    "attached_objects",
 ]
 
 _NOT_RUNNING = "the context calls the trainer only while fit, evaluate or predict runs"
@@ -54,7 +55,8 @@ class TrainingContext:
         callbacks: The registered callbacks, in call order.
         config: Settings that strategies and plato's hooks read.
         state: A dictionary that strategies share.
-        client: The client that the trainer works for. A federation sets it; checkpoints hold its `state`.
+        client: The client that the trainer works for: an object that another package defines and reads. The kernel
+            stores its state in checkpoints.
         process: The place of this process among those that train together.
         run: What the loop keeps about the run.
     """
@@ -104,7 +106,7 @@ class TrainingContext:
 
     @property
     def client_id(self) -> int:
-        """The number of the client that the trainer works for; 0 for a server and outside of a federation."""
+        """The number of the client that the trainer works for, under plato's name; 0 if there is none."""
         return self.client.id
 
     @client_id.setter
@@ -119,7 +121,7 @@ class TrainingContext:
 
     @property
     def current_round(self) -> int:
-        """The federated round; 0 outside of a federation."""
+        """The number of the round that the run is a part of, under plato's name; 0 if there is none."""
         return self.client.round
 
     @current_round.setter
@@ -186,6 +188,14 @@ class TrainingContext:
             if zero_grad:
                 clear_gradients(optimizer)
         return len(stepped) > before
+
+
+def attached_objects(context: TrainingContext) -> dict[str, ClientContext]:
+    """Return the objects that other packages attach to a context, by the section of checkpoints that holds them.
+
+    The trainer stores and restores their state, and reads nothing else of them.
+    """
+    return {"client_state": context.client}
 
 
 def clear_gradients(optimizer: Optimizer) -> None:

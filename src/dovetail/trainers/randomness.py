@@ -26,7 +26,7 @@ def seed_everything(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         # The same, without the stack traces that torch keeps in case an accelerator turns up: they take longer than
-        # a client's whole set-up.
+        # the rest of the set-up of a short run.
         torch.default_generator.manual_seed(seed)
 
 

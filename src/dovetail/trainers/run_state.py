@@ -43,12 +43,12 @@ class Phase:
     Attributes:
         epochs: The number of epochs.
         name: The name by which a strategy recognizes the phase.
-        is_personal: True if the weights trained in it are not part of the model that the run returns.
+        is_detached: True if the weights trained in it are not part of the model that the run returns.
     """
 
     epochs: int
     name: str = ""
-    is_personal: bool = False
+    is_detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class RunState:
         validated_at: Batches before the last validation; -1 before the first.
         checked: Progress at the last check of what is due.
         phases: The phases of the run.
-        is_personal: True while a phase trains weights that are not part of the returned model.
+        is_detached: True while a phase trains weights that are not part of the returned model.
         loss_is_default: True if the user did not choose a loss. The loop then checks that cross entropy fits the data.
         metrics_are_default: True if the user did not choose metrics. Those that do not fit the outputs and targets are
             left out.
@@ -148,7 +148,7 @@ class RunState:
     validated_at: int = -1
     checked: Progress = field(default_factory=Progress)
     phases: tuple[Phase, ...] = (Phase(0),)
-    is_personal: bool = False
+    is_detached: bool = False
     loss_is_default: bool = False
     metrics_are_default: bool = False
     needs_closure: bool = False
@@ -173,13 +173,13 @@ class RunState:
         return epoch in accumulate((phase.epochs for phase in self.phases[:-1]), initial=0)
 
     @contextmanager
-    def personally(self) -> Iterator[None]:
+    def detached(self) -> Iterator[None]:
         """Compute with weights that are not part of the returned model: terms of the loss for that model are off."""
-        before, self.is_personal = self.is_personal, True
+        before, self.is_detached = self.is_detached, True
         try:
             yield
         finally:
-            self.is_personal = before
+            self.is_detached = before
 
     def end(self, reason: str, signal: int | None = None) -> None:
         """End training after the running update; called in every process. The first reason is kept."""

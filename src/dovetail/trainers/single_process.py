@@ -42,7 +42,7 @@ from dovetail.trainers.attributes import (
 )
 from dovetail.trainers.bound_scheduler import bind_scheduler
 from dovetail.trainers.catalog import classifies, is_torch_loss
-from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
+from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window, attached_objects
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
 from dovetail.trainers.fitting import (
@@ -287,8 +287,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             if self.options.memory_format is not None:
                 optimizer_state = map_tensors(channels_last, optimizer_state)
             restore_optimizer(optimizer, optimizer_state, f"optimizers.{number}")
-        schedulers = [scheduler.state_dict() for scheduler in context.schedulers]
-        restore(state, "schedulers", self._restore_schedulers, tuple(schedulers))
+        restore(state, "schedulers", self._restore_schedulers, tuple(it.state_dict() for it in context.schedulers))
         restore(state, "progress", context.progress.load_state_dict, context.progress.state_dict())
         restore(state, "history", context.history.load_state_dict, {})
         restore(state, "meter", _check_meter, {})
@@ -314,7 +313,8 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         context.run.validation = restore(state, "validation", _metrics_by_name)
         context.run.checked = context.progress.copy()
         context.run.id = restore(state, "run_id", str, "")
-        context.client.state = restore({"client_state": {}, **state}, "client_state", dict, {})
+        for name, attached in attached_objects(context).items():
+            restore({name: {}, **state}, name, attached.load_state_dict, {})
         self._data.load_state_dict(state)
         restore(state, "rng", set_rng_state, {})
 
@@ -338,7 +338,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             "callbacks": context.callbacks.state_dict(),
             "strategies": self.strategies.state_dict(),
             "participants": {name: participant.state_dict() for name, participant in context.run.participants.items()},
-            "client_state": context.client.state,
+            **{name: attached.state_dict() for name, attached in attached_objects(context).items()},
             "saver": context.run.saver.state_dict() if context.run.saver is not None else {"best": None, "owes": False},
             "validated_at": context.run.validated_at,
             "validation": dict(context.run.validation),
@@ -719,7 +719,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
     def _in_phases(self, length: TrainUnit) -> TrainUnit:
         """Divide a run into the phases that its strategies want, and return its length with all of them."""
         context = self.context
-        context.run.is_personal = False
+        context.run.is_detached = False
         if not isinstance(length, Epochs):
             # Of any number of epochs: of a few, there may be one phase only.
             context.run.phases = self.strategies.phases(sys.maxsize, context)

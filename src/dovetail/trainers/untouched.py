@@ -13,7 +13,7 @@ from dovetail.callbacks import Callback
 from dovetail.data import DataLoader
 from dovetail.history import History
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.context import Stage, Stateful, TrainingContext
+from dovetail.trainers.context import Stage, Stateful, TrainingContext, attached_objects
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.trainers.strategies.base import Strategy
@@ -61,7 +61,7 @@ def kept(trainer: Trainer) -> Iterator[None]:
     model, stays changed: `untouched` is for that.
     """
     context, randomness = trainer.context, rng_state()
-    parts = (context, context.run, context.process, context.client)
+    parts: list[Any] = [context, context.run, context.process, *attached_objects(context).values()]
     slots = [_held({name: getattr(part, name) for name in part.__slots__}) for part in parts]
     data = vars(trainer.core).get("_data")
     owners = [*layers(trainer), *with_parts(strategies_of(trainer)), *([] if data is None else [data])]

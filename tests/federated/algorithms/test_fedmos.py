@@ -218,8 +218,8 @@ def test_every_run_begins_anew() -> None:
 def test_a_clients_own_model_is_not_pulled() -> None:
     weight = nn.Parameter(torch.tensor(1.0))
     optimizer, context, strategy = FedMosOptimizer([weight], lr=0.5, mu=0.5), TrainingContext(), FedMosUpdateStrategy()
-    for is_personal, expected in [(True, 0.5), (False, 0.5)]:
-        context.run.is_personal = is_personal
+    for is_detached, expected in [(True, 0.5), (False, 0.5)]:
+        context.run.is_detached = is_detached
         weight.grad = torch.tensor(1.0)
         strategy.on_gradients(optimizer, context)
         optimizer.step()

@@ -167,13 +167,18 @@ def test_an_unknown_scheduler_in_the_configuration_is_answered_with_the_nearest(
         DefaultLRSchedulerStrategy().create_scheduler(sgd(), context)
 
 
-def test_a_rate_that_goes_on_from_round_to_round_counts_epochs(context: TrainingContext) -> None:
-    context.config = {"lr_scheduler": "ExponentialLR", "global_lr_scheduler": True, "epochs": 2}
+def test_a_schedule_that_continues_earlier_runs_counts_epochs(context: TrainingContext) -> None:
+    context.config = {"lr_scheduler": "ExponentialLR", "global_lr_scheduler": True, "epochs": 2, "epochs_before": 4}
     context.config["parameters"] = {"learning_rate": {"gamma": 0.5}}
-    context.current_round = 3
     assert DefaultLRSchedulerStrategy().create_scheduler(sgd(), context).get_last_lr() == [0.5**4]
     with pytest.raises(ConfigError, match="global_lr_scheduler: expected interval='epoch', got 'update'"):
         DefaultLRSchedulerStrategy(interval="update").create_scheduler(sgd(), context)
+
+
+def test_a_cosine_that_continues_earlier_runs_ends_with_the_last_run(context: TrainingContext) -> None:
+    context.config = {"lr_scheduler": "CosineAnnealingLR", "global_lr_scheduler": True, "epochs": 2}
+    context.config |= {"epochs_before": 4, "total_epochs": 6}
+    assert strategy_rates(DefaultLRSchedulerStrategy(), context, 3) == pytest.approx([0.25, 0.0669873, 0.0], abs=1e-6)
 
 
 def test_the_default_calls_its_function_with_the_optimizer(context: TrainingContext) -> None:

@@ -65,7 +65,7 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha: expected a number from 0 to 1, got {self.alpha!r}")
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """A client begins with v = w."""
         if _KEY not in context.client.state:
             own = first_own_model(context, self.model_fn)
@@ -97,12 +97,12 @@ class APFLUpdateStrategyFromConfig(APFLUpdateStrategy):
         APFLUpdateStrategyFromConfig()
     """
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """Read the configuration of the run."""
         told = context.config.get("algorithm", {})
         self.alpha = float(told.get("alpha", self.alpha))
         self.adaptive_alpha = bool(told.get("adaptive_alpha", self.adaptive_alpha))
-        super().on_client_start(context)
+        super().on_prepare(context)
 
 
 @dataclass(eq=False, repr=False)
@@ -188,7 +188,7 @@ class APFLStepStrategy(NestingStepStrategy):
     ) -> Tensor:
         """Return the loss of w, with the gradients of both losses."""
         sent = super().loss(model, optimizer, examples, labels, loss_criterion, context)
-        with context.run.personally():
+        with context.run.detached():
             mixture = self._mixture(model, context)
             own = super().loss(mixture, optimizer, examples, labels, loss_criterion, context)
         # What is added is 0. Its gradient is not.

@@ -69,7 +69,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
                 f"personalization_epochs: expected a whole number that is at least 0, got {self.personalization_epochs}"
             )
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """A client begins with v = w."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = first_own_model(context, self.model_fn)
@@ -77,7 +77,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return the epochs of w, and those of v; in the personalisation round, those of v alone."""
         if personalizes(context):
-            return (Phase(epochs, self.phase_name, is_personal=True),)
+            return (Phase(epochs, self.phase_name, is_detached=True),)
         return super().phases(epochs, context)
 
     def own_epochs(self, context: TrainingContext) -> int:
@@ -95,7 +95,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Pull v to wᵗ."""
-        if not context.run.is_personal:
+        if not context.run.is_detached:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         start: Weights = self.kept["start"]

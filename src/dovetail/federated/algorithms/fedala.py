@@ -73,7 +73,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return the epochs of W, if there is something to adapt, and those of the model."""
-        return Phase(self._adaptation(context), "adapt", is_personal=True), Phase(epochs)
+        return Phase(self._adaptation(context), "adapt", is_detached=True), Phase(epochs)
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
         """Keep the new model, W, and optimizers and schedules as they are before the first step."""
@@ -90,11 +90,11 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     def on_train_start(self, context: TrainingContext) -> None:
         """Capture, or go on where a run was left."""
         super().on_train_start(context)
-        context.run.is_personal = context.run.phase_at(context.progress.epoch).is_personal
+        context.run.is_detached = context.run.phase_at(context.progress.epoch).is_detached
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
         """Adapt, or train what came of it."""
-        if phase.is_personal:
+        if phase.is_detached:
             put_into(
                 context, self._between(context.client.state[_KEY]["local"], self.kept["received"], self.kept["mix"])
             )
@@ -105,7 +105,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """While W is learned, move it in place of the model."""
-        if not context.run.is_personal:
+        if not context.run.is_detached:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         local, received, mix = context.client.state[_KEY]["local"], self.kept["received"], self.kept["mix"]
@@ -122,7 +122,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_epoch_end(self, context: TrainingContext) -> None:
         """Go on with the training once the loss has settled."""
-        if not context.run.is_personal:
+        if not context.run.is_detached:
             return
         losses = self.kept["losses"]
         losses.append(context.history.get_latest_metric("train_loss"))
@@ -132,7 +132,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     def on_train_end(self, context: TrainingContext) -> None:
         """Keep the client's model, and W."""
         super().on_train_end(context)
-        context.run.is_personal = False
+        context.run.is_detached = False
         context.client.state[_KEY] = {
             "local": model_state(context),
             "mix": dict(self.kept["mix"]),
@@ -218,4 +218,4 @@ class FedALA(Described, Algorithm):
 def _adaptation_of(context: TrainingContext) -> int:
     """Return the epochs of W in the running run."""
     first = context.run.phases[0]
-    return first.epochs if first.is_personal else 0
+    return first.epochs if first.is_detached else 0

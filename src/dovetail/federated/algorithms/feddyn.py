@@ -112,7 +112,7 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     vectorizes = True
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """A client begins with λ_k = 0."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = _zeros(context)

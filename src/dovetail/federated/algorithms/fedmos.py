@@ -190,7 +190,7 @@ class FedMosUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Say whether the step that follows is one of the model that is sent."""
         if isinstance(optimizer, FedMosOptimizer):
-            optimizer.pulls = not context.run.is_personal
+            optimizer.pulls = not context.run.is_detached
 
 
 @dataclass(eq=False, repr=False)

@@ -68,11 +68,11 @@ class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
     def on_train_start(self, context: TrainingContext) -> None:
         """Begin with the head, or go on in the phase in which a run was left."""
         super().on_train_start(context)
-        context.run.is_personal = context.run.phase_at(context.progress.epoch).is_personal
+        context.run.is_detached = context.run.phase_at(context.progress.epoch).is_detached
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Leave the model as it was."""
-        context.run.is_personal = False
+        context.run.is_detached = False
         super().on_train_end(context)
 
     def still(self, context: TrainingContext) -> Part:
@@ -130,7 +130,7 @@ class FedRep(Described, PartialAlgorithm):
 
 def _head(epochs: int) -> Phase:
     # Nothing of what is sent is trained then: terms that hold it back, and counts of its steps, are of the body alone.
-    return Phase(epochs, _HEAD, is_personal=True)
+    return Phase(epochs, _HEAD, is_detached=True)
 
 
 def _check(local_epochs: int) -> None:

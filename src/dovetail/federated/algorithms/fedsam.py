@@ -72,7 +72,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
         """Return the loss at the second place."""
         step = (model, optimizer, examples, labels, loss_criterion, context)
         here = super().loss(*step)
-        if not self.rho or context.run.is_personal:
+        if not self.rho or context.run.is_detached:
             return here
         if context.run.batch.optimized:
             raise ConfigError(

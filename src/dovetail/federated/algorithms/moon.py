@@ -89,9 +89,9 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         if self.history_size < 1:
             raise ConfigError(f"history_size: expected a whole number that is at least 1, got {self.history_size!r}")
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """A client begins without models of its own."""
-        super().on_client_start(context)
+        super().on_prepare(context)
         context.client.state.setdefault(_KEY, [])
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     ) -> Tensor:
         """Return the loss of a batch, with what its samples look like to the other models."""
         mine = self._mine
-        if mine is None or not self.mu or not self.kept["previous"] or context.run.is_personal:
+        if mine is None or not self.mu or not self.kept["previous"] or context.run.is_detached:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
 
         def contrasted(outputs: Any, labels: Any) -> Tensor:

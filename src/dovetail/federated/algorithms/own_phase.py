@@ -79,11 +79,11 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return the epochs of the model that is sent, and those that follow."""
-        return Phase(epochs), Phase(self.own_epochs(context), self.phase_name, is_personal=True)
+        return Phase(epochs), Phase(self.own_epochs(context), self.phase_name, is_detached=True)
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
         """Keep the model that is sent aside, and begin with the other weights."""
-        if not phase.is_personal:
+        if not phase.is_detached:
             return
         self.kept["sent"] = model_state(context)
         put_into(context, self.own_start(context))
@@ -94,13 +94,13 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         if "sent" in self.kept:
             self.own_end(context)
             put_into(context, self.kept.pop("sent"))
-        context.run.is_personal = False
+        context.run.is_detached = False
         super().on_train_end(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Capture, or go on where a run was left."""
         super().on_train_start(context)
-        context.run.is_personal = "sent" in self.kept
+        context.run.is_detached = "sent" in self.kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""

@@ -85,6 +85,6 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
 
     def penalized(self, loss: Tensor, context: TrainingContext) -> Tensor:
         """Return a loss, of one model or of each in a fleet, with the term."""
-        if self.kept is None or context.run.is_personal or context.stage != "train" or personalizes(context):
+        if self.kept is None or context.run.is_detached or context.stage != "train" or personalizes(context):
             return loss
         return loss + context.client.each(self.penalty, sent(context), self.kept)

@@ -68,7 +68,7 @@ class PerFedAvgStepStrategy(NestingStepStrategy):
         half = length // 2
         first = slice_batch(examples, 0, half or 1, length), slice_batch(labels, 0, half or 1, length)
         second = slice_batch(examples, half, length, length), slice_batch(labels, half, length, length)
-        with context.run.personally():
+        with context.run.detached():
             # What belongs to the model that is sent is no part of a client's adaptation.
             before = super().loss(model, optimizer, first[0], first[1], loss_criterion, context)
         adapted = WithWeights(model, self._adapted(model, before, context))

@@ -44,7 +44,7 @@ class PFedGraphUpdateStrategy(Described, ModelUpdateStrategy):
         PFedGraphUpdateStrategy()
     """
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """Take the client's own model, unless the run has begun before."""
         if context.progress.batches == 0:
             put_into(context, context.client.payload.get(_KEY, {}))

@@ -60,7 +60,7 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     # What every optimizer steps, with the correction of its gradient; found once per run.
     _corrected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """A client begins with c_i = 0."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = _zeros(sent(context))
@@ -84,7 +84,7 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Correct the gradients of the model that is sent."""
-        if context.run.is_personal or personalizes(context):
+        if context.run.is_detached or personalizes(context):
             return
         if id(optimizer) not in self._corrected:
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -99,7 +99,7 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def after_step(self, context: TrainingContext) -> None:
         """Count the rate of a real step."""
-        if not context.run.is_personal:
+        if not context.run.is_detached:
             self._travelled = self._travelled + context.optimizers[0].param_groups[0]["lr"] * context.client.working
 
     def on_train_end(self, context: TrainingContext) -> None:
@@ -164,7 +164,7 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Correct the gradients of the model that is sent; of the look at its beginning, make a sum and no step."""
         super().on_gradients(optimizer, context)
-        if not context.run.is_personal:
+        if not context.run.is_detached:
             return
         items = torch.as_tensor(context.run.window.items if context.run.window.size > 1 else context.run.num_items)
         total = self.kept["gradient"]

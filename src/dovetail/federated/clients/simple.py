@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,15 +19,16 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback
+from dovetail.federated.clients.local_training import continue_schedule, summarize_training
 from dovetail.federated.fleet import FleetTrainer, Member, why_alone
 from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
+from dovetail.federated.personalization import personal_weights
 from dovetail.federated.postprocess import Chain
 from dovetail.federated.states import ClientState
 from dovetail.overrides import defines, is_ours, reject_lost_overrides
 from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.modules import as_module
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.single_process import SingleProcessTrainer
@@ -196,7 +196,7 @@ class Client:
                 if type(it).state_dict is not Callback.state_dict
             ],
         }
-        self._keeps = bool(core.strategies.hearing("on_client_start"))
+        self._keeps = bool(core.strategies.hearing("on_prepare"))
         # Whatever stays with a client begins as it does in the server's model.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
@@ -236,7 +236,7 @@ class Client:
         self.trainer.fit(self.datasource.train_data(task.client_id))
         assert context.model is not None
         after = {name: value.detach() for name, value in context.model.state_dict().items()}
-        num_updates, loss = _told_of_training(context)
+        num_updates, loss = summarize_training(context)
         update, kept = self._answer(task, state, before, after, num_samples, num_updates, loss)
         return replace(update, seconds=time.perf_counter() - started), kept
 
@@ -301,7 +301,7 @@ class Client:
         """Return a client as one of a fleet, with all that it lacks so far."""
         before = self._get_ready(task, state)
         core = self.trainer
-        core.strategies.begin_client(core.context)
+        core.strategies.prepare(core.context)
         data = self.datasource.train_data(task.client_id)
         return Member(before, data, derive_seed(task.seed, "order"), core.context.client.state, task.payload)
 
@@ -369,6 +369,8 @@ class Client:
         core.reset()
         core.forget_loaders()
         core.configure(task.config)
+        if context.config.get("global_lr_scheduler"):
+            continue_schedule(context)
         context.state.clear()
         context.state.update(self._fresh["shared"], order_seed=derive_seed(task.seed, "order"))
         if self._fresh["strategies"]:
@@ -381,7 +383,7 @@ class Client:
 
     def _judged(self, task: Task) -> Update:
         core = self.trainer
-        core.strategies.begin_client(core.context)
+        core.strategies.prepare(core.context)
         num_samples = self.datasource.num_samples(task.client_id)
         return Update(task.client_id, task.round, num_samples, metrics=self._evaluated(task.client_id))
 
@@ -406,9 +408,9 @@ class Client:
         if data is None:
             return {}
         core = self.trainer
-        context, update = core.context, core.strategies.model_update
+        context = core.context
         assert context.model is not None
-        own = update.personal_weights(context)
+        own = personal_weights(core.strategies.model_update, context)
         if own is None:
             return judged(core, data)
         sent = _copied(context.model.state_dict(), context.device)
@@ -522,27 +524,6 @@ def _copied(content: Any, device: str | torch.device = "cpu") -> Any:
     if isinstance(content, (list, tuple)):
         return type(content)(_copied(value, device) for value in content)
     return copy.deepcopy(content)
-
-
-def _told_of_training(context: TrainingContext) -> tuple[int, float]:
-    """Return the updates that the model to be sent has got, and the mean loss of its last epoch."""
-    if len(context.run.phases) == 1:
-        return context.progress.updates, context.history.get_latest_metric("train_loss")
-    rows: list[Any] = [{"epoch": 0, "updates": 0, "loss": math.nan}]
-    rows += [row for row in context.history.rows if row["stage"] == "train"]
-    num_updates, loss, begin = 0, math.nan, 0
-    for phase in context.run.phases:
-        end = begin + phase.epochs
-        if not phase.is_personal:
-            # A strategy may have left out the rest of a phase.
-            first, last = (max((row for row in rows if row["epoch"] <= at), key=_epoch_of) for at in (begin, end))
-            num_updates, loss = num_updates + last["updates"] - first["updates"], last["loss"]
-        begin = end
-    return num_updates, loss
-
-
-def _epoch_of(row: Mapping[str, Any]) -> int:
-    return int(row["epoch"])
 
 
 def _payload(trainer: SingleProcessTrainer) -> dict[str, Any]:

@@ -335,7 +335,7 @@ class Compiled(Capability):
             return "it trains in mixed precision"
         if context.process.has_peers:
             return "several processes share an update"
-        if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_personal:
+        if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_detached:
             return "the run has phases, in which different things are trained"
         for strategy in self.strategies.hearing("on_gradients"):
             return f"{type(strategy).__name__} wants to see gradients"

@@ -40,8 +40,8 @@ class Strategy:
     started with, is captured in `on_train_start`.
 
     Attributes:
-        vectorizes: True if the strategy also works when every tensor of the model and of `context.client` has a leading
-            dimension with one row per model. The loss has one, too. See `context.client.each`.
+        vectorizes: True if the strategy can train many models at once: every tensor of the model has a leading
+            dimension with one row per model, and so has the loss.
     """
 
     role: ClassVar[str] = ""
@@ -53,8 +53,11 @@ class Strategy:
     def teardown(self, context: TrainingContext) -> None:
         """Once, when the trainer is closed; also after an error."""
 
-    def on_client_start(self, context: TrainingContext) -> None:
-        """Add missing entries to `context.client.state`; called before `on_train_start`, with one model at a time."""
+    def on_prepare(self, context: TrainingContext) -> None:
+        """Before `on_train_start` of any strategy: create what another strategy reads there, unless it exists.
+
+        May also be called without a run. The model is always a single one, also for a strategy that `vectorizes`.
+        """
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Before the first batch of every run."""
@@ -169,7 +172,7 @@ class LRSchedulerStrategy(Strategy, ABC):
 
 
 class ModelUpdateStrategy(Strategy):
-    """Says what happens to the model around its updates, and what a client sends besides its weights."""
+    """Says what happens to the model around its updates, and which payload is sent with its weights."""
 
     role = "model_update"
 
@@ -180,12 +183,8 @@ class ModelUpdateStrategy(Strategy):
         """After every real update."""
 
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
-        """Return what goes to the server beside the weights, by name."""
+        """Return what `obtain_model_update` adds to the weights, by name."""
         return {}
-
-    def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
-        """Return the weights that a client would use itself, by name; None for those of the model."""
-        return None
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return what a run of some epochs is made of, in order; asked when a run is planned."""

@@ -90,8 +90,7 @@ class Strategies:
     def as_callback(self) -> Callback | None:
         """Return a callback that calls the hooks which these strategies override, or None if there are none."""
         events: dict[str, Any] = {}
-        # What a client lacks is there before anybody looks.
-        if listeners := [*self._overriding("on_client_start"), *self._overriding("on_train_start")]:
+        if listeners := [*self._overriding("on_prepare"), *self._overriding("on_train_start")]:
             events["on_train_start"] = _calling(listeners)
         # First whoever may have other weights in the model: the rest look at the one that is sent.
         in_order = sorted(self.hearing("on_train_end"), key=lambda strategy: strategy is not self.model_update)
@@ -153,10 +152,10 @@ class Strategies:
             return (Phase(epochs),)
         return tuple(phase for phase in update.phases(epochs, context) if phase.epochs) or (Phase(0),)
 
-    def begin_client(self, context: TrainingContext) -> None:
-        """Give a client's state what it lacks."""
-        for begin in self._overriding("on_client_start"):
-            begin(context)
+    def prepare(self, context: TrainingContext) -> None:
+        """Call `on_prepare` of every strategy, as the start of a run does."""
+        for prepare in self._overriding("on_prepare"):
+            prepare(context)
 
     def hearing(self, hook: str) -> list[Strategy]:
         """Return the given strategies that do something at a hook which all strategies have.
@@ -174,7 +173,7 @@ class Strategies:
         def begin(context: TrainingContext) -> None:
             run, epoch = context.run, context.progress.epoch
             phase = run.phase_at(epoch)
-            run.is_personal = phase.is_personal
+            run.is_detached = phase.is_detached
             if run.starts_phase(epoch):
                 heard(phase, context)
 

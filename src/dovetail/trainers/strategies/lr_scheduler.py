@@ -108,8 +108,9 @@ class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
 
     Args:
         scheduler_fn: A callable of the optimizer. None for `config["lr_scheduler"]`, a registered name, with the
-            arguments `config["parameters"]["learning_rate"]`; with `config["global_lr_scheduler"]` the rate of a
-            federated round begins where that of the round before ended.
+            arguments `config["parameters"]["learning_rate"]`. With `config["global_lr_scheduler"]`, the schedule
+            continues after the `config["epochs_before"]` epochs of earlier runs; all runs together have
+            `config["total_epochs"]`.
 
     Example:
         >>> from functools import partial
@@ -128,16 +129,16 @@ class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
         if name is None:
             return None
         arguments = dict(config.get("parameters", {}).get("learning_rate", {}))
-        goes_on = bool(config.get("global_lr_scheduler")) and context.current_round > 0
-        if goes_on and self.interval != "epoch":
-            # How many updates the rounds before had, nobody has counted.
+        continues = bool(config.get("global_lr_scheduler")) and "epochs_before" in config
+        if continues and self.interval != "epoch":
+            # The updates of the earlier runs are not known.
             raise ConfigError(f"global_lr_scheduler: expected interval='epoch', got {self.interval!r}")
         if name == "CosineAnnealingLR" and self.interval == "epoch" and "epochs" in config:
-            epochs = config["epochs"] * (config.get("rounds", 1) if goes_on else 1)
+            epochs = config.get("total_epochs", config["epochs"]) if continues else config["epochs"]
             arguments.setdefault("T_max", max(1, epochs // self.frequency))
         scheduler = schedulers.get(name)(optimizer, **arguments)
-        if goes_on:
-            _replay(scheduler, (context.current_round - 1) * config.get("epochs", 1) // self.frequency)
+        if continues:
+            _replay(scheduler, config["epochs_before"] // self.frequency)
         return scheduler
 
 

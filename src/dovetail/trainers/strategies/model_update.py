@@ -1,12 +1,10 @@
-"""What happens around updates, and what a client sends besides its weights."""
+"""Strategies that act around updates of the model, and the payload that is sent with its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Phase, Strategy
@@ -32,14 +30,14 @@ class NoOpUpdateStrategy(Described, ModelUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
-    """Counts real updates, in all and in the running epoch, and rounds.
+    """Counts real updates, in all and in the running epoch, and runs.
 
-    A round is the federation's where there is one, else a run of this trainer; a resumed run is the same one.
+    plato's users read the number of the run as `round_number`; a resumed run keeps its number.
 
     Attributes:
         total_steps: Updates since the trainer was made.
         epoch_steps: Updates of the running, or else the last, epoch.
-        round_number: The round.
+        round_number: `context.current_round` if it is set, else the number of runs of this trainer.
 
     Example:
         >>> strategy = StateTrackingUpdateStrategy()
@@ -54,7 +52,7 @@ class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
     _run_id: str = field(default="", init=False)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Count the round."""
+        """Count the run."""
         if context.current_round:
             self.round_number = context.current_round
         elif not context.run.id or context.run.id != self._run_id:
@@ -143,11 +141,6 @@ class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
         if len(phased) > 1:
             raise ConfigError(f"phases: {phased[0]!r} and {phased[1]!r} both divide a run into phases; use one of them")
         return phased[0].phases(epochs, context) if phased else (Phase(epochs),)
-
-    def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
-        """Return the weights of the first strategy that has some of its own."""
-        found = (strategy.personal_weights(context) for strategy in self.strategies)
-        return next((weights for weights in found if weights is not None), None)
 
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
         """Return what all strategies send.

@@ -73,10 +73,10 @@ class Nesting(Described, Strategy, ABC):
             for part in self.parts:
                 stack.callback(part.teardown, context)
 
-    def on_client_start(self, context: TrainingContext) -> None:
+    def on_prepare(self, context: TrainingContext) -> None:
         """Pass on."""
         for part in self.parts:
-            part.on_client_start(context)
+            part.on_prepare(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Pass on."""
