@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from dovetail.errors import ConfigError
 from dovetail.trainers.schedules import ScheduleLR
 
-__all__ = ["BoundScheduler", "Interval", "bind_scheduler"]
+if TYPE_CHECKING:
+    from dovetail.trainers.context import TrainingContext
+
+__all__ = ["BoundScheduler", "Interval", "bind_scheduler", "step_schedulers"]
 
 Interval = Literal["update", "batch", "epoch", "manual"]
 
@@ -86,3 +90,32 @@ def bind_scheduler(scheduler: LRScheduler | ReduceLROnPlateau, *, on_batch: bool
         interval = "batch" if on_batch else "update"
     monitor = "valid_accuracy" if isinstance(scheduler, ScheduleLR) else "valid_loss"
     return BoundScheduler(scheduler, interval, monitor=monitor)
+
+
+def step_schedulers(context: TrainingContext, interval: str, metrics: Mapping[str, float] | None) -> None:
+    """Advance the schedulers of an interval; those that count batches catch up at updates.
+
+    Raises:
+        ConfigError: A schedule follows the accuracy, and the run does not measure it.
+    """
+    for bound in context.schedulers:
+        if bound.interval == "batch":
+            if interval == "update":
+                bound.advance(context.progress.batches + 1 - bound.batches, metrics)
+                bound.batches = context.progress.batches + 1
+            continue
+        if interval == "epoch" and isinstance(bound.scheduler, ScheduleLR) and bound.scheduler.needs_accuracy:
+            observed = (metrics or {}).get("valid_accuracy")
+            if observed is None and (
+                context.run.plan is None
+                or context.run.plan.validate is None
+                or context.run.validated_at == context.progress.batches
+            ):
+                raise ConfigError(
+                    f"lr_scheduler: {bound.scheduler.schedule!r} follows 'valid_accuracy', which this run does not "
+                    "measure; give validation data and metrics={'accuracy': …}, or another schedule"
+                )
+            if observed is not None and not bound.takes_metric:
+                bound.scheduler.observe(observed)
+        if bound.interval == interval and (interval == "epoch" or bound.optimizer in context.run.batch.stepped):
+            bound.advance(1, metrics)

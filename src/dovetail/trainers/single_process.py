@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -19,16 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail import checkpoint as store
-from dovetail.callbacks import Callback
-from dovetail.checkpoint.model_file import model_format
 from dovetail.data import (
     as_loader,
     split_batch,
 )
-from dovetail.data.batches import map_tensors
 from dovetail.data.sources import holds_samples
-from dovetail.distributed import part_of, whole
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.history import History
 from dovetail.trainers import base, loop
@@ -36,33 +28,22 @@ from dovetail.trainers.attributes import (
     CALLBACK_OPTIONS,
     OptionAttributes,
     batch_mover,
-    channels_last,
     clipping_of,
     warn_of_near_names,
 )
-from dovetail.trainers.bound_scheduler import bind_scheduler
+from dovetail.trainers.bound_scheduler import bind_scheduler, step_schedulers
 from dovetail.trainers.catalog import classifies, is_torch_loss
-from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window, attached_objects
+from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
-from dovetail.trainers.fitting import (
-    check_fits,
-    check_kind,
-    is_library_code,
-    kinds_of,
-    restore,
-    restore_optimizer,
-    restoring,
-    weights_difference,
-)
 from dovetail.trainers.metrics import Meter, accuracy, as_metrics
 from dovetail.trainers.modules import as_module, forward
 from dovetail.trainers.optimizers import requires_closure
 from dovetail.trainers.options import as_mode
-from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
+from dovetail.trainers.planning import make_plan
+from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.recipe import SPELLINGS, check_owned, make_strategies, options_from
-from dovetail.trainers.saving import RETENTION, Saver
-from dovetail.trainers.schedules import ScheduleLR
+from dovetail.trainers.snapshot import load_weights, restore_state, save_weights, take_state
 from dovetail.trainers.stepping import make_update
 from dovetail.trainers.strategies.adapters import OptionLoaderStrategy, as_scheduler
 from dovetail.trainers.strategies.base import TrainingStepStrategy
@@ -70,7 +51,7 @@ from dovetail.trainers.strategies.bundle import check_roles
 from dovetail.trainers.strategies.data_loader import DefaultDataLoaderStrategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
-from dovetail.units import Batches, Epochs, Progress, TrainUnit, parse_unit
+from dovetail.units import Progress, TrainUnit
 
 __all__ = ["SingleProcessTrainer"]
 
@@ -220,24 +201,14 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of a `fit`: its arguments, or else the options."""
-        options, context = self.options, self.context
-        length, validation, saving = map(wishes.get, _WISHES)
-        validates = context.run.data.get("valid") is not None or not self._is_default("val_epoch")
-        if saving is None and self._saves_by_options() and options.save_every != 0:
-            saving = Epochs(1) if options.save_every == -1 else Batches(options.save_every)
-        save = _period(saving, "checkpoint_period")
-        asks_for_none = saving is not None and save is None
-        if asks_for_none:
-            context.run.saver = None
-        elif context.run.saver is None and (save is not None or options.save_best):
-            context.run.saver = Saver.from_options(options)
-        self._check_saving(validates=validates, saves=context.run.saver is not None)
-        planned = Epochs(self.num_epochs) if length is None else _length(length)
-        return Plan(
-            max_length=self._in_phases(planned),
-            validate=_period(validation or Epochs(1), "validation_period") if validates else None,
-            save=save,
-            report=options.print_every,
+        return make_plan(
+            self.context,
+            self.strategies,
+            self.options,
+            self.given,
+            wishes,
+            validates=self.context.run.data.get("valid") is not None or not self._is_default("val_epoch"),
+            saves_by_default=self.saves_by_default,
         )
 
     def setup(self) -> None:
@@ -275,77 +246,19 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken; a state of another model or optimizer is refused as a whole."""
-        context, model = self.context, self._given_model()
-        if self.options.device_map is not None:
-            context.device = as_device(self.options.device_map)
-        self._place_model(model)
+        context, options = self.context, self.options
+        if options.device_map is not None:
+            context.device = as_device(options.device_map)
+        self._place_model(self._given_model())
         self._build_optimizers()
-        check_fits(context, state)
-        restore(state, "model", model.load_state_dict)
-        for number, optimizer in enumerate(context.optimizers):
-            optimizer_state = state["optimizers"][number]
-            if self.options.memory_format is not None:
-                optimizer_state = map_tensors(channels_last, optimizer_state)
-            restore_optimizer(optimizer, optimizer_state, f"optimizers.{number}")
-        restore(state, "schedulers", self._restore_schedulers, tuple(it.state_dict() for it in context.schedulers))
-        restore(state, "progress", context.progress.load_state_dict, context.progress.state_dict())
-        restore(state, "history", context.history.load_state_dict, {})
-        restore(state, "meter", _check_meter, {})
-        restore(state, "meter", context.run.meter.load_state_dict)
-        restore(state, "strategies", self.strategies.load_state_dict, {})
-        restore_callbacks = partial(context.callbacks.load_state_dict, load=_restore_callback)
-        unclaimed = restore(state, "callbacks", restore_callbacks, [])
-        participants = restore(state, "participants", dict, {})
-        for name, participant in context.run.participants.items():
-            if name in participants:
-                with restoring(f"participants.{name}"):
-                    participant.load_state_dict(participants[name])
-        unclaimed += sorted(map(str, set(participants) - set(context.run.participants)))
-        if unclaimed:
-            warnings.warn(
-                f"the checkpoint holds the state of {', '.join(unclaimed)}, which this trainer does not have",
-                UserWarning,
-                stacklevel=2,
-            )
-        if context.run.saver is not None:
-            restore(state, "saver", context.run.saver.load_state_dict, context.run.saver.state_dict())
-        context.run.validated_at = restore(state, "validated_at", int, 0)
-        context.run.validation = restore(state, "validation", _metrics_by_name)
-        context.run.checked = context.progress.copy()
-        context.run.id = restore(state, "run_id", str, "")
-        for name, attached in attached_objects(context).items():
-            restore({name: {}, **state}, name, attached.load_state_dict, {})
-        self._data.load_state_dict(state)
-        restore(state, "rng", set_rng_state, {})
-
-    def _restore_schedulers(self, states: Sequence[Mapping[str, Any]]) -> None:
-        for scheduler, state in zip(self.context.schedulers, states, strict=True):
-            scheduler.load_state_dict(state)
+        restore_state(context, self.strategies, self._data, state, options.memory_format)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizers, schedulers, counters, history, callbacks, randomness and the place in the data."""
-        context, model = self.context, self._given_model()
-        # A trainer that has not trained yet is to be loaded like any other.
+        self._given_model()
+        # Otherwise a trainer that has not trained yet could not be loaded like any other.
         self._build_optimizers()
-        return {
-            "model": model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in context.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in context.schedulers],
-            "kinds": kinds_of(context),
-            "progress": context.progress.state_dict(),
-            "history": context.history.state_dict(),
-            "meter": context.run.meter.state_dict(),
-            "callbacks": context.callbacks.state_dict(),
-            "strategies": self.strategies.state_dict(),
-            "participants": {name: participant.state_dict() for name, participant in context.run.participants.items()},
-            **{name: attached.state_dict() for name, attached in attached_objects(context).items()},
-            "saver": context.run.saver.state_dict() if context.run.saver is not None else {"best": None, "owes": False},
-            "validated_at": context.run.validated_at,
-            "validation": dict(context.run.validation),
-            "run_id": context.run.id,
-            **self._data.state_dict(),
-            "rng": rng_state(),
-        }
+        return take_state(self.context, self.strategies, self._data)
 
     def teardown(self, error: BaseException | None) -> None:
         """Wait for a checkpoint that is being written in the background."""
@@ -449,28 +362,9 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
         """Advance the schedulers of an interval; those that count batches catch up at updates."""
-        context = self.context
-        for bound in context.schedulers:
-            if bound.interval == "batch":
-                if interval == "update":
-                    bound.advance(context.progress.batches + 1 - bound.batches, metrics)
-                    bound.batches = context.progress.batches + 1
-                continue
-            if interval == "epoch" and isinstance(bound.scheduler, ScheduleLR) and bound.scheduler.needs_accuracy:
-                observed = (metrics or {}).get("valid_accuracy")
-                if observed is None and (
-                    context.run.plan is None
-                    or context.run.plan.validate is None
-                    or context.run.validated_at == context.progress.batches
-                ):
-                    raise ConfigError(
-                        f"lr_scheduler: {bound.scheduler.schedule!r} follows 'valid_accuracy', which this run does not "
-                        "measure; give validation data and metrics={'accuracy': …}, or another schedule"
-                    )
-                if observed is not None and not bound.takes_metric:
-                    bound.scheduler.observe(observed)
-            if bound.interval == interval and (interval == "epoch" or bound.optimizer in context.run.batch.stepped):
-                bound.advance(1, metrics)
+        # Most runs have none, and this verb is called for every update.
+        if self.context.schedulers:
+            step_schedulers(self.context, interval, metrics)
 
     def after_step(self, output: Mapping[str, Any]) -> None:
         """Adapt the scale of mixed precision; nothing else is left to do after a step."""
@@ -525,27 +419,11 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         Raises:
             UnknownNameError: The name ends in another suffix, such as `.onnx`.
         """
-        format = model_format(path)
-        # Of a model that several processes hold in parts, all of them ask for the whole.
-        state = {name: whole(value) for name, value in self._given_model().state_dict().items()}
-        if not self.context.process.is_main:
-            return Path(path)
-        return store.export_model(path, state, format=format)
+        return save_weights(self._given_model(), path, is_main=self.context.process.is_main)
 
     def load_model(self, path: str | Path, strict: bool = True) -> None:
         """Load weights that `save_model` wrote."""
-        model = self._given_model()
-        present = model.state_dict()
-        state = {name: part_of(value, present.get(name)) for name, value in store.load_model_file(Path(path)).items()}
-        try:
-            model.load_state_dict(state, strict=strict)
-        except RuntimeError as error:
-            # What is in one of them only is no reason unless it must not be.
-            names = state.keys() | present.keys() if strict else state.keys() & present.keys()
-            difference = weights_difference(_of(state, names), _of(present, names))
-            if difference is None:
-                raise
-            raise CheckpointError(f"{path}: the weights are of something else: {difference}") from error
+        load_weights(self._given_model(), path, strict=strict)
 
     def loader(self, stage: Stage) -> Any:
         """Return the batches of a stage, formed once from the data that the stage was given."""
@@ -716,22 +594,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             # Parameters stay the same objects, so optimizers keep theirs.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
 
-    def _in_phases(self, length: TrainUnit) -> TrainUnit:
-        """Divide a run into the phases that its strategies want, and return its length with all of them."""
-        context = self.context
-        context.run.is_detached = False
-        if not isinstance(length, Epochs):
-            # Of any number of epochs: of a few, there may be one phase only.
-            context.run.phases = self.strategies.phases(sys.maxsize, context)
-            if len(context.run.phases) > 1:
-                raise ConfigError(
-                    f"max_length: {self.strategies.model_update!r} divides a run into phases of epochs; give a number "
-                    f"of epochs, not {length}"
-                )
-            return length
-        context.run.phases = self.strategies.phases(length.length, context)
-        return Epochs(sum(phase.epochs for phase in context.run.phases)) if len(context.run.phases) > 1 else length
-
     def _follow_strategies(self) -> None:
         self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
@@ -768,7 +630,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 context.schedulers.extend(made)
                 break
             self._bind_scheduler(made)
-        for optimizer in context.optimizers:
+        for optimizer in context.optimizers if self.options.mtm_scheduler is not None else ():
             momentum = as_scheduler(self.options.mtm_scheduler, optimizer)
             if momentum is not None and not self._is_bound(momentum):
                 context.schedulers.append(bind_scheduler(momentum))
@@ -806,26 +668,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 "batches already; give the dataset, or leave out the strategy"
             )
 
-    def _check_saving(self, *, validates: bool, saves: bool) -> None:
-        """Report options that were given and cannot have an effect in this run."""
-        options = self.options
-        wants_best = (options.save_best and "save_best" in self.given) or options.keep_best is not None
-        if saves and wants_best and not validates:
-            name = "save_best" if options.save_best else "keep_best"
-            raise ConfigError(f"{name}: this run validates nothing, so no checkpoint is the best; give validation data")
-        if not saves and (unused := sorted(self.given & _SAVING_DETAILS)):
-            warnings.warn(
-                f"{unused[0]} has no effect: this run writes no checkpoints; give checkpoint_dir",
-                UserWarning,
-                stacklevel=4,
-            )
-
-    def _saves_by_options(self) -> bool:
-        """Whether the options that were given ask for checkpoints: their defaults alone do not, except in `train()`."""
-        return self.saves_by_default or bool(
-            self.given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", *RETENTION}
-        )
-
 
 _CONSTRUCTOR_NAMES = tuple(inspect.signature(SingleProcessTrainer.__init__).parameters)[1:-1]
 
@@ -836,13 +678,7 @@ _DATASET_OPTION = {
     "predict": "test_dataset",
 }
 
-# Options that say how checkpoints are written, but not that they are written.
-_SAVING_DETAILS = {"save_in_background", "on_save_error"}
-
 _NEED_TARGETS = "give pairs (inputs, targets), or a train_step and test_step that need none"
-
-
-_WISHES = ("max_length", "validation_period", "checkpoint_period")
 
 
 def _refuse_samples(batches: list[Any]) -> None:
@@ -850,41 +686,3 @@ def _refuse_samples(batches: list[Any]) -> None:
     is_number = isinstance(targets, (int, float, np.generic))
     if is_number or (isinstance(targets, (Tensor, np.ndarray)) and not targets.ndim):
         raise DataError("a list holds batches, and its first item looks like a single sample: give (x, y) or a Dataset")
-
-
-def _length(value: TrainUnit | Mapping[str, int]) -> TrainUnit:
-    unit = parse_unit(value, "max_length")
-    if not isinstance(unit.value, int):
-        example = f"{type(unit).__name__}(5)"
-        raise ConfigError(f"max_length: expected one whole number such as {example}, got the schedule {unit!r}")
-    return unit
-
-
-def _of(weights: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in weights.items() if name in names}
-
-
-def _period(value: TrainUnit | Mapping[str, int] | None, name: str) -> TrainUnit | None:
-    """Return a period; None for one of 0, which is never due."""
-    unit = None if value is None else parse_unit(value, name)
-    return None if unit is None or unit.value == 0 else unit
-
-
-def _restore_callback(name: str, callback: Callback, state: Any) -> None:
-    key = f"callbacks.{name}"
-    with restoring(key):
-        # The state of a user's callback has any form, and asking for it now could fail.
-        if is_library_code(type(callback).load_state_dict):
-            check_kind(callback.state_dict(), state, key)
-        callback.load_state_dict(state)
-
-
-def _check_meter(state: Mapping[str, Any]) -> None:
-    for name in ("sums", "counts"):
-        numbers = state.get(name, {})
-        check_kind(dict.fromkeys(numbers, 0.0), numbers, f"meter.{name}")
-
-
-def _metrics_by_name(state: Mapping[str, Any]) -> dict[str, float]:
-    check_kind(dict.fromkeys(state, 0.0), state, "validation")
-    return {str(name): float(value) for name, value in state.items()}

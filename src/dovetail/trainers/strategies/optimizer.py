@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -93,8 +93,8 @@ class TorchOptimizerStrategy(Described, OptimizerStrategy):
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
         """Return the optimizer of a model."""
-        settings = {each.name: getattr(self, each.name) for each in fields(self)}
-        return type(self).optimizer_class(_parameters(model), **{**settings, "lr": learning_rate(self.lr, context)})
+        settings = {**vars(self), "lr": learning_rate(self.lr, context)}
+        return type(self).optimizer_class(_parameters(model), **settings)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
