@@ -1,4 +1,4 @@
-"""The verbs of a trainer in one process. `basic.Trainer` is this, with every name its users know."""
+"""Verbs and seams of a trainer in one process."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ from dovetail.data.batches import map_tensors
 from dovetail.data.sources import holds_samples
 from dovetail.distributed import part_of, whole
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
-from dovetail.history import History
 from dovetail.trainers import base, loop
 from dovetail.trainers.attributes import (
     CALLBACK_OPTIONS,
-    OptionAttributes,
+    OptionAssignment,
     batch_mover,
     channels_last,
     warn_of_near_names,
 )
-from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
+from dovetail.trainers.context import Plan, Stage, TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.fitting import (
     check_fits,
@@ -74,7 +73,7 @@ from dovetail.trainers.saving import RETENTION, Saver
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.stepping import make_update
 from dovetail.trainers.strategies.base import TrainingStepStrategy
-from dovetail.trainers.strategies.bundle import Strategies, check_roles, refuse_both
+from dovetail.trainers.strategies.bundle import Strategies, refuse_both
 from dovetail.trainers.strategies.coerce import (
     as_loader_strategy,
     as_loss_strategy,
@@ -87,7 +86,7 @@ from dovetail.trainers.strategies.coerce import (
 from dovetail.trainers.strategies.data_loader import DefaultDataLoaderStrategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
-from dovetail.units import Batches, Epochs, Progress, TrainUnit, parse_unit
+from dovetail.units import Batches, Epochs, TrainUnit, parse_unit
 
 __all__ = ["SingleProcessTrainer"]
 
@@ -97,10 +96,10 @@ _T = TypeVar("_T", bound="SingleProcessTrainer")
 StepFunction = Callable[[Any, Any], Mapping[str, Any]]
 
 
-class SingleProcessTrainer(base.Trainer, OptionAttributes):
+class SingleProcessTrainer(base.Trainer, OptionAssignment):
     """One model, one process: every verb of the loop, and the seams that a subclass may override.
 
-    The arguments are those of `basic.Trainer`.
+    The arguments are those of `Trainer`.
     """
 
     _has_defaults = True
@@ -127,9 +126,9 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         testing_strategy: Any = None,
         **options: Any,
     ) -> None:
-        self.saves_by_default = False
-        self.options = TrainerOptions.from_keywords(options, _CONSTRUCTOR_NAMES)
-        self.given = frozenset(options)
+        self._saves_by_default = False
+        self.options = TrainerOptions.from_keywords(options, _CONSTRUCTOR_NAMES).bound_to(self)
+        self._given = frozenset(options)
         self._assigned = set()
         self._has_schedulers = True
         # Runs may be many and short: names are checked only if attributes were added.
@@ -152,9 +151,9 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             context.config["lr"] = self.options.learning_rate
         self._own_config = dict(context.config)
         context.run.metrics = as_metrics(metrics)
-        self.mode = as_mode(mode)
+        self._mode = as_mode(mode)
         self.criterion: Any = None
-        self.sampler: Any = None
+        self._sampler: Any = None
         self._wanted_criterion = criterion if criterion is not None else self.options.loss_function
         self._wanted_optimizer = optimizer if optimizer is not None else self.options.optim_function
         self._wanted_scheduler = scheduler if scheduler is not None else self.options.lr_scheduler
@@ -198,7 +197,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         self._renew_callbacks(*CALLBACK_OPTIONS)
 
     @property
-    def core(self) -> SingleProcessTrainer:
+    def _innermost(self) -> SingleProcessTrainer:
         """The innermost trainer: this one, unless it decorates another."""
         return self
 
@@ -264,10 +263,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             seed=self.context.state["order_seed"],
         )
 
-    def process_outputs(self, outputs: Any) -> Any:
-        """Return what the loss and the metrics of a test see of the model's outputs."""
-        return outputs
-
     # ------------------------------------------------------------------ verbs, in the order of the loop
 
     def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
@@ -284,7 +279,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         elif context.run.saver is None and (save is not None or options.save_best):
             context.run.saver = Saver.from_options(options)
         self._check_saving(validates=validates, saves=context.run.saver is not None)
-        planned = Epochs(self.num_epochs) if length is None else _length(length)
+        planned = Epochs(int(context.config["epochs"])) if length is None else _length(length)
         return Plan(
             max_length=self._in_phases(planned),
             validate=_period(validation or Epochs(1), "validation_period") if validates else None,
@@ -416,11 +411,11 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage; for training, from the running batch of the running epoch on."""
         reads_ahead = stage == "train" and self.context.run.window.size > 1 and self.num_batches(stage) is None
-        return self._data.batches(stage, self.loader(stage), reads_ahead=reads_ahead)
+        return self._data.batches(stage, self._loader(stage), reads_ahead=reads_ahead)
 
     def num_batches(self, stage: Stage) -> int | None:
         """Return the steps that all the processes of a run make in a pass, or None where the data has no length."""
-        return self._data.num_batches(stage, self.loader(stage))
+        return self._data.num_batches(stage, self._loader(stage))
 
     def train_epoch(self) -> Mapping[str, float] | None:
         """Run one pass over the training data. An override may return its mean metrics."""
@@ -472,13 +467,13 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             raise DataError(f"the batch has no targets: {_NEED_TARGETS}")
         self.context.run.batch.uses_criterion = True
         with self._autocast():
-            outputs = self.process_outputs(forward(self.context.model, inputs))
+            outputs = self._process_outputs(forward(self.context.model, inputs))
             return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
 
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs for the inputs of a batch."""
         with self._autocast():
-            return self.process_outputs(forward(self.context.model, split_batch(batch)[0]))
+            return self._process_outputs(forward(self.context.model, split_batch(batch)[0]))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate the loss."""
@@ -550,11 +545,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         self.context.schedulers.clear()
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is trained."""
-        return self.context.device
-
-    @property
     def optimizer(self) -> Optimizer | None:
         """The first optimizer, made now if it is not there yet; None without a model."""
         if not self.context.optimizers and self.context.model is not None:
@@ -562,19 +552,9 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         return next(iter(self.context.optimizers), None)
 
     @property
-    def scheduler(self) -> Any:
-        """The first scheduler, or None."""
-        return self.context.schedulers[0].scheduler if self.context.schedulers else None
-
-    @property
     def history(self) -> Any:
         """The record of all runs of this trainer."""
         return self.context.history
-
-    @property
-    def callbacks(self) -> Any:
-        """The callbacks, in the order in which they are called."""
-        return self.context.callbacks
 
     def save_model(self, path: str | Path) -> Path:
         """Write the weights alone: as safetensors, or by `torch.save` for `.ckpt`, `.pt`, `.pth` and `.bin`.
@@ -592,10 +572,11 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         return store.export_model(path, state, format=format)
 
     def load_model(self, path: str | Path, strict: bool = True) -> None:
-        """Load weights that `save_model` wrote."""
+        """Load weights that `save_model` wrote, or those of a checkpoint and nothing else of it."""
         model = self._given_model()
         present = model.state_dict()
-        state = {name: part_of(value, present.get(name)) for name, value in store.load_model_file(Path(path)).items()}
+        weights = store.load(Path(path))["model"] if Path(path).is_dir() else store.load_model_file(Path(path))
+        state = {name: part_of(value, present.get(name)) for name, value in weights.items()}
         try:
             model.load_state_dict(state, strict=strict)
         except RuntimeError as error:
@@ -606,7 +587,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 raise
             raise CheckpointError(f"{path}: the weights are of something else: {difference}") from error
 
-    def loader(self, stage: Stage) -> Any:
+    def _loader(self, stage: Stage) -> Any:
         """Return the batches of a stage, formed once from the data that the stage was given."""
         source = self.context.run.data.get(stage)
         if source is None:
@@ -622,87 +603,22 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 if stage == "train":
                     self._check_batches(source)
                 loader = as_loader(
-                    source, batch_size=self.batch_size, sampler=self.sampler if stage == "train" else None
+                    source, batch_size=self._batch_size("train"), sampler=self._sampler if stage == "train" else None
                 )
             elif stage == "train":
-                loader = self.get_train_loader(self.batch_size, source, self.sampler)
+                loader = self.get_train_loader(self._batch_size(stage), source, self._sampler)
             else:
-                loader = self.get_test_loader(self.val_batch_size if stage == "valid" else self.test_batch_size, source)
+                loader = self.get_test_loader(self._batch_size(stage), source)
             self._data.loaders[stage] = (source, loader)
             if stage == "train":
                 self.context.state["train_loader"] = loader
         return loader
 
-    def forget_loaders(self) -> None:
-        """Form the loaders of all stages again when they are needed."""
-        self._data.forget_loaders()
-
-    def register(self, name: str, participant: Stateful) -> None:
-        """Keep the state of any object with `state_dict` and `load_state_dict` in this trainer's checkpoints."""
-        if not isinstance(participant, Stateful):
-            raise ConfigError(f"register: {name!r} needs state_dict and load_state_dict, got {participant!r}")
-        if name in self.context.run.participants:
-            raise ConfigError(f"register: {name!r} is registered already: choose another name")
-        self.context.run.participants[name] = participant
-
-    def as_strategies(self) -> Strategies:
+    def _as_strategies(self) -> Strategies:
         """Return the strategies, and one that is the trainer's own loss where there is none for it."""
         if self.strategies.loss is not None:
             return self.strategies
         return replace(self.strategies, loss=as_loss_strategy(self.get_loss_criterion()))
-
-    def equip(self, **strategies: Any) -> None:
-        """Put strategies in place of the present ones, before a run; what is new may hold what was there.
-
-        Args:
-            strategies: By role: `loss`, `optimizer`, `training_step`, `lr_scheduler`, `model_update`, `data_loader`,
-                `testing`.
-
-        Raises:
-            ConfigError: There is no such role, or a strategy is of another one; or the trainer runs, or is closed.
-        """
-        if not strategies:
-            return
-        context = self.context
-        if context.run.trainer is not None:
-            raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
-        check_roles(strategies)
-        self._refuse_two_steps(strategies.get("training_step"))
-        context.run.loss_is_default &= "loss" not in strategies
-        if not self.strategies.is_set_up:
-            raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")
-        self._closing.detach()
-        if self._strategy_hooks is not None:
-            context.callbacks.remove(self._strategy_hooks)
-        # Those that stay were set up once, and stay so. What is new sets up what it holds.
-        for role in strategies:
-            present = getattr(self.strategies, role)
-            if present is not None:
-                present.teardown(context)
-        self.strategies = replace(self.strategies, **strategies)
-        for added in strategies.values():
-            added.setup(context)
-        self.strategies.is_set_up = True
-        self._follow_strategies()
-        self.criterion = None
-        if self._strategy_hooks is not None:
-            context.callbacks.add(self._strategy_hooks, first=True)
-
-    def configure(self, config: Mapping[str, Any]) -> None:
-        """Set the configuration of the next run: `config` over the trainer's own, whatever earlier runs were told."""
-        self.context.config = {**self._own_config, **config}
-
-    def reset(self) -> None:
-        """Forget progress, history, optimizer state and the best so far, and keep the model: a new run comes next."""
-        context = self.context
-        context.progress, context.history, context.run.meter = Progress(), History(), Meter()
-        for optimizer in context.optimizers:
-            # One that was given as an object is used again.
-            optimizer.state.clear()
-        context.optimizers.clear()
-        context.schedulers.clear()
-        context.run.validated_at, context.run.validation, context.run.saver = -1, {}, None
-        self._data.reset()
 
     def close(self) -> None:
         """Tear the strategies down, now and only now; the trainer trains no more."""
@@ -723,12 +639,23 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         return {**kept, **made, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, options=state["options"].bound_to(self))
         # Who set the strategies up tears them down: not a copy.
         self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
         self._closing.detach()
 
     # ------------------------------------------------------------------ private
+
+    def _process_outputs(self, outputs: Any) -> Any:
+        """Return what the loss and the metrics of a test see of the model's outputs."""
+        return outputs
+
+    def _batch_size(self, stage: Stage) -> int:
+        """Return the samples in a batch of a stage; the configuration of a run may have another number."""
+        options, size = self.options, int(self.context.config["batch_size"])
+        if stage == "train":
+            return size
+        return (0 if stage == "valid" else options.test_batch_size) or options.val_batch_size or size
 
     @property
     def _steps_by_default(self) -> bool:
@@ -740,7 +667,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def _is_default(self, name: str) -> bool:
         """Whether no subclass or add-on replaces a verb or seam of this trainer; its layers do not count."""
-        return not self.core.customized_by(name)
+        return not self._innermost._customized_by(name)
 
     def _given_model(self) -> nn.Module:
         if self.context.model is None:
@@ -752,7 +679,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         if strategy is None or is_plain(strategy):
             return
         # A method that passes the call on, as a capability does, ends at the strategy.
-        own = [vars(kind)["train_step"] for kind in self.core.customized_by("train_step")[:1]]
+        own = [vars(kind)["train_step"] for kind in self._innermost._customized_by("train_step")[:1]]
         if self._train_step is not None or any("super" not in step.__code__.co_names for step in own):
             raise ConfigError(
                 f"train_step: {strategy!r} decides this; give one or the other, or a layer such as AMPTrainer"
@@ -798,7 +725,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         return Epochs(sum(phase.epochs for phase in context.run.phases)) if len(context.run.phases) > 1 else length
 
     def _follow_strategies(self) -> None:
-        self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
+        self._closing = weakref.finalize(self._innermost, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
         step = self.strategies.training_step
         self._step_is_plain = step is None or is_plain(step)
@@ -875,11 +802,11 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
     def _check_saving(self, *, validates: bool, saves: bool) -> None:
         """Report options that were given and cannot have an effect in this run."""
         options = self.options
-        wants_best = (options.save_best and "save_best" in self.given) or options.keep_best is not None
+        wants_best = (options.save_best and "save_best" in self._given) or options.keep_best is not None
         if saves and wants_best and not validates:
             name = "save_best" if options.save_best else "keep_best"
             raise ConfigError(f"{name}: this run validates nothing, so no checkpoint is the best; give validation data")
-        if not saves and (unused := sorted(self.given & _SAVING_DETAILS)):
+        if not saves and (unused := sorted(self._given & _SAVING_DETAILS)):
             warnings.warn(
                 f"{unused[0]} has no effect: this run writes no checkpoints; give checkpoint_dir",
                 UserWarning,
@@ -888,8 +815,8 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def _saves_by_options(self) -> bool:
         """Whether the options that were given ask for checkpoints: their defaults alone do not, except in `train()`."""
-        return self.saves_by_default or bool(
-            self.given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", *RETENTION}
+        return self._saves_by_default or bool(
+            self._given & {"checkpoint_dir", "checkpoint_name", "save_every", "save_best", *RETENTION}
         )
 
 
