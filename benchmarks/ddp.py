@@ -116,7 +116,7 @@ def work(target: Path, rounds: int) -> int:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer = DDPTrainer(Trainer(model, "cpu", optimizer=optimizer, verbose=False))
         clock = Clock()
-        trainer.callbacks.add(clock)
+        trainer.context.callbacks.add(clock)
 
         def run() -> float:
             trainer.fit(batches, max_length=Epochs(trainer.context.progress.epoch + 1))

@@ -39,6 +39,7 @@ import peers
 from dovetail.callbacks import Callback, ProgressDisplay
 from dovetail.trainers import CompiledTrainer, Trainer
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import reset
 from dovetail.trainers.strategies import (
     DefaultLRSchedulerStrategy,
     DefaultOptimizerStrategy,
@@ -151,7 +152,7 @@ def _with_graph(job: Job, steps_per_call: int) -> None:
     trainer.fit(job.train, max_length=Batches(1 + steps_per_call))
     for piece, state in zip(pieces, before, strict=True):
         piece.load_state_dict(state)
-    trainer.reset()
+    reset(trainer)
     if isinstance(job.train, dovetail.data.DataLoader):
         job.train.generator.manual_seed(SEED)
     torch.manual_seed(SEED)

@@ -207,7 +207,7 @@ def as_rank(target: Path, rounds: int, sizes: tuple[int, ...]) -> int:
         batches = batches * 2 if together else batches
         trainer = DDPTrainer(trainer) if together else trainer
         clock = Clock()
-        trainer.callbacks.add(clock)
+        trainer.context.callbacks.add(clock)
 
         def run() -> float:
             dist.barrier()

@@ -196,8 +196,8 @@ def train(count: Count, hparams: dict[str, Any], report: Callable[[int, float], 
             count.epochs += 1
             report(context.progress.epoch, metrics["valid_loss"])
 
-    trainer.callbacks.add(Report())
-    trainer.batch_size = hparams["batch_size"]
+    trainer.context.callbacks.add(Report())
+    trainer.options.batch_size = hparams["batch_size"]
     trainer.fit((x, y), (valid_x, valid_y), max_length=Epochs(EPOCHS))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import reset
 from dovetail.units import Epochs
 from report import Row, Section, Table, parser, verdict
 
@@ -100,7 +101,7 @@ def whole_steps(batch: Any, fits: int, steps: int) -> Table:
         # The order changes, so that none is always the first.
         for index in ([0, 1, 2], [1, 2, 0], [2, 0, 1])[number % 3]:
             trainer = sides[index]
-            trainer.reset()
+            reset(trainer)
             started = time.process_time()
             trainer.fit(batches, max_length=Epochs(1))
             found[index] = (time.process_time() - started) / steps * 1e6

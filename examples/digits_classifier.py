@@ -59,7 +59,7 @@ learning curves: {RUN / "curves.png"}
 checkpoints:     dovetail checkpoint list {RUN}
 to resume:       trainer.fit(train, valid, resume="auto")
 
-result: test accuracy {accuracy:.1%} after {trainer.cur_epoch} epochs""")
+result: test accuracy {accuracy:.1%} after {trainer.context.progress.epoch} epochs""")
     assert accuracy >= 0.97
 
 

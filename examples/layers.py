@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dovetail import Epochs
 from dovetail.data import DataLoader, digits
 from dovetail.trainers import DDPTrainer, SingleProcess, SingleProcessAMP, Trainer, build_trainer
 from dovetail.trainers.addons import MultiGPUAddon, PrecisionMixerAddon, StateManagerAddon
@@ -66,7 +67,8 @@ with TemporaryDirectory() as folder:
     trainer = ExtendedTrainer(
         model, device, mode="train", optimizer=optimizer, scheduler=scheduler, save_path=folder, log_bar=False
     )
-    trainer.run(4, DataLoader(training, batch_size=64, shuffle=True), DataLoader(test, batch_size=256))
+    loaders = DataLoader(training, batch_size=64, shuffle=True), DataLoader(test, batch_size=256)
+    trainer.fit(*loaders, max_length=Epochs(4))
     print(f"went on from {trainer.load_state().name}")
 
 accuracies = [it.evaluate(test)["accuracy"] for it in (ddp_trainer, ddp_trainer_with_amp, trainer)]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
 
+from dovetail.compat.zae_engine import Trainer
 from dovetail.data import DataLoader, digits
-from dovetail.trainers import Trainer
 
 
 class CustomTrainer(Trainer):

@@ -17,7 +17,7 @@ GUIDES = sorted((ROOT / "docs" / "migration").glob("*.md"))
 
 # Libraries whose names are names here: their programs run with other imports.
 IMPORTS = {"plato": ("plato.", "dovetail."), "determined": ("determined", "dovetail")}
-IMPORTS["zae_engine"] = ("zae_engine.trainer", "dovetail.trainers")
+IMPORTS["zae_engine"] = ("zae_engine.trainer", "dovetail.compat.zae_engine")
 
 
 def programs(guide: str) -> tuple[str, str]:

@@ -90,14 +90,13 @@ LONG_FILES = {
     "trainers/explain.py": 518,
     "trainers/loop.py": 542,
     "trainers/schedules/values.py": 542,
-    "trainers/single_process.py": 960,
-    "trainers/spellings.py": 597,
+    "trainers/single_process.py": 887,
     "trainers/strategies/training_step.py": 599,
     "trainers/whole_step/step.py": 552,
 }
 
 # Modules of tests whose errors mypy ignores, in pyproject.toml.
-UNCHECKED_TESTS = 68
+UNCHECKED_TESTS = 67
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from dovetail import Epochs
 from dovetail.trainers import AbstractTrainerDecorator, Trainer
 from dovetail.trainers.strategies import LossCriterionStrategy, ModelUpdateStrategy
 
@@ -200,7 +201,7 @@ def test_a_trainer_of_the_documents_learns(name: str, tmp_path: Path, monkeypatc
     x = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
     data = x, (x.sum(dim=1) > 0).long()
     before = trainer.evaluate(data)["loss"]
-    trainer.run(3, data, data)
+    trainer.fit(data, data, max_length=Epochs(3))
     assert trainer.context.progress.epoch == 3
     assert trainer.evaluate(data)["loss"] < before
 

@@ -11,6 +11,7 @@ import torch
 
 from dovetail.callbacks import EarlyStopping, ImprovementWindow, LambdaCallback, StopWhen
 from dovetail.errors import ConfigError
+from dovetail.trainers.reuse import reset
 from dovetail.units import Batches, Epochs
 
 ACCURACIES = (0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3)
@@ -168,7 +169,7 @@ def test_a_new_run_is_not_measured_by_the_one_before_it(scripted: Callable[..., 
     stopping = EarlyStopping(patience=2, restore_best=True)
     trainer = scripted(stopping).script(1.0, 5.0, 4.0, 3.0)
     trainer.fit(max_length=Epochs(1))
-    trainer.reset()
+    reset(trainer)
     trainer.fit(max_length=Epochs(3))
     assert (trainer.context.progress.epoch, stopping.best, stopping.best_epoch) == (3, 3.0, 3)
 
@@ -176,7 +177,7 @@ def test_a_new_run_is_not_measured_by_the_one_before_it(scripted: Callable[..., 
 def test_the_window_of_a_new_run_is_empty(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ImprovementWindow(num_epochs=2, improv=0.01)).script(0.8, 0.9, 0.1, 0.2, name="accuracy")
     trainer.fit(max_length=Epochs(2))
-    trainer.reset()
+    reset(trainer)
     trainer.fit(max_length=Epochs(2))
     assert trainer.context.progress.epoch == 2
 

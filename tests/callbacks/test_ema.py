@@ -10,6 +10,7 @@ from torch import nn
 
 from dovetail.callbacks import EMA, LambdaCallback
 from dovetail.errors import ConfigError
+from dovetail.trainers.reuse import reset
 from dovetail.units import Batches, Epochs
 
 
@@ -185,7 +186,7 @@ def test_another_model_begins_another_average(make: Callable[..., Any]) -> None:
 def test_a_new_run_of_the_same_model_begins_another_average(make: Callable[..., Any]) -> None:
     trainer = make(ema := EMA(decay=1.0))
     trainer.fit(max_length=Epochs(1))
-    trainer.reset()
+    reset(trainer)
     start = weights(trainer)
     trainer.fit(max_length=Epochs(1))
     assert same(ema.average_state_dict().values(), start)

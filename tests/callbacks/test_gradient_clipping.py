@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dovetail.callbacks import GradientClipping
 from dovetail.errors import ConfigError
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import reset
 from dovetail.units import Batches, Epochs
 
 
@@ -104,7 +105,7 @@ def test_a_log_resumed_in_an_epoch_is_the_uninterrupted_one(make: Callable[..., 
 def test_the_log_of_a_new_run_leaves_out_the_epoch_that_was_broken_off(make: Callable[..., Any]) -> None:
     trainer = make(GradientClipping(max_norm=0.3, log=True))
     trainer.fit(max_length=Batches(3))
-    trainer.reset()
+    reset(trainer)
     trainer.fit(max_length=Batches(1))
     state = trainer.state_dict()["callbacks"]
     (tally,) = next(entry["state"]["tallies"] for entry in state if entry["name"] == "GradientClipping").values()

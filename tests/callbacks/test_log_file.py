@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dovetail.callbacks import CSVLogger, JSONLLogger, LambdaCallback
+from dovetail.trainers.reuse import reset
 from dovetail.units import Batches, Epochs
 
 
@@ -118,7 +119,7 @@ def test_a_new_run_of_the_same_trainer_begins_a_new_file(
 ) -> None:
     trainer = make(kind(tmp_path / name))
     trainer.fit(max_length=Epochs(2))
-    trainer.reset()
+    reset(trainer)
     trainer.fit(max_length=Epochs(1))
     assert [int(row["epoch"]) for row in read(tmp_path / name)] == [1]
 

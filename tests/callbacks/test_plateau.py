@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 
 from dovetail.callbacks import LambdaCallback, ReduceOnPlateau
 from dovetail.errors import ConfigError
+from dovetail.trainers.reuse import reset
 from dovetail.units import Epochs
 
 LOSSES = (3.0, 2.0, 2.0, 2.0, 2.0, 1.9, 1.9, 1.9, 1.9, 1.9, 1.9, 1.9)
@@ -83,7 +84,7 @@ def test_a_further_fit_goes_on(scripted: Callable[..., Any]) -> None:
 def test_a_new_run_with_the_same_optimizer_is_not_measured_by_the_one_before_it(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ReduceOnPlateau(factor=0.5, patience=1)).script(1.0)
     trainer.fit(max_length=Epochs(1))
-    trainer.reset()
+    reset(trainer)
     assert rates_of(trainer.script(5.0, 4.0, 3.0), 3) == [[0.1], [0.1], [0.1]]
 
 

@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from dovetail import Batches, Epochs
 from dovetail.callbacks import Callback
+from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
 from dovetail.errors import ConfigError
 from dovetail.trainers import AMPTrainer, DDPTrainer, SingleProcessAMP, Trainer, WholePass
+from dovetail.trainers.reuse import reset
 
 CASES: dict[str, Callable[..., Any]] = {}
 GLOBAL_BATCH = 12
@@ -102,7 +104,7 @@ def evaluation(folder: Path) -> Any:
 
 @case
 def prediction(folder: Path) -> Any:
-    trainer = layer(Trainer(model(), "cpu", val_batch_size=2, verbose=False))
+    trainer = layer(zae_engine.Trainer(model(), "cpu", val_batch_size=2, verbose=False))
     inferred = [batch.tolist() for batch in trainer.inference(data(10))]
     return [*(trainer.predict(data(size)[0]).tolist() for size in (1, 10)), inferred]
 
@@ -428,8 +430,8 @@ def a_new_run_after_an_error_inside_a_step(folder: Path) -> Any:
     try:
         trainer.fit(data(48), max_length=Epochs(1))
     except (ArithmeticError, PeerError):
-        trainer.reset()
-    trainer.batch_size = 4
+        reset(trainer)
+    trainer.options.batch_size = 4
     trainer.fit(max_length=Epochs(1))
     return trainer.context.progress.records
 

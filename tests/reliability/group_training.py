@@ -87,6 +87,6 @@ def wait(context: Any, batch: Any) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     trainer = make_trainer(Path(sys.argv[1]))
-    trainer.callbacks.add(LambdaCallback(on_step_start=wait))
+    trainer.context.callbacks.add(LambdaCallback(on_step_start=wait))
     trainer.fit(max_length=Epochs(2))
     print("this is never reached")

@@ -130,7 +130,7 @@ def test_a_restarted_group_ends_with_the_bits_of_an_undisturbed_one(
 ) -> None:
     draw = random.Random(round)
     trainer = make_trainer(tmp_path, num_workers, num_processes=2, max_restarts=1)
-    trainer.callbacks.add(Killed(draw.randrange(2), draw.randrange(4, 20)))
+    trainer.context.callbacks.add(Killed(draw.randrange(2), draw.randrange(4, 20)))
     trainer.fit(max_length=Epochs(2))
     assert outcome(trainer) == undisturbed
     assert trainer.context.progress.epoch == 2
@@ -138,7 +138,7 @@ def test_a_restarted_group_ends_with_the_bits_of_an_undisturbed_one(
 
 def test_without_restarts_the_caller_hears_which_process_was_killed(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, num_processes=2)
-    trainer.callbacks.add(Killed(1, 4))
+    trainer.context.callbacks.add(Killed(1, 4))
     with pytest.raises(TrainingProcessError, match="rank 1 was ended by SIGKILL"):
         trainer.fit(max_length=Epochs(2))
 
@@ -152,7 +152,7 @@ def _terminate_second(context: Any, output: Any) -> None:
 @pytest.mark.torture
 def test_a_signal_to_a_worker_interrupts_the_caller_with_what_was_trained(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, num_processes=2)
-    trainer.callbacks.add(LambdaCallback(on_step_end=_terminate_second))
+    trainer.context.callbacks.add(LambdaCallback(on_step_end=_terminate_second))
     with pytest.raises(Interrupted) as caught:
         trainer.fit(max_length=Epochs(2))
     assert caught.value.code == 143

@@ -44,7 +44,7 @@ def wait(context, batch):
 
 folder = Path(sys.argv[1])
 {make}
-trainer.callbacks.add(LambdaCallback(on_step_start=wait))
+trainer.context.callbacks.add(LambdaCallback(on_step_start=wait))
 trainer.fit(validation_period=Batches(7){wishes})
 print("this is never reached")
 """

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dovetail.tracking.hyperparameters import flatten, hyperparameters_of
+from dovetail.trainers.reuse import configure
 from dovetail.units import Epochs
 
 
@@ -74,7 +75,7 @@ def test_values_are_plain() -> None:
 
 def test_a_trainer_shows_what_it_was_given_and_what_it_uses(make: Callable[..., Any]) -> None:
     trainer = make(batch_size=8, gradient_clip=2.0)
-    trainer.configure({"temperature": 0.07, "api_key": "hunter2"})
+    configure(trainer, {"temperature": 0.07, "api_key": "hunter2"})
     trainer.fit(max_length=Epochs(1))
     found = hyperparameters_of(trainer.context)
     assert found["max_length"] == "Epochs(1)"

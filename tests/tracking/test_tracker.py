@@ -24,6 +24,7 @@ from dovetail.tracking import (
 )
 from dovetail.trainers.basic import Trainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import reset
 from dovetail.units import Batches, Epochs
 
 
@@ -233,7 +234,7 @@ def test_a_trainer_that_is_reset_begins_a_new_run(make: Callable[..., Any], memo
     logger = memory()
     trainer = make(Tracker(logger))
     trainer.fit(max_length=Epochs(1))
-    trainer.reset()
+    reset(trainer)
     trainer.fit(max_length=Epochs(1))
     assert logger.runs[0].id != logger.runs[1].id
     assert logger.runs[1].step == 0

@@ -1,8 +1,13 @@
-"""Options that are read and assigned as attributes of a trainer."""
+"""Options that are read and assigned on a trainer's `options`, and the public names of a trainer."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterable
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +21,13 @@ from torch import nn
 from dovetail import Batches, Epochs, Trainer
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, ProgressDisplay
+from dovetail.compat import lernomatic, plato, zae_engine
 from dovetail.errors import ConfigError, NonFiniteLossError, UnknownNameError
-from dovetail.trainers import AMPTrainer, CompiledTrainer, TrainerOptions
+from dovetail.trainers import AMPTrainer, CompiledTrainer, TrainerDecorator, TrainerOptions, foreign
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.options import OPTION_NAMES
+from dovetail.trainers.reuse import fit_anew
 from dovetail.trainers.schedules import TriangularMtm
 from dovetail.trainers.strategies import GradientAccumulationStepStrategy, SGDOptimizerStrategy
 
@@ -64,6 +72,10 @@ def make(problem: Problem, **options: Any) -> Trainer:
     return Trainer(problem.model(), "cpu", **{**settings, "optim_function": "SGD", **data, **options})
 
 
+def rate(trainer: Trainer) -> float:
+    return float(trainer.optimizer.param_groups[0]["lr"])
+
+
 def evidence(trainer: Trainer, folder: Path) -> dict[str, Any]:
     """All that a run leaves behind."""
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir() or "hist" in path.name}
@@ -71,10 +83,10 @@ def evidence(trainer: Trainer, folder: Path) -> dict[str, Any]:
     return {
         "weights": {name: value.tolist() for name, value in weights(trainer.model).items()},
         "losses": trainer.history.losses.tolist(),
-        "sizes": [len(batch[0]) for batch in trainer.val_loader],
+        "sizes": [len(batch[0]) for batch in trainer.batches("valid")],
         "files": files,
         "best": None if best is None else store.inspect(best).summary["epoch"],
-        "callbacks": [type(it).__name__ for it in trainer.callbacks],
+        "callbacks": [type(it).__name__ for it in trainer.context.callbacks],
     }
 
 
@@ -84,8 +96,8 @@ def run(problem: Problem, folder: Path, given: dict[str, Any], assigned: dict[st
         patch.chdir(folder)
         trainer = make(problem, **given)
         for key, value in assigned.items():
-            setattr(trainer, key, value)
-            assert getattr(trainer, key) == value
+            setattr(trainer.options, key, value)
+            assert getattr(trainer.options, key) == value
         trainer.train()
         return evidence(trainer, folder)
 
@@ -106,14 +118,6 @@ def test_an_assigned_option_is_worth_one_that_was_given(
     assert found != (run(problem, tmp_path / "without", beside, {}) if beside else usual)
 
 
-def test_every_option_is_an_attribute(problem: Problem) -> None:
-    trainer = Trainer(problem.model(), "cpu", verbose=False)
-    effective = {"val_batch_size": 64, "test_batch_size": 64, "verbose": False}
-    for field in fields(TrainerOptions):
-        assert getattr(trainer, field.name) == effective.get(field.name, field.default), field.name
-        assert getattr(AMPTrainer(trainer), field.name) == getattr(trainer, field.name)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -127,12 +131,12 @@ def test_every_option_is_an_attribute(problem: Problem) -> None:
 )
 def test_a_bad_value_is_refused_and_changes_nothing(problem: Problem, name: str, value: Any, message: str) -> None:
     trainer = make(problem)
-    before = getattr(trainer, name)
+    before = getattr(trainer.options, name)
     with pytest.raises(ConfigError, match=message):
-        setattr(trainer, name, value)
-    assert getattr(trainer, name) == before
+        setattr(trainer.options, name, value)
+    assert getattr(trainer.options, name) == before
     with pytest.raises(UnknownNameError, match="did you mean 'save_every'"):
-        trainer.set_option("save_evry", 1)
+        trainer.options.save_evry = 1
 
 
 def test_checkpoints_follow_assignments_between_runs(problem: Problem, tmp_path: Path) -> None:
@@ -142,10 +146,11 @@ def test_checkpoints_follow_assignments_between_runs(problem: Problem, tmp_path:
     trainer = make(problem, checkpoint_dir=tmp_path / "a")
     trainer.fit(max_length=Epochs(1))
     assert names() == ["a/best_ck", "a/ck_epoch_1_iter_9", "a/ck_history.jsonl"]
-    trainer.save_every = 0
+    trainer.options.save_every = 0
     trainer.fit(max_length=Epochs(2))
     assert names() == ["a/best_ck", "a/ck_epoch_1_iter_9", "a/ck_history.jsonl"]
-    trainer.checkpoint_dir, trainer.save_every, trainer.save_hist = tmp_path / "b", -1, False
+    options = trainer.options
+    options.checkpoint_dir, options.save_every, options.save_hist = tmp_path / "b", -1, False
     trainer.fit(max_length=Epochs(3))
     assert names()[3:] == ["b/best_ck", "b/ck_epoch_3_iter_27"]
 
@@ -154,19 +159,19 @@ def test_checkpoints_follow_assignments_between_runs(problem: Problem, tmp_path:
 def test_values_of_two_metrics_are_not_compared_for_the_best(problem: Problem, tmp_path: Path, resumes: bool) -> None:
     trainer = make(problem, checkpoint_dir=tmp_path, best_metric="valid_accuracy")
     trainer.fit(max_length=Epochs(1))
-    assert trainer.context.run.saver.best == trainer.best_acc
+    assert trainer.context.run.saver.best == max(trainer.history.get_metric_values("valid_accuracy"))
     if resumes:
         trainer = make(problem, checkpoint_dir=tmp_path)
-    trainer.best_metric, trainer.best_mode = "valid_loss", "max"
+    trainer.options.best_metric, trainer.options.best_mode = "valid_loss", "max"
     trainer.fit(max_length=Epochs(3), resume="auto" if resumes else None)
-    assert trainer.context.run.saver.best == max(trainer.val_loss_history[1:])
+    assert trainer.context.run.saver.best == max(trainer.history.get_metric_values("valid_loss")[1:])
 
 
 def test_the_best_so_far_is_kept_when_something_else_is_assigned(problem: Problem, tmp_path: Path) -> None:
     trainer = make(problem, checkpoint_dir=tmp_path)
     trainer.fit(max_length=Epochs(1))
     best = trainer.context.run.saver.best
-    trainer.keep_last = 1
+    trainer.options.keep_last = 1
     assert trainer.context.run.saver.best == best is not None
 
 
@@ -174,23 +179,27 @@ def test_the_best_so_far_is_kept_when_something_else_is_assigned(problem: Proble
 def test_assignments_reach_the_trainer_through_decorators(problem: Problem, tmp_path: Path, wrapped: bool) -> None:
     inner = make(problem)
     trainer: Any = AMPTrainer(inner, precision="fp32") if wrapped else inner
-    trainer.checkpoint_dir, trainer.num_epochs = tmp_path, 1
+    trainer.options.checkpoint_dir, trainer.options.num_epochs = tmp_path, 1
     trainer.fit()
     assert (tmp_path / "best_ck").is_dir()
-    assert (inner.checkpoint_dir, inner.options.checkpoint_dir) == (tmp_path, tmp_path)
+    assert inner.options is trainer.options
+    assert inner.options.checkpoint_dir == tmp_path
 
 
 def test_a_running_trainer_takes_only_what_can_take_effect(problem: Problem) -> None:
     class Assigns(Callback):
         def on_step_end(self, context: TrainingContext, output: Any) -> None:
-            trainer.learning_rate, trainer.gradient_clip, trainer.batch_size = 0.25, 1.0, 12
+            options = trainer.options
+            options.learning_rate, options.gradient_clip, options.batch_size = 0.25, 1.0, 12
             for name, value in (("checkpoint_dir", "x"), ("num_epochs", 9), ("shuffle", False), ("print_every", 1)):
                 with pytest.raises(ConfigError, match=f"{name}: the trainer is running; assign this option before or"):
-                    setattr(trainer, name, value)
+                    setattr(options, name, value)
 
     trainer = make(problem, callbacks=[Assigns()])
     trainer.fit(max_length=Batches(1))
-    assert (trainer.learning_rate, trainer.gradient_clip, trainer.num_epochs) == (0.25, 1.0, 3)
+    options = trainer.options
+    assert (options.learning_rate, options.gradient_clip, options.num_epochs) == (0.25, 1.0, 3)
+    assert rate(trainer) == 0.25
 
 
 def test_the_order_of_an_epoch_is_not_changed_in_its_middle(problem: Problem) -> None:
@@ -198,40 +207,33 @@ def test_the_order_of_an_epoch_is_not_changed_in_its_middle(problem: Problem) ->
     trainer.fit(max_length=Batches(2))
     for name, value in (("seed", 5), ("shuffle", False), ("batch_size", 4), ("drop_last", False)):
         with pytest.raises(ConfigError, match=f"{name}: the trainer has read 2 batches of an epoch"):
-            setattr(trainer, name, value)
+            setattr(trainer.options, name, value)
 
 
 def test_assigned_rates_reach_optimizers_that_are_built_later(problem: Problem) -> None:
     trainer = make(
         problem, optim_function=partial(torch.optim.SGD, lr=0.1, momentum=0.9), lr_scheduler=OTHER["lr_scheduler"]
     )
-    trainer.learning_rate, trainer.momentum, trainer.weight_decay = 0.2, 0.5, 0.125
-    trainer.train_model({"epochs": 1}, (problem.x, problem.y))
+    options = trainer.options
+    options.learning_rate, options.momentum, options.weight_decay = 0.2, 0.5, 0.125
+    fit_anew(trainer, (problem.x, problem.y), config={"epochs": 1})
     (group,) = trainer.optimizer.param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.5, 0.125)
-    trainer.train_model({"epochs": 1, "lr": 0.4}, (problem.x, problem.y))
-    assert trainer.learning_rate == 0.2
+    fit_anew(trainer, (problem.x, problem.y), config={"epochs": 1, "lr": 0.4})
+    assert rate(trainer) == 0.2
 
 
 def test_a_new_schedule_keeps_the_state_of_the_optimizer(problem: Problem) -> None:
     trainer = make(problem, optim_function="Adam")
     trainer.fit(max_length=Epochs(1))
     optimizer = trainer.optimizer
-    trainer.lr_scheduler = OTHER["lr_scheduler"]
+    trainer.options.lr_scheduler = OTHER["lr_scheduler"]
     trainer.fit(max_length=Epochs(2))
     assert trainer.optimizer is optimizer
-    assert trainer.learning_rate == 0.05
-    trainer.lr_scheduler = None
+    assert rate(trainer) == 0.05
+    trainer.options.lr_scheduler = None
     trainer.fit(max_length=Epochs(3))
-    assert trainer.learning_rate == 0.05
-
-
-def test_momentum_is_the_option_where_the_optimizer_has_none(problem: Problem) -> None:
-    trainer = Trainer(problem.model(), "cpu", verbose=False)
-    assert (trainer.momentum, trainer.get_momentum()) == (0.5, 0.9)
-    trainer.momentum = 0.7
-    assert (trainer.momentum, trainer.get_momentum()) == (0.7, 0.7)
-    assert Trainer(momentum=0.25).momentum == 0.25
+    assert rate(trainer) == 0.05
 
 
 def test_what_a_strategy_decides_is_not_assigned(problem: Problem) -> None:
@@ -243,19 +245,19 @@ def test_what_a_strategy_decides_is_not_assigned(problem: Problem) -> None:
     )
     for name, value in (("optim_function", "Adam"), ("accumulation_steps", 2), ("shuffle", False)):
         with pytest.raises(ConfigError, match=f"{name}: .* decides this; give one or the other"):
-            setattr(trainer, name, value)
-    assert trainer.optim_function is trainer.strategies.optimizer
+            setattr(trainer.options, name, value)
+    assert trainer.options.shuffle is True
 
 
 def test_a_display_is_shown_from_the_next_run_on(problem: Problem) -> None:
     trainer = make(problem)
     for verbose, log_bar in ((True, True), (True, False), (False, True), (True, True)):
-        trainer.verbose, trainer.log_bar = verbose, log_bar
-        shown = [it for it in trainer.callbacks if isinstance(it, ProgressDisplay)]
+        trainer.options.verbose, trainer.options.log_bar = verbose, log_bar
+        shown = [it for it in trainer.context.callbacks if isinstance(it, ProgressDisplay)]
         assert len(shown) == (verbose and log_bar)
-    trainer.callbacks.remove(*shown)
-    trainer.nonfinite = "warn"
-    assert not any(isinstance(it, ProgressDisplay) for it in trainer.callbacks)
+    trainer.context.callbacks.remove(*shown)
+    trainer.options.nonfinite = "warn"
+    assert not any(isinstance(it, ProgressDisplay) for it in trainer.context.callbacks)
 
 
 def test_a_loss_that_is_no_number_follows_the_assigned_option(problem: Problem) -> None:
@@ -264,19 +266,9 @@ def test_a_loss_that_is_no_number_follows_the_assigned_option(problem: Problem) 
 
     trainer = make(problem, train_step=step, val_dataset=None, nonfinite="ignore")
     trainer.fit(max_length=Epochs(1))
-    trainer.nonfinite = "raise"
+    trainer.options.nonfinite = "raise"
     with pytest.raises(NonFiniteLossError):
         trainer.fit(max_length=Epochs(2))
-
-
-def test_a_subclass_may_not_assign_an_option_before_the_constructor(problem: Problem) -> None:
-    class Early(Trainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.seed = 3
-            super().__init__(*args, **kwargs)
-
-    with pytest.raises(ConfigError, match=r"seed: this is an option; pass it as a keyword to super\(\).__init__\(\)"):
-        Early(problem.model())
 
 
 def test_an_attribute_one_letter_off_an_option_is_pointed_out(problem: Problem) -> None:
@@ -293,7 +285,7 @@ def test_an_lbfgs_that_accumulates_is_refused_in_every_run(problem: Problem) -> 
     for _ in range(2):
         with pytest.raises(ConfigError, match="cannot accumulate gradients"):
             trainer.fit(max_length=Epochs(1))
-    trainer.accumulation_steps = 1
+    trainer.options.accumulation_steps = 1
     trainer.fit(max_length=Epochs(1))
 
 
@@ -305,7 +297,7 @@ def test_a_compiled_step_follows_assignments(problem: Problem, name: str, value:
     compiled, eager = make(problem), make(problem)
     for trainer in (CompiledTrainer(compiled), eager):
         trainer.fit(max_length=Epochs(1))
-        setattr(trainer, name, value)
+        setattr(trainer.options, name, value)
         trainer.fit(max_length=Epochs(2))
     for (key, ours), theirs in zip(compiled.model.state_dict().items(), eager.model.state_dict().values(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6), key
@@ -313,3 +305,141 @@ def test_a_compiled_step_follows_assignments(problem: Problem, name: str, value:
     fresh.fit(max_length=Epochs(2))
     with pytest.raises(AssertionError):
         assert_same_weights(fresh.model, eager.model)
+
+
+# ------------------------------------------------------------------ the object
+
+
+def test_options_are_equal_by_value_and_belong_to_their_trainer(problem: Problem) -> None:
+    trainer = make(problem, train_dataset=None, val_dataset=None)
+    alone = TrainerOptions(**{name: getattr(trainer.options, name) for name in OPTION_NAMES})
+    assert trainer.options == alone
+    assert repr(trainer.options) == repr(alone)
+    trainer.options.batch_size = 12
+    assert trainer.options != alone
+    assert replace(trainer.options, batch_size=10) == alone
+    for constant in (alone, copy.copy(trainer.options), pickle.loads(pickle.dumps(trainer.options))):
+        with pytest.raises(FrozenInstanceError, match="batch_size: these options belong to no trainer"):
+            constant.batch_size = 3
+    assert trainer.options.batch_size == 12
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_options_of_a_copy_are_its_own(problem: Problem, copied: Any, wrapped: bool) -> None:
+    trainer: Any = make(problem)
+    made = (
+        copied(AMPTrainer(trainer, precision="fp32")).trainer
+        if wrapped and copied is not copy.copy
+        else copied(trainer)
+    )
+    made.options.batch_size = 16
+    assert (trainer.options.batch_size, made.options.batch_size) == (10, 16)
+    assert (trainer.context is made.context) == (copied is copy.copy)
+    assert made.context.config["batch_size"] == 16
+
+
+def test_options_do_not_keep_a_trainer_alive(problem: Problem) -> None:
+    trainer = make(problem)
+    options, reference = trainer.options, weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert reference() is None
+    with pytest.raises(FrozenInstanceError, match="belong to no trainer"):
+        options.batch_size = 3
+    assert options.batch_size == 10
+
+
+def test_what_is_tried_out_does_not_change_options(problem: Problem) -> None:
+    class Assigns(Trainer):
+        def train_step(self, batch: Any) -> Any:
+            self.options.gradient_clip = 5.0
+            return super().train_step(batch)
+
+    trainer = Assigns(problem.model(), verbose=False, nonfinite="ignore")
+    trainer.fit(problem.batches, problem.batches, dry_run=True)
+    assert trainer.options.gradient_clip == 0.0
+
+
+# ------------------------------------------------------------------ no attributes
+
+
+@pytest.mark.parametrize("name", sorted(OPTION_NAMES))
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_option_is_no_attribute_of_a_trainer(problem: Problem, name: str, wrapped: bool) -> None:
+    trainer: Any = AMPTrainer(make(problem)) if wrapped else make(problem)
+    expected = f"{name}: this is an option, no attribute of the trainer; write trainer.options.{name}"
+    with pytest.raises(AttributeError, match=expected):
+        setattr(trainer, name, 1)
+    with pytest.raises(AttributeError, match=expected):
+        getattr(trainer, name)
+    assert not hasattr(trainer, name)
+
+
+@pytest.mark.parametrize("base", [Trainer, ComposableTrainer, AMPTrainer])
+def test_a_subclass_may_not_assign_an_option_before_the_constructor(problem: Problem, base: type[Any]) -> None:
+    class Early(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.seed = 3
+            super().__init__(*args, **kwargs)
+
+    with pytest.raises(AttributeError, match=r"seed: .* pass it as a keyword to super\(\).__init__\(\)"):
+        Early(make(problem) if base is AMPTrainer else problem.model())
+
+
+@pytest.mark.parametrize("base", [Trainer, lernomatic.Trainer])
+def test_a_class_body_may_not_set_an_option(base: type[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"Wide.batch_size: this is an option; pass it as a keyword"):
+        type("Wide", (base,), {"batch_size": 512, "__module__": "mine"})
+
+
+def test_a_layer_may_declare_an_attribute_with_the_name_of_an_option(problem: Problem) -> None:
+    class Seeded(TrainerDecorator):
+        seed: int
+
+        def __init__(self, trainer: Trainer, seed: int) -> None:
+            super().__init__(trainer)
+            self.seed = seed
+
+    trainer = Seeded(make(problem), 5)
+    assert (trainer.seed, trainer.options.seed) == (5, 0)
+
+
+# ------------------------------------------------------------------ public names
+
+
+def public(names: Iterable[str]) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_a_trainer_has_at_most_45_public_names() -> None:
+    names = public(dir(Trainer)) | public(vars(Trainer(nn.Linear(2, 2))))
+    assert len(names) <= 45, sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "library"),
+    [
+        (lernomatic.Trainer, "lernomatic"),
+        (zae_engine.Trainer, "zae_engine"),
+        (plato.Trainer, "plato"),
+        (ComposableTrainer, "plato"),
+    ],
+)
+def test_a_name_of_another_library_says_where_it_is(kind: type[Any], library: str) -> None:
+    trainer = Trainer(nn.Linear(2, 2))
+    own = public(dir(kind)) - public(dir(Trainer)) - OPTION_NAMES
+    assert own
+    for name in own:
+        with pytest.raises(AttributeError, match=f"no attribute {name!r}: (it is a name of dovetail.compat|write)"):
+            getattr(trainer, name)
+    assert {name for name, answer in foreign.ATTRIBUTES.items() if f"compat.{library}." in answer} <= {
+        *public(dir(kind)),
+        *public(dir(ComposableTrainer)),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(foreign.HOOKS))
+def test_a_hook_that_only_another_class_calls_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"Mine.{name}: nothing here calls it: (derive from|override _)"):
+        type("Mine", (Trainer,), {name: lambda self, *args: None, "__module__": "mine"})

@@ -21,6 +21,7 @@ from dovetail.data import DataLoader
 from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import fit_anew, reset
 from dovetail.trainers.schedules import DecayWhenAcc, TriangularMtm
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
@@ -150,8 +151,8 @@ def test_an_option_that_a_strategy_decides_is_refused(problem: Problem) -> None:
 def test_an_option_answers_in_place_of_a_default_strategy(problem: Problem) -> None:
     trainer = ComposableTrainer(problem.model(), optim_function="Adam", learning_rate=0.5, verbose=False)
     assert isinstance(trainer.optimizer, torch.optim.Adam)
-    assert trainer.learning_rate == 0.5
-    assert ComposableTrainer(problem.model(), learning_rate=0.25, verbose=False).learning_rate == 0.25
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
+    assert ComposableTrainer(problem.model(), learning_rate=0.25, verbose=False).optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_a_closed_trainer_trains_no_more(problem: Problem) -> None:
@@ -165,8 +166,8 @@ def test_what_one_run_was_told_is_not_meant_for_the_next(problem: Problem) -> No
     trainer = ComposableTrainer(problem.model(), verbose=False)
     trainer.train_model({"epochs": 1, "batch_size": 48, "lr": 0.3}, (problem.x, problem.y))
     trainer.train_model({"epochs": 1}, (problem.x, problem.y))
-    assert trainer.learning_rate == 0.01
-    assert trainer.batch_size == 64
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.01
+    assert trainer.context.config["batch_size"] == 64
 
 
 # ---------------------------------------------------------------------- options that would have no effect
@@ -223,16 +224,16 @@ def test_a_rate_of_the_optimizer_may_be_given_twice_if_it_is_the_same(problem: P
     scheduler = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     trainer = quiet(model, optimizer=optimizer, learning_rate=0.5, lr_scheduler=scheduler)
     for _ in range(2):
-        trainer.train_model({"epochs": 1}, problem.batches)
-    assert trainer.learning_rate == 0.125
+        fit_anew(trainer, problem.batches, config={"epochs": 1})
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_the_rate_of_a_runs_configuration_is_used(problem: Problem) -> None:
     trainer = quiet(problem.model(), optim_function="SGD")
-    trainer.train_model({"epochs": 1, "lr": 0.25}, problem.batches)
-    assert trainer.learning_rate == 0.25
-    trainer.train_model({"epochs": 1}, problem.batches)
-    assert trainer.learning_rate == 1e-4
+    fit_anew(trainer, problem.batches, config={"epochs": 1, "lr": 0.25})
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.25
+    fit_anew(trainer, problem.batches, config={"epochs": 1})
+    assert trainer.optimizer.param_groups[0]["lr"] == 1e-4
 
 
 def test_a_sampler_needs_samples_to_choose_from(problem: Problem) -> None:
@@ -240,7 +241,7 @@ def test_a_sampler_needs_samples_to_choose_from(problem: Problem) -> None:
     with pytest.raises(ConfigError, match=r"call train\(trainset, sampler\)"):
         trainer.train(sampler=[0, 1])
     with pytest.raises(DataError, match="sampler: a list holds batches already; give the dataset instead"):
-        trainer.train_model({"epochs": 1}, problem.batches, sampler=[0, 1])
+        fit_anew(trainer, problem.batches, [0, 1], {"epochs": 1})
 
 
 def test_a_loader_strategy_needs_samples_to_form_batches_of(problem: Problem) -> None:
@@ -275,12 +276,12 @@ def test_a_step_of_a_subclass_and_a_step_strategy_are_refused(problem: Problem) 
 def test_a_device_may_be_spelled_in_many_ways(problem: Problem, device: Any) -> None:
     if device in (None, "auto") and (torch.cuda.is_available() or torch.backends.mps.is_available()):
         pytest.skip("this machine has an accelerator, so 'auto' is not the CPU")
-    assert quiet(problem.model(), device=device).device == torch.device("cpu")
+    assert quiet(problem.model(), device=device).context.device == torch.device("cpu")
 
 
 def test_device_id_counts_cuda_devices() -> None:
-    assert Trainer(device_id=-1).device == torch.device("cpu")
-    assert Trainer(device_id=1).device == torch.device("cuda", 1)
+    assert Trainer(device_id=-1).context.device == torch.device("cpu")
+    assert Trainer(device_id=1).context.device == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="got 'gpu'"):
         Trainer(device="gpu")
 
@@ -293,7 +294,7 @@ def test_device_id_counts_cuda_devices() -> None:
 def test_an_optimizer_may_be_given_in_many_ways(problem: Problem, optimizer: Any) -> None:
     trainer = quiet(problem.model(), optimizer=optimizer, learning_rate=0.1, weight_decay=0.0)
     assert isinstance(trainer.optimizer, torch.optim.SGD)
-    assert trainer.learning_rate == 0.1
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.1
 
 
 class _ScheduledSubclass(Trainer):
@@ -492,7 +493,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(problem: Problem, tmp_path: P
     whole = full_trainer(problem, tmp_path / "whole", train_dataset=LOADERS[loader](problem))
     whole.fit(max_length=Epochs(5), checkpoint_period=Batches(6))
     before = full_trainer(problem, tmp_path / "cut", train_dataset=LOADERS[loader](problem))
-    before.callbacks.add(Fail(cut))
+    before.context.callbacks.add(Fail(cut))
     with pytest.raises(ZeroDivisionError):
         before.fit(max_length=Epochs(5), checkpoint_period=Batches(6))
     seed_everything(999)
@@ -601,7 +602,7 @@ def test_weights_are_not_written_under_the_suffix_of_another_format(problem: Pro
 def test_a_reset_trainer_starts_anew(problem: Problem) -> None:
     trainer = quiet(problem.model(), optimizer=partial(torch.optim.Adam, lr=0.1))
     trainer.fit(problem.batches, max_length=Epochs(1))
-    trainer.reset()
+    reset(trainer)
     assert trainer.context.progress.batches == 0
     assert len(trainer.history.rows) == 0
     assert trainer.optimizer.state == {}
@@ -611,5 +612,5 @@ def test_a_reset_trainer_forgets_the_state_of_an_optimizer_that_it_was_given(pro
     model = problem.model()
     trainer = quiet(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     trainer.fit(problem.batches, max_length=Epochs(1))
-    trainer.reset()
+    reset(trainer)
     assert trainer.optimizer.state == {}

@@ -17,6 +17,7 @@ from torch import nn
 
 from dovetail import Batches, Epochs, Trainer
 from dovetail.callbacks import Callback
+from dovetail.compat import plato, zae_engine
 from dovetail.errors import ConfigError
 from dovetail.trainers import (
     AbstractTrainerDecorator,
@@ -36,6 +37,7 @@ from dovetail.trainers import (
 from dovetail.trainers.addons import MultiGPUAddon, PrecisionMixerAddon, StateManagerAddon
 from dovetail.trainers.capabilities import Capability, DataParallel, MixedPrecision
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import equip, reset
 from dovetail.trainers.strategies import (
     CrossEntropyLossStrategy,
     MixedPrecisionStepStrategy,
@@ -90,14 +92,14 @@ def test_every_verb_is_forwarded() -> None:
 def test_attributes_are_read_from_and_written_to_the_decorated_trainer(problem: Problem) -> None:
     inner = make_trainer(problem)
     outer = Counting(TrainerDecorator(inner))
-    outer.num_epochs = 4
+    outer.options.num_epochs = 4
     inner.mine = None
     outer.mine = "kept inside"
-    assert (inner.num_epochs, inner.mine, outer.mine) == (4, "kept inside", "kept inside")
+    assert (inner.options.num_epochs, inner.mine, outer.mine) == (4, "kept inside", "kept inside")
     outer.name = "own"
     assert outer.name == "own"
     assert "name" not in vars(inner)
-    assert "num_epochs" in dir(outer)
+    assert "mine" in dir(outer)
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = outer.no_such_thing
 
@@ -174,6 +176,10 @@ def test_unwrap_returns_the_innermost(problem: Problem) -> None:
     assert TrainerDecorator(inner).unwrap() is inner
 
 
+class Named(zae_engine.Trainer, plato.Trainer):
+    """Has the names of two libraries."""
+
+
 @pytest.mark.parametrize(
     "start",
     [
@@ -184,13 +190,13 @@ def test_unwrap_returns_the_innermost(problem: Problem) -> None:
     ids=["fit", "run", "train_model"],
 )
 def test_whatever_starts_a_run_starts_it_on_the_layer_that_was_called(problem: Problem, start: Any) -> None:
-    outer = Counting(TrainerDecorator(Counting(make_trainer(problem), "inner")))
+    outer = Counting(TrainerDecorator(Counting(make_trainer(problem, Named), "inner")))
     start(outer, problem.batches)
     assert outer.seen.count("train_step") == 12
     assert outer.trainer.seen == outer.seen
 
 
-class Own(Trainer):
+class Own(zae_engine.Trainer, plato.Trainer):
     """Overrides entry methods, and has one of its own."""
 
     def train_model(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> None:
@@ -243,10 +249,10 @@ def test_a_decorator_overrides_an_entry_method_with_super(problem: Problem) -> N
 
 def test_strategies_that_a_layer_was_equipped_with_stay_set_up(problem: Problem) -> None:
     outer = Counting(make_trainer(problem))
-    outer.equip(loss=CrossEntropyLossStrategy(label_smoothing=0.1))
-    outer.run(1, problem.batches)
+    equip(outer, loss=CrossEntropyLossStrategy(label_smoothing=0.1))
+    outer.fit(problem.batches, max_length=Epochs(1))
     assert outer.strategies.is_set_up
-    assert outer.get_loss_history("train") == outer.core.loss_history
+    assert outer.history is outer.core.history
 
 
 def test_a_step_is_equipped_through_a_layer_unless_the_trainer_has_its_own(problem: Problem) -> None:
@@ -255,9 +261,9 @@ def test_a_step_is_equipped_through_a_layer_unless_the_trainer_has_its_own(probl
             return {"loss": self.model(batch[0]).mean()}
 
     strategy = MultipleForwardPassStepStrategy(2)
-    Counting(make_trainer(problem)).equip(training_step=strategy)
+    equip(Counting(make_trainer(problem)), training_step=strategy)
     with pytest.raises(ConfigError, match="decides this; give one or the other"):
-        Counting(make_trainer(problem, OwnStep)).equip(training_step=strategy)
+        equip(Counting(make_trainer(problem, OwnStep)), training_step=strategy)
 
 
 def test_a_precision_strategy_goes_with_a_step_of_a_subclass(problem: Problem) -> None:
@@ -278,11 +284,11 @@ def test_a_precision_strategy_goes_with_a_step_of_a_subclass(problem: Problem) -
 
 def test_customized_by_names_the_classes_of_all_layers(problem: Problem) -> None:
     trainer = Counting(AMPTrainer(make_trainer(problem, Own)))
-    assert trainer.customized_by("setup") == (Counting, MixedPrecision)
-    assert trainer.customized_by("train_model") == (Own,)
-    assert trainer.customized_by("backward") == trainer.core.customized_by("train_step") == ()
+    assert trainer._customized_by("setup") == (Counting, MixedPrecision)
+    assert trainer._customized_by("train_model") == (Own,)
+    assert trainer._customized_by("backward") == trainer.core._customized_by("train_step") == ()
     extended = make_trainer(problem, Trainer.add_on(MixedPrecision))
-    assert extended.customized_by("setup") == (MixedPrecision,)
+    assert extended._customized_by("setup") == (MixedPrecision,)
 
 
 @pytest.mark.slow
@@ -327,10 +333,10 @@ def test_every_layer_is_a_trainer(problem: Problem) -> None:
         layer = kind(trainer=inner)
         assert isinstance(layer, Trainer)
         assert not isinstance(layer, Own)
-        assert layer.core is inner is inner.core
+        assert layer.core is inner is inner._innermost
         # All that the class has is there, and is the inner trainer's.
-        layer.momentum = 0.5
-        assert (inner.momentum, layer.cur_epoch, layer.run_log) == (0.5, 0, None)
+        layer.options.momentum = 0.5
+        assert (inner.options.momentum, layer.current_epoch, layer.weight_buffer) == (0.5, 1, None)
 
 
 def test_the_decorated_trainer_alone_trains_as_it_is(problem: Problem) -> None:
@@ -485,7 +491,7 @@ def test_a_new_run_in_float16_begins_with_the_first_scale(problem: Problem) -> N
     look = LookAtScale()
     trainer = AMPTrainer(make_trainer(problem, callbacks=[look]), precision="fp16", init_scale=2.0**40)
     for _ in range(2):
-        trainer.reset()
+        reset(trainer)
         trainer.fit(problem.batches, max_length=Batches(3))
     assert look.scales == [2.0**40, 2.0**39, 2.0**38] * 2
 
@@ -526,7 +532,7 @@ def test_class_methods_and_factory_make_the_layers(problem: Problem) -> None:
     built = build_trainer("ddp-amp", model, num_processes=3, precision="fp16", num_epochs=2, criterion="NLLLoss")
     assert isinstance(built, AMPTrainer)
     assert isinstance(built.trainer, DDPTrainer)
-    assert (built.trainer.num_processes, built.unwrap().num_epochs) == (3, 2)
+    assert (built.trainer.num_processes, built.unwrap().options.num_epochs) == (3, 2)
     assert type(build_trainer("sp", model)) is SingleProcess
     compiled = build_trainer("ddp+compile", model)
     assert isinstance(compiled, DDPTrainer)

@@ -16,6 +16,7 @@ from torch import nn
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.decorators import TimedTrainer
+from dovetail.trainers.reuse import equip
 from dovetail.trainers.strategies import AdamOptimizerStrategy
 from dovetail.trainers.strategies.base import LossCriterionStrategy, ModelUpdateStrategy
 
@@ -53,7 +54,7 @@ def _trainer(**strategies: Any) -> ComposableTrainer:
 def test_what_is_new_is_heard_and_what_was_there_is_not() -> None:
     notes: list[str] = []
     trainer = _trainer(model_update_strategy=Noting("old", notes))
-    trainer.equip(model_update=Noting("new", notes))
+    equip(trainer, model_update=Noting("new", notes))
     trainer.fit(DATA)
     assert notes == ["old set up", "old torn down", "new set up", "new starts"]
 
@@ -69,7 +70,7 @@ def test_every_strategy_is_set_up_once_and_torn_down_once() -> None:
             notes.append("optimizer torn down")
 
     trainer = _trainer(optimizer_strategy=Optimizer(), model_update_strategy=Noting("old", notes))
-    trainer.equip(model_update=Noting("new", notes))
+    equip(trainer, model_update=Noting("new", notes))
     trainer.close()
     trainer.close()
     assert notes == [
@@ -85,14 +86,14 @@ def test_every_strategy_is_set_up_once_and_torn_down_once() -> None:
 def test_what_is_new_may_hold_what_was_there() -> None:
     notes: list[str] = []
     trainer = _trainer(model_update_strategy=Noting("inner", notes))
-    trainer.equip(model_update=Noting("outer", notes, trainer.strategies.model_update))
+    equip(trainer, model_update=Noting("outer", notes, trainer.strategies.model_update))
     assert notes == ["inner set up", "inner torn down", "inner set up", "outer set up"]
 
 
 def test_a_trainer_that_is_gone_has_torn_down_what_it_was_equipped_with() -> None:
     notes: list[str] = []
     trainer = _trainer()
-    trainer.equip(model_update=Noting("new", notes))
+    equip(trainer, model_update=Noting("new", notes))
     del trainer
     gc.collect()
     assert notes == ["new set up", "new torn down"]
@@ -108,8 +109,8 @@ def test_strategies_are_still_heard_before_callbacks() -> None:
             notes.append("callback starts")
 
     trainer = _trainer(callbacks=[Watch()])
-    trainer.equip(model_update=Noting("new", []))
-    trainer.equip(model_update=Noting("newer", notes))
+    equip(trainer, model_update=Noting("new", []))
+    equip(trainer, model_update=Noting("newer", notes))
     trainer.fit(DATA)
     assert notes == ["newer set up", "newer starts", "callback starts"]
 
@@ -117,14 +118,14 @@ def test_strategies_are_still_heard_before_callbacks() -> None:
 def test_another_loss_counts_even_after_a_run() -> None:
     equipped, plain = _trainer(), _trainer(loss_strategy=Squared())
     equipped.evaluate(DATA)
-    equipped.equip(loss=Squared())
+    equip(equipped, loss=Squared())
     assert equipped.fit(DATA).losses == plain.fit(DATA).losses
 
 
 def test_decorated_trainers_are_equipped_at_their_heart() -> None:
     notes: list[str] = []
     trainer: Any = TimedTrainer(_trainer())
-    trainer.equip(model_update=Noting("new", notes))
+    equip(trainer, model_update=Noting("new", notes))
     trainer.fit(DATA)
     assert notes == ["new set up", "new starts"]
 
@@ -132,12 +133,12 @@ def test_decorated_trainers_are_equipped_at_their_heart() -> None:
 @pytest.mark.parametrize("way", ["copied", "pickled"])
 def test_an_equipped_trainer_can_be_copied(way: str) -> None:
     trainer = _trainer()
-    trainer.equip(model_update=Noting("new", []), loss=Squared())
+    equip(trainer, model_update=Noting("new", []), loss=Squared())
     other = copy.deepcopy(trainer) if way == "copied" else pickle.loads(cloudpickle.dumps(trainer))
     assert other.fit(DATA).losses == trainer.fit(DATA).losses
     for each in (trainer, other):
         assert each.strategies.model_update.notes == ["new set up", "new starts"]
-    other.equip(model_update=Noting("newer", []))
+    equip(other, model_update=Noting("newer", []))
     other.fit(DATA, max_length={"epochs": 2})
     assert other.strategies.model_update.notes == ["newer set up", "newer starts"]
 
@@ -155,7 +156,7 @@ def test_what_cannot_be_meant_is_refused_and_nothing_changes(strategies: dict[st
     notes: list[str] = []
     trainer = _trainer(model_update_strategy=Noting("old", notes))
     with pytest.raises(ConfigError, match=words):
-        trainer.equip(**strategies)
+        equip(trainer, **strategies)
     trainer.fit(DATA)
     assert notes == ["old set up", "old starts"]
     assert issubclass(UnknownNameError, ConfigError)
@@ -164,14 +165,14 @@ def test_what_cannot_be_meant_is_refused_and_nothing_changes(strategies: dict[st
 def test_a_trainer_that_runs_or_is_closed_cannot_be_equipped() -> None:
     class Equipping(ModelUpdateStrategy):
         def on_train_start(self, context: Any) -> None:
-            context.run.trainer.equip(loss=Squared())
+            equip(context.run.trainer, loss=Squared())
 
     trainer = _trainer(model_update_strategy=Equipping())
     with pytest.raises(ConfigError, match="a trainer that runs keeps its strategies"):
         trainer.fit(DATA)
     trainer.close()
     with pytest.raises(ConfigError, match="the trainer is closed"):
-        trainer.equip(loss=Squared())
+        equip(trainer, loss=Squared())
 
 
 def test_what_a_client_keeps_is_in_its_trainers_checkpoints(tmp_path: Path) -> None:

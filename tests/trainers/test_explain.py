@@ -226,8 +226,10 @@ def test_the_rate_at_the_end_is_the_one_that_training_reaches(
     for epoch in range(1, 4):
         ahead = look_ahead(trainer)
         trainer.fit(max_length=Epochs(epoch))
-        assert ahead.end_rate == trainer.learning_rate
-    assert trainer.learning_rate == pytest.approx(0.1 * (0.5 + 0.5 * (36 if on_batch else 3) / 40))
+        assert ahead.end_rate == trainer.context.optimizers[0].param_groups[0]["lr"]
+    assert trainer.context.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+        0.1 * (0.5 + 0.5 * (36 if on_batch else 3) / 40)
+    )
 
 
 def test_a_rate_that_follows_a_metric_is_told(problem: Problem) -> None:
@@ -320,7 +322,7 @@ def test_training_after_explaining_equals_training_without(problem: Problem) -> 
     explained, plain = train(True), train(False)
     assert_same_weights(explained.model, plain.model)
     assert explained.history == plain.history
-    assert explained.learning_rate == plain.learning_rate
+    assert explained.context.optimizers[0].param_groups[0]["lr"] == plain.context.optimizers[0].param_groups[0]["lr"]
 
 
 # ------------------------------------------------------------------ dry run

@@ -160,7 +160,7 @@ def test_an_error_of_a_users_code_keeps_its_type_and_gets_a_note(
     def make() -> Trainer:
         made = Trainer(problem.model(), verbose=False, callbacks=[] if register else [_Strict()])
         if register:
-            made.register("mine", _Participant())
+            made.context.run.register("mine", _Participant())
         return made
 
     path = make().save_checkpoint(tmp_path / "ck")

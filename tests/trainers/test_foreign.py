@@ -17,6 +17,7 @@ from dovetail.trainers.catalog import losses
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.precision import Precision
+from dovetail.trainers.reuse import equip
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import (
     GradientAccumulationStepStrategy,
@@ -211,7 +212,7 @@ def test_a_strategy_whose_step_would_be_ignored_is_refused(strategy: Any) -> Non
 def test_a_strategy_that_is_put_in_later_is_refused_as_well() -> None:
     trainer = Trainer(nn.Linear(4, 2), train_step=step_of_mine)
     with pytest.raises(ConfigError, match=r"train_step: .* decides this"):
-        trainer.equip(training_step=MultipleForwardPassStepStrategy(2))
+        equip(trainer, training_step=MultipleForwardPassStepStrategy(2))
 
 
 def test_strategies_that_accumulate_and_clip_go_with_any_step() -> None:

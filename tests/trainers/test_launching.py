@@ -41,7 +41,7 @@ def test_weights_history_metrics_and_rate_come_back_into_the_callers_objects_wit
         model = problem.model(dtype=torch.float64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        pieces = {"optimizer": optimizer, "scheduler": scheduler, "verbose": False, "seed": 1}
+        pieces: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "verbose": False, "seed": 1}
         return Trainer(model, "cpu", batch_size=batch_size, **pieces), optimizer
 
     (alone, _), (here, optimizer) = make(16), make(8)

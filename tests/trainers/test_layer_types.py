@@ -11,7 +11,7 @@ from dovetail.trainers import AMPTrainer, DDPTrainer, Trainer, TrainerDecorator
 
 
 def train(trainer: Trainer) -> float:
-    trainer.num_epochs = 1
+    trainer.options.num_epochs = 1
     return trainer.train()
 
 

@@ -20,6 +20,7 @@ from dovetail import Batches, Epochs, Records, Trainer, Updates
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import reset
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> torch.optim.SGD:
@@ -305,7 +306,7 @@ def test_a_window_asks_no_optimizer_that_an_error_left_waiting(problem: Problem)
     )
     with pytest.raises(ZeroDivisionError):
         trainer.fit(problem.batches, max_length=Batches(2))
-    trainer.reset()
+    reset(trainer)
     trainer.fit(problem.batches, max_length=Batches(2))
     assert asked == [trainer.optimizer]
 
@@ -403,7 +404,7 @@ def test_a_schedule_per_update_with_frequency_2_steps_at_updates_2_4_6(problem: 
         def on_update(self, context: TrainingContext) -> None:
             rates.append(optimizer.param_groups[0]["lr"])
 
-    trainer.callbacks.add(Rates)
+    trainer.context.callbacks.add(Rates)
     trainer.setup()
     from dovetail.trainers.context import BoundScheduler
 
@@ -422,7 +423,7 @@ def test_a_schedule_per_batch_catches_up_at_updates(problem: Problem) -> None:
         accumulation_steps=4,
     )
     trainer.fit(problem.batches[:10], max_length=Epochs(1))
-    assert trainer.learning_rate == 0.5**10
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5**10
 
 
 def test_a_plateau_schedule_sees_the_validation_loss(problem: Problem) -> None:
@@ -600,10 +601,10 @@ def test_a_window_that_an_error_cut_short_is_not_continued(problem: Problem) -> 
                 raise ZeroDivisionError
 
     trainer, fail = quiet(problem.model(), accumulation_steps=4), Fail()
-    trainer.callbacks.add(fail)
+    trainer.context.callbacks.add(fail)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(problem.batches, max_length=Epochs(1))
-    trainer.callbacks.remove(fail)
+    trainer.context.callbacks.remove(fail)
     trainer.fit(problem.batches, max_length=Epochs(1))
     assert trainer.context.progress.updates == 3
 
@@ -614,7 +615,7 @@ def test_a_train_epoch_of_ones_own_is_validated_and_saved_every_epoch(
 ) -> None:
     class OwnEpochs(Trainer):
         def train_epoch(self) -> dict[str, float] | None:
-            for x, y in self.train_loader:
+            for x, y in self.batches("train"):
                 self.optimizer.zero_grad()
                 self.criterion(self.model(x), y).backward()
                 self.optimizer.step()
@@ -774,7 +775,9 @@ def test_an_error_keeps_its_type_and_says_where(problem: Problem) -> None:
     assert caught.value.__notes__ == ["while training: epoch 2, batch 3"]
     assert seen == torn_down == [caught.value]
     assert any(entry.name == "on_step_end" for entry in caught.traceback)
-    trainer.callbacks.remove(*[callback for callback in trainer.callbacks if isinstance(callback, Fail)])
+    trainer.context.callbacks.remove(
+        *[callback for callback in trainer.context.callbacks if isinstance(callback, Fail)]
+    )
     trainer.fit(problem.batches, max_length=Epochs(3))
     assert trainer.context.progress.epoch == 3
 

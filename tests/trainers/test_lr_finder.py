@@ -13,6 +13,7 @@ import torch.utils.data as torch_data
 from problem import Problem, assert_same_weights
 
 from dovetail import Epochs, Trainer
+from dovetail.compat import plato
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.lr_finder import LogFinder, LRFinder
@@ -57,7 +58,7 @@ def test_training_after_a_sweep_equals_training_without_it(problem: Problem, own
 
     swept, plain = trainer_of(problem), trainer_of(problem)
     for trainer in (swept, plain):
-        trainer.set_train_dataset(loader())
+        trainer.options.train_dataset = loader()
         torch.manual_seed(8)
         if trainer is swept:
             LRFinder(trainer, lr_max=10).find()
@@ -125,7 +126,7 @@ def test_a_sweep_trains_with_the_hooks_of_strategies_and_of_the_class(problem: P
         def on_train_start(self, context: TrainingContext) -> None:
             heard.append("strategy")
 
-    class Own(Trainer):
+    class Own(plato.Trainer):
         def train_run_start(self, config: Mapping[str, Any]) -> None:
             heard.append("class")
 

@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_elsewhere_is_the_run_that_went_on_here(problem: Prob
     def begun(name: str) -> SpeakingTrainer:
         trainer = make_trainer(problem, checkpoint_dir=tmp_path / name, train_dataset=(problem.x, problem.y))
         trainer.train()
-        trainer.num_epochs = 4
+        trainer.options.num_epochs = 4
         return trainer
 
     here = begun("here")
@@ -241,9 +241,9 @@ def test_a_basic_trainer_trains_elsewhere_to_the_same_bits(problem: Problem) -> 
         assert trainer.train((problem.x, problem.y), range(50)) > 0
         assert trainer.model is module
         assert (trainer.context.state["pid"] == os.getpid()) == (limit is None)
-        trainer.num_epochs = 3
+        trainer.options.num_epochs = 3
         trainer.train()
-        assert trainer.cur_epoch == 3
+        assert trainer.context.progress.epoch == 3
         states.append(plain(trainer.state_dict()))
         generators.append(plain(rng_state()))
     assert states[0] == states[1]

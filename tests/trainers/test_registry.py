@@ -6,12 +6,12 @@ from problem import Problem
 
 from dovetail import Trainer
 from dovetail.errors import UnknownNameError
-from dovetail.trainers import registry
+from dovetail.trainers import basic, registry
 from dovetail.trainers.composable import ComposableTrainer
 
 
 def test_trainers_have_names() -> None:
-    assert registry.get("basic") is Trainer
+    assert registry.get("basic") is basic.Trainer
     assert registry.get("composable") is ComposableTrainer
     with pytest.raises(UnknownNameError, match="unknown trainer 'composible': did you mean 'composable'"):
         registry.get("composible")

@@ -22,9 +22,11 @@ from dovetail import Batches, Epochs, Trainer
 from dovetail import checkpoint as store
 from dovetail.callbacks import EMA, Callback
 from dovetail.checkpoint.strict_json import seal
+from dovetail.compat import lernomatic
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.runtime.signals import Interrupted
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import reset
 from dovetail.trainers.saving import Saver
 
 
@@ -106,18 +108,18 @@ class Counter:
 
 def test_any_object_with_a_state_can_take_part(problem: Problem, tmp_path: Path) -> None:
     trainer, counter = quiet(problem.model()), Counter()
-    trainer.register("mine", counter)
+    trainer.context.run.register("mine", counter)
     counter.count = 7
     trainer.fit(problem.batches, max_length=Epochs(1))
     path = trainer.save_checkpoint(tmp_path / "ck")
     other, restored = quiet(problem.model()), Counter()
-    other.register("mine", restored)
+    other.context.run.register("mine", restored)
     other.load_checkpoint(path)
     assert restored.count == 7
     with pytest.raises(ConfigError, match="'mine' is registered already"):
-        other.register("mine", restored)
+        other.context.run.register("mine", restored)
     with pytest.raises(ConfigError, match="needs state_dict and load_state_dict"):
-        other.register("list", [])  # type: ignore[arg-type]
+        other.context.run.register("list", [])  # type: ignore[arg-type]
 
 
 class OwnPlace:
@@ -184,7 +186,7 @@ def test_loaders_and_samplers_with_a_state_resume_exactly(
 
     whole, cut_short, resumed = trainer("whole"), trainer("cut"), trainer("cut")
     whole.fit(max_length=Epochs(4), checkpoint_period=Batches(4))
-    cut_short.callbacks.add(Fail(cut))
+    cut_short.context.callbacks.add(Fail(cut))
     with pytest.raises(ZeroDivisionError):
         cut_short.fit(max_length=Epochs(4), checkpoint_period=Batches(4))
     resumed.fit(max_length=Epochs(4), checkpoint_period=Batches(4), resume="auto")
@@ -231,8 +233,8 @@ def test_the_best_k_stay_by_any_metric(problem: Problem, tmp_path: Path) -> None
 def test_the_best_checkpoint_holds_the_best_weights(problem: Problem, tmp_path: Path) -> None:
     trainer = quiet(problem.model(), learning_rate=0.05, checkpoint_dir=tmp_path)
     trainer.fit(problem.batches, problem.batches, max_length=Epochs(4))
-    best = max(trainer.acc_history)
-    other = quiet(problem.model())
+    best = max(trainer.history.get_metric_values("valid_accuracy"))
+    other = lernomatic.Trainer(problem.model(), verbose=False)
     other.load_model_checkpoint(tmp_path / "best_ck")
     assert other.evaluate(problem.batches)["accuracy"] == best
 
@@ -403,7 +405,7 @@ def test_a_new_run_of_the_same_trainer_saves_its_own_end_and_its_own_best(proble
     for data in (problem.batches, None):
         trainer = quiet(problem.model(), checkpoint_dir=tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1))
         for _ in range(2):
-            trainer.reset()
+            reset(trainer)
             trainer.model.load_state_dict(problem.model().state_dict())
             trainer.fit(problem.batches, data, max_length=Epochs(1), checkpoint_period=Epochs(9))
             ends.append(sorted(path.name for path in tmp_path.iterdir()))

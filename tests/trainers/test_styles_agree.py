@@ -12,6 +12,7 @@ from problem import Problem, assert_same_weights, train_by_hand
 from torch import Tensor, nn
 
 from dovetail import Epochs, Trainer, pytorch
+from dovetail.compat import lernomatic, plato, zae_engine
 from dovetail.data import DataLoader
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import CrossEntropyLossStrategy, DefaultTrainingStepStrategy, SGDOptimizerStrategy
@@ -62,7 +63,7 @@ def fit_with_pieces(problem: Problem) -> nn.Module:
 def subclass_of_steps(problem: Problem) -> nn.Module:
     """zae-engine: `train_step` and `test_step` return dicts, then `.run(n, loader)`."""
 
-    class CustomTrainer(Trainer):
+    class CustomTrainer(zae_engine.Trainer):
         def train_step(self, batch: Any) -> Mapping[str, Any]:
             x, y = batch
             return {"loss": self.criterion(self.model(x), y)}
@@ -83,7 +84,7 @@ def subclass_of_steps(problem: Problem) -> nn.Module:
 def subclass_of_seams(problem: Problem) -> nn.Module:
     """plato: override what is made, then `train(trainset, sampler)`."""
 
-    class MyTrainer(Trainer):
+    class MyTrainer(plato.Trainer):
         def get_loss_criterion(self) -> Callable[[Any, Any], Tensor]:
             return nn.CrossEntropyLoss()
 
@@ -101,7 +102,7 @@ def subclass_of_seams(problem: Problem) -> nn.Module:
 def own_epochs(problem: Problem) -> nn.Module:
     """lernomatic's subclass: a `train_epoch` that loops itself, through the context."""
 
-    class OwnEpochs(Trainer):
+    class OwnEpochs(lernomatic.Trainer):
         def train_epoch(self) -> None:
             for x, y in self.train_loader:
                 self.context.backward(self.criterion(self.model(x), y))
@@ -120,7 +121,7 @@ def own_epochs(problem: Problem) -> nn.Module:
 def own_passes(problem: Problem) -> nn.Module:
     """plato's subclass that owns the whole step."""
 
-    class OwnPasses(Trainer):
+    class OwnPasses(plato.Trainer):
         def perform_forward_and_backward_passes(self, config: Mapping[str, Any], examples: Any, labels: Any) -> Tensor:
             optimizer = self.context.optimizers[0]
             optimizer.zero_grad()

@@ -50,7 +50,7 @@ def run(folder: Path, *, num_epochs: int = 40) -> Outcome:
     scores = torch.as_tensor(trainer.predict(images)).softmax(dim=1).cpu()
     picture(folder / "digits.png", (10, 5.6), partial(_draw, history, images, labels, scores))
     return Outcome(
-        f"test accuracy {accuracy:.1%} after {counted(trainer.cur_epoch, 'epoch')}",
+        f"test accuracy {accuracy:.1%} after {counted(trainer.context.progress.epoch, 'epoch')}",
         {
             "digits.png": "the learning curves, and digits of the test with what they were taken for",
             "run": "the newest and the best checkpoint, and the history",

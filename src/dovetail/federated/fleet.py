@@ -95,7 +95,7 @@ class FleetTrainer(TrainerDecorator):
         self._one = trainer.model
         context = trainer.context
         self._member_loaders = [_loader(trainer, member) for member in members]
-        self._phases = trainer.strategies.phases(trainer.num_epochs, context)
+        self._phases = trainer.strategies.phases(int(context.config["epochs"]), context)
         epochs = sum(phase.epochs for phase in self._phases if not phase.is_detached)
         self.num_updates = [len(loader) * epochs for loader in self._member_loaders]
         self._idle = torch.empty(0, dtype=torch.long)
@@ -158,9 +158,9 @@ class FleetTrainer(TrainerDecorator):
             super().num_batches(stage) if stage != "train" else max(map(len, self._member_loaders)) * self._phase.epochs
         )
 
-    def batch_length(self, batch: Any) -> int:
+    def _batch_length(self, batch: Any) -> int:
         """Return how many samples all members have in a step."""
-        return int(batch.counts.sum()) if isinstance(batch, _Step) else super().batch_length(batch)
+        return int(batch.counts.sum()) if isinstance(batch, _Step) else super()._batch_length(batch)
 
     def to_device(self, batch: Any) -> Any:
         """Move a step of the fleet."""
@@ -329,7 +329,7 @@ def why_alone(trainer: Trainer) -> str | None:
         >>> why_alone(ComposableTrainer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), verbose=False))
         'Dropout draws random numbers'
     """
-    if trainer.core is not trainer or not isinstance(trainer, SingleProcessTrainer):
+    if trainer._innermost is not trainer or not isinstance(trainer, SingleProcessTrainer):
         return f"{type(trainer).__name__} is a layer around the trainer"
     if not trainer._steps_by_default:
         return f"{type(trainer).__name__} has its own train_step"
@@ -424,7 +424,7 @@ def _optimizer_alone(trainer: SingleProcessTrainer) -> str | None:
 
 def _loader(trainer: SingleProcessTrainer, member: Member) -> DataLoader[Any]:
     trainer.context.state["order_seed"] = member.seed
-    loader = trainer.get_train_loader(trainer.batch_size, member.data, None)
+    loader = trainer.get_train_loader(trainer._batch_size("train"), member.data, None)
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"{type(loader).__name__} is a loader of its own kind")
     return loader

@@ -99,7 +99,7 @@ class TrialTrainer(SingleProcessTrainer):
             **_searcher_metric(context.get_experiment_config()),
         )
         if context.scaler is not None:
-            self.register("scaler", context.scaler)
+            self.context.run.register("scaler", context.scaler)
         self._workload = _Workload(self)
         self.context.callbacks.add(self._workload)
         context.attach(self.context)
@@ -126,7 +126,7 @@ class TrialTrainer(SingleProcessTrainer):
         """Return the schedulers that the trial wrapped."""
         return [scheduler.bound() for scheduler in self.trial_context.lr_schedulers]
 
-    def loader(self, stage: Stage) -> Any:
+    def _loader(self, stage: Stage) -> Any:
         """Return the batches of a stage: those that were given, or those that the trial builds."""
         data, build = self.context.run.data, _BUILDERS.get(stage)
         if data.get(stage) is None and build is not None and defines(self.trial, build):
@@ -134,7 +134,7 @@ class TrialTrainer(SingleProcessTrainer):
         source = data.get(stage)
         if isinstance(source, DataLoader):
             data[stage] = source.seeded(self.trial_context.get_trial_seed())
-        return super().loader(stage)
+        return super()._loader(stage)
 
     # ------------------------------------------------------------------ verbs
 
@@ -176,7 +176,7 @@ class TrialTrainer(SingleProcessTrainer):
             self._profilers = self._wanted_profilers()
             context.callbacks.add(*self._profilers)
             # Now, so that what its making draws is drawn before the randomness of a checkpoint is restored.
-            self.loader("train")
+            self._loader("train")
         super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
@@ -299,7 +299,7 @@ class TrialTrainer(SingleProcessTrainer):
         """Move a batch, unless the trial does so itself."""
         return super().to_device(batch) if self.trial_context.experimental.moves_batches else batch
 
-    def batch_length(self, batch: Any) -> int:
+    def _batch_length(self, batch: Any) -> int:
         """Ask the trial."""
         return self.trial.get_batch_length(batch)
 
@@ -384,7 +384,7 @@ class TrialTrainer(SingleProcessTrainer):
         metrics: dict[str, Any] = {}
         if self.context.process.is_main:
             with loop.looking(trainer, "valid"):
-                metrics = dict(self.trial.evaluate_full_dataset(self.loader("valid")))
+                metrics = dict(self.trial.evaluate_full_dataset(self._loader("valid")))
         return cast("dict[str, Any]", self._exchange(metrics)[0])
 
     def _exchange(self, value: Any) -> list[Any]:

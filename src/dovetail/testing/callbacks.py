@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from dovetail.callbacks import Callback, TrainerCallback
 from dovetail.testing.comparing import difference
 from dovetail.testing.contract import EPOCHS, Contract
+from dovetail.trainers.reuse import reset
 
 __all__ = ["CallbackContract"]
 
@@ -39,7 +40,7 @@ class CallbackContract(Contract):
     def test_serves_a_second_run(self) -> None:
         """The same object can watch another run of its trainer."""
         trainer = self._trained(self.make())
-        trainer.reset()
+        reset(trainer)
         self._fit(trainer, 1)
         assert trainer.context.progress.epoch == 1, f"the second run ended after {trainer.context.progress}"
 

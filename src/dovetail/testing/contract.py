@@ -103,7 +103,7 @@ class Contract:
         with TemporaryDirectory() as folder:
             part, saved = self.make(), _Saved()
             whole = self._trainer(part, checkpoint_dir=folder, save_hist=False, save_every=0)
-            whole.callbacks.add(saved)
+            whole.context.callbacks.add(saved)
             self._fit(whole, EPOCHS, checkpoint_period=Batches(3))
             expected = {**self._outcome(whole, part), **self._kept(part)}
             assert len(saved.paths) > 1, "no checkpoint was written before the end"

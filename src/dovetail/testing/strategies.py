@@ -184,7 +184,7 @@ class TrainingStepStrategyContract(StrategyContract):
         """Every update sees the gradient of its window's batches as one, unless the step says otherwise."""
         gradients = _Gradients(compares=not self.changes_gradients)
         trainer = self._trainer(self.make())
-        trainer.callbacks.add(gradients)
+        trainer.context.callbacks.add(gradients)
         self._fit(trainer, EPOCHS)
         assert gradients.seen, "no update went through context.step, so clipping and scaling would miss it"
 

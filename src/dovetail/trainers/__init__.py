@@ -1,6 +1,5 @@
 """Trainers: the loop, the verbs, the trainer that works alone, and those that decorate it."""
 
-from dovetail.trainers.basic import SingleProcess, Trainer
 from dovetail.trainers.capabilities import find_batch_size
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.decorators import (
@@ -21,7 +20,7 @@ from dovetail.trainers.lr_finder import LRFinder
 from dovetail.trainers.metrics import MeanOf, WholePass, accuracy
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.randomness import seed_everything
-from dovetail.trainers.spellings import ProgressChecker
+from dovetail.trainers.trainer import SingleProcess, Trainer
 
 __all__ = [
     "AMPTrainer",
@@ -33,7 +32,6 @@ __all__ = [
     "LRFinder",
     "MeanOf",
     "PrivateTrainer",
-    "ProgressChecker",
     "SingleProcess",
     "SingleProcessAMP",
     "SingleProcessAmp",

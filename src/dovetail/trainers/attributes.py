@@ -1,14 +1,13 @@
-"""Options of a trainer as attributes that can be read and assigned."""
+"""Assignment of a trainer's options: checks, and what follows from a new value."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,9 +17,12 @@ from dovetail.clipping import Clipping
 from dovetail.data import to_device
 from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError
+from dovetail.overrides import is_ours, reject_lost_overrides
+from dovetail.trainers import foreign
 from dovetail.trainers.context import TrainingContext, Window
+from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
-from dovetail.trainers.options import TrainerOptions
+from dovetail.trainers.options import OPTION_NAMES, TrainerOptions
 from dovetail.trainers.recipe import CONFLICTS, check_conflicts, strategy_from_options
 from dovetail.trainers.saving import RETENTION
 from dovetail.trainers.schedules.applied import set_lr, set_momentum
@@ -29,44 +31,30 @@ from dovetail.units import counted
 
 __all__ = [
     "CALLBACK_OPTIONS",
-    "Option",
-    "OptionAttributes",
+    "OptionAssignment",
     "batch_mover",
     "channels_last",
     "clipping_of",
+    "reject_option_names",
     "warn_of_near_names",
+    "why_no_attribute",
 ]
 
 
-class Option:
-    """An option of a trainer as an attribute.
-
-    Reading returns the value in `trainer.options`. Assigning calls `trainer.set_option`, which checks the value like
-    the constructor does.
-    """
-
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self.name = name
-
-    def __get__(self, trainer: Any, owner: type[Any] | None = None) -> Any:
-        return self if trainer is None else getattr(trainer.options, self.name)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        if "options" not in vars(trainer):
-            raise ConfigError(f"{self.name}: this is an option; pass it as a keyword to super().__init__()")
-        trainer.set_option(self.name, value)
-
-
-class OptionAttributes:
-    """The options of `SingleProcessTrainer` as attributes, and what follows from assigning them.
+class OptionAssignment:
+    """What `trainer.options.name = value` does to a `SingleProcessTrainer`.
 
     An assignment is checked like a keyword of the constructor, and takes effect from the next run on; numbers of the
-    optimizer, `gradient_clip` and `batch_size` also during a run.
+    optimizer, `gradient_clip` and `batch_size` also during a run. An option that is assigned to the trainer itself
+    (`trainer.name = value`) is an error, because it would have no effect.
     """
+
+    # True for layers, whose class bodies declare the attributes that are their own.
+    _declares_attributes: ClassVar[bool] = False
 
     context: TrainingContext
     options: TrainerOptions
-    given: frozenset[str]
+    _given: frozenset[str]
     strategies: Strategies
     criterion: Any
     optimizer: Any
@@ -80,44 +68,31 @@ class OptionAttributes:
     _move: Callable[[Any, torch.device], Any]
     _clipping: Clipping | None
     _placed: Any
+    _data: TrainerData
 
     if TYPE_CHECKING:
 
-        def forget_loaders(self) -> None: ...  # noqa: D102 - the trainer's
         def _build_optimizers(self) -> None: ...
 
-    scheduler_step_on_batch: Any = Option()
-    mtm_scheduler: Any = Option()
-    gradient_clip: Any = Option()
-    accumulation_steps: Any = Option()
-    seed: Any = Option()
-    shuffle: Any = Option()
-    num_workers: Any = Option()
-    drop_last: Any = Option()
-    device_map: Any = Option()
-    memory_format: Any = Option()
-    verbose: Any = Option()
-    log_bar: Any = Option()
-    print_every: Any = Option()
-    nonfinite: Any = Option()
-    stop_when_acc: Any = Option()
-    early_stop: Any = Option()
-    checkpoint_dir: Any = Option()
-    checkpoint_name: Any = Option()
-    save_every: Any = Option()
-    save_best: Any = Option()
-    save_hist: Any = Option()
-    keep_last: Any = Option()
-    keep_best: Any = Option()
-    keep_every: Any = Option()
-    best_metric: Any = Option()
-    best_mode: Any = Option()
-    save_in_background: Any = Option()
-    on_save_error: Any = Option()
-    max_concurrency: Any = Option()
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls._declares_attributes:
+            reject_lost_overrides(cls, foreign.HOOKS)
+            reject_option_names(cls)
 
-    def set_option(self, name: str, value: Any) -> None:
-        """Set an option, as assigning the attribute of this name does; it takes effect from the next run on.
+    if not TYPE_CHECKING:
+        # Hidden from type checkers, which would accept any name otherwise.
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_why_missing(self, name))
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in OPTION_NAMES and not hasattr(type(self), name):
+                raise AttributeError(why_no_attribute(self, name))
+            object.__setattr__(self, name, value)
+
+    def _set_option(self, name: str, value: Any) -> None:
+        """Set an option; called by `trainer.options.name = value`.
 
         Args:
             name: A field of `TrainerOptions`.
@@ -136,7 +111,8 @@ class OptionAttributes:
         else:
             check_conflicts(self.strategies, {name})
             self._check_assignment(name, options)
-        self.options, self.given = options, self.given | {name}
+        vars(self.options)[name] = value
+        self._given |= {name}
         self._apply_option(name, value)
 
     def _check_assignment(self, name: str, options: TrainerOptions) -> None:
@@ -166,7 +142,7 @@ class OptionAttributes:
         if name in _CONFIG_KEYS:
             context.config[_CONFIG_KEYS[name]] = self._own_config[_CONFIG_KEYS[name]] = value
         if name in _LOADER_OPTIONS:
-            self.forget_loaders()
+            self._data.forget_loaders()
         if name in _SAVER_OPTIONS:
             saves = options.save_best or options.save_every != 0
             context.run.saver = context.run.saver.renewed(options) if context.run.saver is not None and saves else None
@@ -212,7 +188,7 @@ class OptionAttributes:
         if self._rates_are_checked:
             return
         for name, key in (("learning_rate", "lr"), ("momentum", "momentum"), ("weight_decay", "weight_decay")):
-            if name not in self.given - self._assigned:
+            if name not in self._given - self._assigned:
                 continue
             wanted = self.context.config["lr"] if name == "learning_rate" else getattr(self.options, name)
             groups = [group for optimizer in self.context.optimizers for group in optimizer.param_groups]
@@ -235,144 +211,6 @@ class OptionAttributes:
         for optimizer in self.context.optimizers:
             for group in optimizer.param_groups:
                 _RATES[name](group, value)
-
-    def _first_group(self) -> dict[str, Any]:
-        """Return the first parameter group, or nothing without a model."""
-        return {} if self.optimizer is None else self.optimizer.param_groups[0]
-
-    @property
-    def num_epochs(self) -> int:
-        """The epoch at which a `fit` without `max_length` ends."""
-        return int(self.context.config["epochs"])
-
-    @num_epochs.setter
-    def num_epochs(self, number: int) -> None:
-        self.set_option("num_epochs", number)
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a training batch; a new value takes effect with the next epoch."""
-        return int(self.context.config["batch_size"])
-
-    @batch_size.setter
-    def batch_size(self, number: int) -> None:
-        self.set_option("batch_size", number)
-
-    @property
-    def val_batch_size(self) -> int:
-        """Samples in a validation batch."""
-        return self.options.val_batch_size or self.batch_size
-
-    @val_batch_size.setter
-    def val_batch_size(self, number: int) -> None:
-        self.set_option("val_batch_size", number)
-
-    @property
-    def test_batch_size(self) -> int:
-        """Samples in a test batch."""
-        return self.options.test_batch_size or self.val_batch_size
-
-    @test_batch_size.setter
-    def test_batch_size(self, number: int) -> None:
-        self.set_option("test_batch_size", number)
-
-    @property
-    def learning_rate(self) -> float:
-        """The rate of the first parameter group, or the option without a model; assigning it sets every group."""
-        group = self._first_group()
-        return float(group["lr"]) if "lr" in group else self.options.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, rate: float) -> None:
-        self.set_option("learning_rate", rate)
-
-    @property
-    def momentum(self) -> float:
-        """The momentum of the optimizer, or the option if the optimizer takes none; assigning it sets every group.
-
-        `betas[0]` of Adam and its kin is the momentum as soon as a schedule or an assignment has set it.
-        """
-        group = self._first_group()
-        if "betas" in group and (self.options.mtm_scheduler is not None or "momentum" in self._assigned):
-            return float(group["betas"][0])
-        return float(group.get("momentum", self.options.momentum))
-
-    @momentum.setter
-    def momentum(self, value: float) -> None:
-        self.set_option("momentum", value)
-
-    @property
-    def weight_decay(self) -> float:
-        """The weight decay of the first parameter group, or the option; assigning it sets every group."""
-        return float(self._first_group().get("weight_decay", self.options.weight_decay))
-
-    @weight_decay.setter
-    def weight_decay(self, value: float) -> None:
-        self.set_option("weight_decay", value)
-
-    @property
-    def loss_function(self) -> Any:
-        """The loss as it was given, or its strategy."""
-        return self.strategies.loss if "loss" in self.strategies.given else self.options.loss_function
-
-    @loss_function.setter
-    def loss_function(self, loss: Any) -> None:
-        self.set_option("loss_function", loss)
-
-    @property
-    def optim_function(self) -> Any:
-        """The optimizer as it was given, or its strategy; assigning another one drops the present optimizer."""
-        return self.strategies.optimizer if "optimizer" in self.strategies.given else self.options.optim_function
-
-    @optim_function.setter
-    def optim_function(self, optimizer: Any) -> None:
-        self.set_option("optim_function", optimizer)
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The schedule as it was given, or its strategy; an assigned one starts at its beginning."""
-        return self.strategies.lr_scheduler if "lr_scheduler" in self.strategies.given else self.options.lr_scheduler
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, scheduler: Any) -> None:
-        self.set_option("lr_scheduler", scheduler)
-
-    @property
-    def train_dataset(self) -> Any:
-        """The training data."""
-        return self.context.run.data.get("train")
-
-    @train_dataset.setter
-    def train_dataset(self, data: Any) -> None:
-        self.set_option("train_dataset", data)
-
-    @property
-    def val_dataset(self) -> Any:
-        """The validation data."""
-        return self.context.run.data.get("valid")
-
-    @val_dataset.setter
-    def val_dataset(self, data: Any) -> None:
-        self.set_option("val_dataset", data)
-
-    @property
-    def test_dataset(self) -> Any:
-        """The test data."""
-        return self.context.run.data.get("test")
-
-    @test_dataset.setter
-    def test_dataset(self, data: Any) -> None:
-        self.set_option("test_dataset", data)
-
-    @property
-    def device_id(self) -> int:
-        """-1 for the CPU, else the number of the device."""
-        device = self.context.device
-        return -1 if device.type == "cpu" else device.index or 0
-
-    @device_id.setter
-    def device_id(self, number: int) -> None:
-        self.set_option("device_id", number)
 
     def _renew_callbacks(self, *names: str) -> None:
         """Replace the callbacks that options add, and keep the order of all such callbacks."""
@@ -407,6 +245,34 @@ class _BackgroundErrors(Callback):
             context.run.saver.writer.check()
 
 
+def why_no_attribute(trainer: Any, name: str) -> str:
+    """Return what to write instead of an option as an attribute of a trainer."""
+    if "options" in vars(trainer) or "trainer" in vars(trainer):
+        return f"{name}: this is an option, no attribute of the trainer; write trainer.options.{name}"
+    return f"{name}: this is an option, no attribute of the trainer; pass it as a keyword to super().__init__()"
+
+
+def reject_option_names(kind: type[Any]) -> None:
+    """Raise if a class outside of this library gives an option a value in its body, which would have no effect.
+
+    Raises:
+        ConfigError: With the class, the option and what to use instead.
+    """
+    for cls in kind.__mro__:
+        for name in OPTION_NAMES & vars(cls).keys():
+            if not is_ours(cls):
+                raise ConfigError(
+                    f"{cls.__name__}.{name}: this is an option; pass it as a keyword to the constructor of the trainer"
+                )
+
+
+def _why_missing(trainer: Any, name: str) -> str:
+    if name in OPTION_NAMES:
+        return why_no_attribute(trainer, name)
+    found = f"{type(trainer).__name__!r} object has no attribute {name!r}"
+    return f"{found}: {foreign.ATTRIBUTES[name]}" if name in foreign.ATTRIBUTES else found
+
+
 def warn_of_near_names(names: Iterable[str]) -> None:
     """Warn of attributes that were probably meant to be options, such as `checkpont_dir`."""
     for name in names:
@@ -421,13 +287,12 @@ def warn_of_near_names(names: Iterable[str]) -> None:
 
 @cache
 def _nearest_option(name: str) -> str | None:
-    options = [field.name for field in fields(TrainerOptions)]
-    found = [] if name in options else get_close_matches(name, options, n=1, cutoff=0.93)
+    found = [] if name in OPTION_NAMES else get_close_matches(name, sorted(OPTION_NAMES), n=1, cutoff=0.93)
     return found[0] if found else None
 
 
 def _values(options: TrainerOptions) -> dict[str, Any]:
-    return {field.name: getattr(options, field.name) for field in fields(options)}
+    return {name: getattr(options, name) for name in OPTION_NAMES}
 
 
 def _set_weight_decay(group: dict[str, Any], value: float) -> None:

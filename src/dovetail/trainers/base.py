@@ -43,20 +43,20 @@ class Trainer(ABC):
     _has_defaults: ClassVar[bool] = True
 
     @property
-    def core(self) -> Trainer:
+    def _innermost(self) -> Trainer:
         """The innermost trainer: this one, unless it decorates another."""
         return self
 
-    def customized_by(self, name: str) -> tuple[type[Any], ...]:
+    def _customized_by(self, name: str) -> tuple[type[Any], ...]:
         """Return the classes that define a verb or seam in place of the library's default; empty for the default.
 
         The outermost layer comes first. Subclasses, add-ons and layers count, of users and of the library.
 
         Example:
-            >>> from dovetail.trainers import AMPTrainer, basic
-            >>> class Mine(basic.Trainer):
+            >>> from dovetail.trainers import AMPTrainer, Trainer
+            >>> class Mine(Trainer):
             ...     def train_step(self, batch): ...
-            >>> [cls.__name__ for cls in AMPTrainer(Mine()).customized_by("train_step")]
+            >>> [cls.__name__ for cls in AMPTrainer(Mine())._customized_by("train_step")]
             ['MixedPrecision', 'Mine']
         """
         return customizers(type(self), name)
@@ -243,7 +243,7 @@ class Trainer(ABC):
         return None
 
     # Override it, as a method, for batches of another form. The function itself saves a call in every step.
-    batch_length = staticmethod(batch_length)
+    _batch_length = staticmethod(batch_length)
 
     @classmethod
     def add_on(cls, *add_ons: type[Any]) -> type[Any]:
@@ -252,11 +252,11 @@ class Trainer(ABC):
         An add-on is a class written against `super()`, or one with its own `apply(base) -> type`.
 
         Example:
-            >>> from dovetail.trainers import basic
+            >>> from dovetail.trainers import Trainer
             >>> class Loud:
             ...     def after_step(self, output):
             ...         super().after_step(output)
-            >>> basic.Trainer.add_on(Loud).__mro__[1:3] == (Loud, basic.Trainer)
+            >>> Trainer.add_on(Loud).__mro__[1:3] == (Loud, Trainer)
             True
         """
         built: type[Any] = cls
@@ -288,7 +288,7 @@ _FIT_KEYWORDS = tuple(
 @cache
 def customizers(kind: type[Trainer], name: str) -> tuple[type[Any], ...]:
     """Return the classes of one layer that define a method in place of the library's default, in order of lookup."""
-    defaults = next(cls for cls in kind.__mro__ if "_has_defaults" in vars(cls)).__mro__
+    defaults = {it for cls in kind.__mro__ if "_has_defaults" in vars(cls) for it in cls.__mro__}
     return tuple(cls for cls in kind.__mro__ if name in vars(cls) and cls not in defaults)
 
 

@@ -11,8 +11,8 @@ from types import FunctionType, MethodType
 from typing import Any, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.trainers import base
-from dovetail.trainers.basic import SingleProcess, Trainer
+from dovetail.trainers import base, foreign
+from dovetail.trainers.attributes import why_no_attribute
 from dovetail.trainers.capabilities import (
     AutoBatch,
     Compiled,
@@ -22,6 +22,8 @@ from dovetail.trainers.capabilities import (
     ShardedDataParallel,
     Timed,
 )
+from dovetail.trainers.options import OPTION_NAMES
+from dovetail.trainers.trainer import SingleProcess, Trainer
 from dovetail.trainers.untouched import layers
 
 __all__ = [
@@ -69,11 +71,20 @@ class TrainerDecorator(Trainer):
         ...         super().after_step(output)
         >>> trainer = Counting(SingleProcess(torch.nn.Linear(2, 2), "cpu", num_epochs=3, verbose=False))
         >>> _ = trainer.fit((torch.zeros(8, 2), torch.zeros(8, dtype=torch.long)))
-        >>> trainer.steps, trainer.num_epochs
+        >>> trainer.steps, trainer.options.num_epochs
         (3, 3)
     """
 
     _has_defaults = True
+    _declares_attributes = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = cls.__mro__[: cls.__mro__.index(TrainerDecorator)]
+        # `super().run(…)` in a layer is the decorated trainer's, also for names that only trainers of `compat` have.
+        for name in foreign.ATTRIBUTES.keys() & {it for part in own for it in vars(part)}:
+            if name not in vars(TrainerDecorator):
+                setattr(TrainerDecorator, name, _Inner(name))
 
     trainer: base.Trainer
 
@@ -88,12 +99,14 @@ class TrainerDecorator(Trainer):
 
     @property
     def core(self) -> Trainer:
-        """The innermost trainer."""
-        return cast(Trainer, self.trainer.core)
+        """The innermost trainer, which decorates no other."""
+        return cast(Trainer, self.trainer._innermost)
 
-    def customized_by(self, name: str) -> tuple[type[Any], ...]:
+    _innermost = core
+
+    def _customized_by(self, name: str) -> tuple[type[Any], ...]:
         """Return the classes of all layers that define a verb or seam, the outermost first."""
-        return (*base.customizers(type(self), name), *self.trainer.customized_by(name))
+        return (*base.customizers(type(self), name), *self.trainer._customized_by(name))
 
     def unwrap(self) -> Trainer:
         """Return the innermost trainer: `core`."""
@@ -110,8 +123,10 @@ class TrainerDecorator(Trainer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
-        if name in own or "trainer" not in own or name in _declared(type(self)):
+        if name in own or name in _declared(type(self)) or ("trainer" not in own and name not in OPTION_NAMES):
             object.__setattr__(self, name, value)
+        elif name in OPTION_NAMES and not ("trainer" in own and hasattr(type(self.core), name)):
+            raise AttributeError(why_no_attribute(self, name))
         elif any(_has(layer, name) for layer in layers(self.trainer)):
             setattr(self.trainer, name, value)
         else:
@@ -162,7 +177,7 @@ class _View:
 
 
 # A verb of a decorator is the bound method of the decorated trainer: it costs no call.
-_VERBS = base.Trainer.__abstractmethods__ | {"settle", "gather", "launcher", "batch_length"}
+_VERBS = base.Trainer.__abstractmethods__ | {"settle", "gather", "launcher", "_batch_length"}
 for _name in _VERBS:
     setattr(TrainerDecorator, _name, property(attrgetter(f"trainer.{_name}")))
 # Everything else that a trainer has is the decorated trainer's, which may override it. Entry points are inherited.
@@ -400,7 +415,8 @@ def build_trainer(name: str, *args: Any, **kwargs: Any) -> base.Trainer:
         # One graph cannot reach over processes, nor scale a loss.
         kwargs["mode"] = kwargs.pop("compile_mode", "step" if layers == (CompiledTrainer,) else "model")
     given = [{key: kwargs.pop(key) for key in sorted(_keywords(layer) & kwargs.keys())} for layer in layers]
-    trainer: base.Trainer = SingleProcess(*args, **trainer_mode, **kwargs)
+    kwargs |= trainer_mode
+    trainer: base.Trainer = SingleProcess(*args, **kwargs)
     for layer, settings in zip(layers, given, strict=True):
         trainer = layer(trainer, **settings)
     return trainer

@@ -180,7 +180,7 @@ def explain(trainer: Trainer) -> Explanation:
 def _work_on_copies(trainer: Trainer) -> None:
     """Give a trainer, for as long as `kept` holds it, optimizers, schedulers and counters that it may spoil."""
     context = trainer.context
-    core, strategies = trainer.core, strategies_of(trainer)
+    core, strategies = trainer._innermost, strategies_of(trainer)
     # Weights and moments are large and never written here, so they are shared.
     shared: list[Any] = [context, *layers(trainer)]
     if context.model is not None:
@@ -280,7 +280,7 @@ class _Rehearsal(Trainer):
     def num_batches(self, stage: Stage) -> int | None:
         return self._num_batches
 
-    def batch_length(self, batch: Any) -> int:
+    def _batch_length(self, batch: Any) -> int:
         return self._batch_size
 
     def reduce(self, meter: Meter) -> Meter:
@@ -320,10 +320,10 @@ def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
 
 def _batch_size(trainer: Trainer) -> int | None:
     """The samples of a full training batch, if that can be told without reading any."""
-    core = cast("SingleProcessTrainer", trainer.core)
-    loader = core.loader("train")
+    core = cast("SingleProcessTrainer", trainer._innermost)
+    loader = core._loader("train")
     if isinstance(loader, (list, tuple)) and loader:
-        return trainer.batch_length(loader[0])
+        return trainer._batch_length(loader[0])
     size = getattr(loader, "batch_size", None)
     return size if isinstance(size, int) else None
 
@@ -343,7 +343,7 @@ _SEAMS = {
     "get_train_loader": "data_loader",
     "get_test_loader": None,
     "process_outputs": None,
-    "batch_length": None,
+    "_batch_length": None,
     "train_step": "training_step",
     "test_model": "testing",
 }
@@ -369,7 +369,7 @@ def _shown_layers(trainer: Trainer) -> list[str]:
 
 def _classes(layer: Trainer) -> list[type[Any]]:
     """The classes that a user mounted, wrote or named, the outermost first."""
-    line, is_decorator = type(layer).__mro__, layer.core is not layer
+    line, is_decorator = type(layer).__mro__, layer._innermost is not layer
     names = [cls.__name__ for cls in line]
     return [
         cls
@@ -381,7 +381,7 @@ def _classes(layer: Trainer) -> list[type[Any]]:
     ]
 
 
-_UNNAMED = ("dovetail.trainers.spellings", "dovetail.trainers.addons.core", "dovetail.trainers.capabilities.core")
+_UNNAMED = tuple(f"dovetail.trainers.{it}" for it in ("addons.best_weights", "addons.core", "capabilities.core"))
 
 
 def _is_mounted(cls: type[Any]) -> bool:
@@ -396,7 +396,7 @@ def _own_names(cls: type[Any]) -> set[str]:
 def _owners(trainer: Trainer, name: str) -> tuple[list[type[Any]], bool]:
     """The classes that answer a verb or seam, the outermost first, and whether they pass on to the plain trainer."""
     found: list[type[Any]] = []
-    for cls in trainer.customized_by(name):
+    for cls in trainer._customized_by(name):
         found.append(cls)
         if not _passes_on(vars(cls)[name]):
             return found, False
@@ -414,7 +414,7 @@ def _is_ours(trainer: Trainer, verb: str) -> bool:
 
 
 def _answers(trainer: Trainer) -> list[str]:
-    core, strategies = trainer.core, strategies_of(trainer)
+    core, strategies = trainer._innermost, strategies_of(trainer)
     verbs = [name for name in vars(Trainer) if name in Trainer.__abstractmethods__]
     lines = []
     for name in [*verbs, *(seam for seam in _SEAMS if seam not in verbs)]:

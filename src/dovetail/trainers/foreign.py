@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["CHECKPOINTS", "FIT", "INTERVALS", "LOSSES", "OPTIONS", "PRECISIONS", "did_you_mean"]
+__all__ = [
+    "ATTRIBUTES",
+    "CHECKPOINTS",
+    "FIT",
+    "HOOKS",
+    "INTERVALS",
+    "LOSSES",
+    "OPTIONS",
+    "PRECISIONS",
+    "did_you_mean",
+]
 
 _PRECISION = "for lower precision wrap the trainer, AMPTrainer(Trainer(…), precision='bf16')"
 _LOADER = "give fit a DataLoader that has it"
@@ -74,6 +84,59 @@ OPTIONS: Mapping[str, str] = {
     "resume_from_checkpoint": "give it to fit, resume='auto' or resume=path",
     "ckpt_path": "give it to fit, resume='auto' or resume=path",
     "random_state": "seed",
+}
+
+# The names of the classes in `dovetail.compat`, beyond those of the trainer.
+_COMPAT: Mapping[str, str] = {
+    "lernomatic": "cur_epoch best_acc loss_history val_loss_history acc_history cur_loss cur_acc train_loader "
+    "val_loader test_loader set_learning_rate set_train_dataset set_val_dataset set_test_dataset save_history "
+    "load_history load_model_checkpoint get_cur_loss get_cur_acc get_val_loss_history get_acc_history "
+    "get_learning_rate get_momentum set_momentum get_model set_batch_size set_num_epochs",
+    "zae_engine": "run toggle inference metric_on_epoch_end check_better apply_weights get_loss_history "
+    "progress_checker log_train log_test train_metrics test_metrics loss_buffer weight_buffer mode scheduler",
+    "plato": "train_run_start train_run_end train_epoch_start train_epoch_end train_step_start train_step_end "
+    "perform_forward_and_backward_passes process_outputs train_model test_model test set_client_id client_id "
+    "run_history current_epoch sampler obtain_model_update obtain_model_at_time update_payload",
+}
+
+# What is no attribute of a trainer, and what to use instead.
+ATTRIBUTES: Mapping[str, str] = {
+    **{
+        name: f"it is a name of dovetail.compat.{library}.Trainer"
+        for library, names in _COMPAT.items()
+        for name in names.split()
+    },
+    "callbacks": "write trainer.context.callbacks",
+    "device": "write trainer.context.device",
+    "core": "a layer has it; this trainer decorates no other",
+    "register": "write trainer.context.run.register(name, object)",
+    "set_option": "write trainer.options.name = value",
+    "batch_length": "write dovetail.data.batch_length(batch), or override _batch_length",
+    "reset": "write dovetail.trainers.reuse.reset(trainer)",
+    "configure": "write dovetail.trainers.reuse.configure(trainer, config)",
+    "equip": "write dovetail.trainers.reuse.equip(trainer, loss=…)",
+}
+
+_HOOK = "derive from dovetail.compat.{}.Trainer, or give a callback"
+
+# What a subclass for another library overrides, and only the class of that library in `dovetail.compat` calls.
+HOOKS: Mapping[str, str] = {
+    **{
+        name: _HOOK.format("plato")
+        for name in (
+            "train_run_start",
+            "train_run_end",
+            "train_epoch_start",
+            "train_epoch_end",
+            "train_step_start",
+            "train_step_end",
+            "perform_forward_and_backward_passes",
+            "process_outputs",
+            "train_model",
+        )
+    },
+    **{name: _HOOK.format("zae_engine") for name in ("metric_on_epoch_end", "check_better")},
+    "batch_length": "override _batch_length",
 }
 
 FIT: Mapping[str, str] = {

@@ -1,21 +1,35 @@
-"""The settings of `basic.Trainer`, all in one place, with their defaults."""
+"""Options of a trainer, with their defaults and checks."""
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers import foreign
 
-__all__ = ["TrainerOptions", "as_mode"]
+__all__ = ["OPTION_NAMES", "TrainerOptions", "as_mode"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TrainerOptions:
-    """Keywords of `basic.Trainer` beyond the pieces it is made of.
+    """Keywords of `Trainer` beyond the pieces it is made of.
+
+    The options of a trainer (`trainer.options`) can be assigned: `trainer.options.batch_size = 32` is checked like the
+    keyword of the constructor and takes effect from the next run on. `learning_rate`, `momentum`, `weight_decay`,
+    `gradient_clip` and `batch_size` also take effect during a run. Options that belong to no trainer are constant.
+
+    Example:
+        >>> import torch
+        >>> from dovetail import Trainer
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), "cpu", batch_size=16)
+        >>> trainer.options.batch_size = 32
+        >>> trainer.options.batch_size, trainer.options.num_epochs
+        (32, 10)
 
     Attributes:
         num_epochs: Epochs in all that `train()` and a `fit` without `max_length` run to.
@@ -136,6 +150,8 @@ class TrainerOptions:
             raise ConfigError(f"early_stop: expected the keys 'num_epochs' and 'improv', got {shown}")
         if window is not None and not all(isinstance(it, (int, float)) for it in window.values()):
             raise ConfigError(f"early_stop: expected numbers, got {dict(window)}")
+        # From here on, an assignment goes to the trainer.
+        vars(self)["_trainer"] = None
 
     def _check_number(self, name: str, what: str, kinds: tuple[type, ...], least: float) -> None:
         value: Any = getattr(self, name)
@@ -144,13 +160,34 @@ class TrainerOptions:
         if not is_number or not value >= least:
             raise ConfigError(f"{name}: expected {what} that is at least {least}, got {value!r}")
 
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "_trainer" not in vars(self):
+                object.__setattr__(self, name, value)
+                return
+            trainer = None if self._trainer is None else self._trainer()
+            if trainer is None:
+                raise FrozenInstanceError(f"{name}: these options belong to no trainer; use dataclasses.replace")
+            trainer._set_option(name, value)
+
+    def bound_to(self, trainer: Any) -> TrainerOptions:
+        """Return a copy that belongs to a trainer; assignments to it call the `_set_option` of the trainer."""
+        made = copy.copy(self)
+        # Held weakly: the trainer holds its options.
+        vars(made)["_trainer"] = weakref.ref(trainer)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy belongs to no trainer until `bound_to`.
+        return {**vars(self), "_trainer": None}
+
     @classmethod
     def from_keywords(cls, given: Mapping[str, Any], also_known: Collection[str]) -> TrainerOptions:
         """Return the options of a constructor call; an unknown keyword is an error that names the nearest."""
-        known = {field.name for field in fields(cls)}
         for name in given:
-            if name not in known:
-                raise UnknownNameError("keyword", name, known.union(also_known), foreign.OPTIONS)
+            if name not in OPTION_NAMES:
+                raise UnknownNameError("keyword", name, OPTION_NAMES.union(also_known), foreign.OPTIONS)
         return cls(**given)
 
 
@@ -160,6 +197,8 @@ def as_mode(mode: str) -> Literal["train", "test"]:
         return cast(Literal["train", "test"], mode)
     raise ConfigError(f"mode: expected 'train' or 'test', got {mode!r}")
 
+
+OPTION_NAMES = frozenset(field.name for field in fields(TrainerOptions))
 
 _WHOLE = {
     "num_epochs": 0,

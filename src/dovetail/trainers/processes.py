@@ -16,12 +16,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dovetail import checkpoint as store
 from dovetail.callbacks import ProgressDisplay
@@ -36,11 +36,11 @@ from dovetail.runtime.relay import (
     set_circumstances,
 )
 from dovetail.runtime.signals import ignore_interrupts
-from dovetail.trainers.spellings import ClassicSpelling
+from dovetail.trainers.reuse import configure, reset
 from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
 
 if TYPE_CHECKING:
-    from dovetail.trainers.basic import Trainer
+    from dovetail.trainers.trainer import Trainer
 
 __all__ = ["Errand", "Seats", "TrainingProcessError", "train_in_process"]
 
@@ -127,7 +127,7 @@ class Errand:
         errand: Errand
         errand, initial = pickle.loads(cargo)  # noqa: S301 - the bytes of our own caller, through a pipe
         trainer = errand.trainer
-        trainer.options = replace(trainer.options, max_concurrency=None)
+        trainer.options.max_concurrency = None
         callbacks = trainer.context.callbacks
         callbacks.remove(*[callback for callback in callbacks if isinstance(callback, ProgressDisplay)])
         set_initial_state(trainer, initial)
@@ -139,9 +139,10 @@ class Errand:
         started = time.perf_counter()
         if self.config is None:
             # Not an override in a subclass: it has called the one that sent the trainer here.
-            ClassicSpelling.train(trainer, self.trainset, self.sampler)
+            trainer._train_here(self.trainset, self.sampler)
         else:
-            trainer.train_model(self.config, self.trainset, self.sampler)
+            # Only a trainer with plato's names is sent with a configuration.
+            cast("Any", trainer).train_model(self.config, self.trainset, self.sampler)
         seconds = time.perf_counter() - started
         payload = trainer.strategies.model_update.get_update_payload(trainer.context)
         return {"seconds": seconds, "payload": payload, **trained_state(trainer)}
@@ -150,15 +151,15 @@ class Errand:
         """Bring the trainer to where `run` has brought its copy."""
         trainer, context = self.trainer, self.trainer.context
         if self.begins_anew:
-            trainer.reset()
-            trainer.sampler = self.sampler
+            reset(trainer)
+            trainer._sampler = self.sampler
             if self.config is not None:
-                trainer.configure(self.config)
+                configure(trainer, self.config)
             if self.trainset is not None:
                 context.run.data["train"] = self.trainset
         else:
-            trainer.saves_by_default = True
-        trainer.forget_loaders()
+            trainer._saves_by_default = True
+        trainer._data.forget_loaders()
         context.state.pop("train_loader", None)
         take_trained_state(trainer, trainer.plan(), result)
 
@@ -176,7 +177,7 @@ class Errand:
         yield "model", trainer.model
         for strategy in trainer.strategies:
             yield f"{strategy.role}_strategy", strategy
-        for callback in trainer.callbacks:
+        for callback in trainer.context.callbacks:
             yield "the callback", callback
         for name, metric in trainer.context.run.metrics.items():
             yield f"the metric {name!r}", metric

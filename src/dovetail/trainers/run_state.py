@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from torch.optim import Optimizer
 
 from dovetail.data import Share
+from dovetail.errors import ConfigError
 from dovetail.trainers.metrics import Meter, Metric
 from dovetail.trainers.window import Window
 from dovetail.units import Progress, TrainUnit
@@ -180,6 +181,18 @@ class RunState:
             yield
         finally:
             self.is_detached = before
+
+    def register(self, name: str, participant: Stateful) -> None:
+        """Include the state of an object with `state_dict` and `load_state_dict` in the checkpoints of the trainer.
+
+        Raises:
+            ConfigError: The object lacks one of the two methods, or the name is taken.
+        """
+        if not isinstance(participant, Stateful):
+            raise ConfigError(f"register: {name!r} needs state_dict and load_state_dict, got {participant!r}")
+        if name in self.participants:
+            raise ConfigError(f"register: {name!r} is registered already: choose another name")
+        self.participants[name] = participant
 
     def end(self, reason: str, signal: int | None = None) -> None:
         """End training after the running update; called in every process. The first reason is kept."""

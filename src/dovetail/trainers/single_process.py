@@ -1,11 +1,10 @@
-"""The verbs of a trainer in one process. `basic.Trainer` is this, with every name its users know."""
+"""Verbs and seams of a trainer in one process."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -22,18 +21,17 @@ from dovetail.data import (
 )
 from dovetail.data.sources import holds_samples
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
-from dovetail.history import History
 from dovetail.trainers import base, loop
 from dovetail.trainers.attributes import (
     CALLBACK_OPTIONS,
-    OptionAttributes,
+    OptionAssignment,
     batch_mover,
     clipping_of,
     warn_of_near_names,
 )
 from dovetail.trainers.bound_scheduler import bind_scheduler, step_schedulers
 from dovetail.trainers.catalog import classifies, is_torch_loss
-from dovetail.trainers.context import Plan, Stage, Stateful, TrainingContext, Window
+from dovetail.trainers.context import Plan, Stage, TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
 from dovetail.trainers.metrics import Meter, accuracy, as_metrics
@@ -47,11 +45,10 @@ from dovetail.trainers.snapshot import load_weights, restore_state, save_weights
 from dovetail.trainers.stepping import make_update
 from dovetail.trainers.strategies.adapters import OptionLoaderStrategy, as_scheduler
 from dovetail.trainers.strategies.base import TrainingStepStrategy
-from dovetail.trainers.strategies.bundle import check_roles
 from dovetail.trainers.strategies.data_loader import DefaultDataLoaderStrategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
-from dovetail.units import Progress, TrainUnit
+from dovetail.units import TrainUnit
 
 __all__ = ["SingleProcessTrainer"]
 
@@ -60,10 +57,10 @@ _T = TypeVar("_T", bound="SingleProcessTrainer")
 StepFunction = Callable[[Any, Any], Mapping[str, Any]]
 
 
-class SingleProcessTrainer(base.Trainer, OptionAttributes):
+class SingleProcessTrainer(base.Trainer, OptionAssignment):
     """One model, one process: every verb of the loop, and the seams that a subclass may override.
 
-    The arguments are those of `basic.Trainer`.
+    The arguments are those of `Trainer`.
     """
 
     _has_defaults = True
@@ -90,11 +87,11 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         testing_strategy: Any = None,
         **options: Any,
     ) -> None:
-        self.saves_by_default = False
+        self._saves_by_default = False
         spelled = {"criterion": criterion, "optimizer": optimizer, "scheduler": scheduler}
         written = {*options, *(name for name, piece in spelled.items() if piece is not None)}
-        self.options = options_from(options, spelled, _CONSTRUCTOR_NAMES)
-        self.given = frozenset(SPELLINGS.get(name, name) for name in written)
+        self.options = options_from(options, spelled, _CONSTRUCTOR_NAMES).bound_to(self)
+        self._given = frozenset(SPELLINGS.get(name, name) for name in written)
         self._assigned = set()
         self._has_schedulers = True
         # Runs may be many and short: names are checked only if attributes were added.
@@ -117,9 +114,9 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             context.config["lr"] = self.options.learning_rate
         self._own_config = dict(context.config)
         context.run.metrics = as_metrics(metrics)
-        self.mode = as_mode(mode)
+        self._mode = as_mode(mode)
         self.criterion: Any = None
-        self.sampler: Any = None
+        self._sampler: Any = None
         context.run.metrics_are_default = metrics is None
         self._train_step = train_step
         self._test_step = test_step
@@ -143,7 +140,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 check_owned(self.options.optim_function, context.model, self.options.loss_function)
             loss = strategies.loss
             is_configured = type(loss) is DefaultLossCriterionStrategy and loss.loss_fn is None
-            is_option = "loss" not in strategies.given and "loss_function" not in self.given
+            is_option = "loss" not in strategies.given and "loss_function" not in self._given
             context.run.loss_is_default = is_configured or is_option
         if isinstance(callbacks, str) or not isinstance(callbacks, Iterable | None):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
@@ -158,7 +155,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         self._renew_callbacks(*CALLBACK_OPTIONS)
 
     @property
-    def core(self) -> SingleProcessTrainer:
+    def _innermost(self) -> SingleProcessTrainer:
         """The innermost trainer: this one, unless it decorates another."""
         return self
 
@@ -193,10 +190,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             seed=self.context.state["order_seed"],
         )
 
-    def process_outputs(self, outputs: Any) -> Any:
-        """Return what the loss and the metrics of a test see of the model's outputs."""
-        return outputs
-
     # ------------------------------------------------------------------ verbs, in the order of the loop
 
     def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
@@ -205,10 +198,10 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             self.context,
             self.strategies,
             self.options,
-            self.given,
+            self._given,
             wishes,
             validates=self.context.run.data.get("valid") is not None or not self._is_default("val_epoch"),
-            saves_by_default=self.saves_by_default,
+            saves_by_default=self._saves_by_default,
         )
 
     def setup(self) -> None:
@@ -276,11 +269,11 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage; for training, from the running batch of the running epoch on."""
         reads_ahead = stage == "train" and self.context.run.window.size > 1 and self.num_batches(stage) is None
-        return self._data.batches(stage, self.loader(stage), reads_ahead=reads_ahead)
+        return self._data.batches(stage, self._loader(stage), reads_ahead=reads_ahead)
 
     def num_batches(self, stage: Stage) -> int | None:
         """Return the steps that all the processes of a run make in a pass, or None where the data has no length."""
-        return self._data.num_batches(stage, self.loader(stage))
+        return self._data.num_batches(stage, self._loader(stage))
 
     def train_epoch(self) -> Mapping[str, float] | None:
         """Run one pass over the training data. An override may return its mean metrics."""
@@ -329,12 +322,12 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         if targets is None:
             raise DataError(f"the batch has no targets: {_NEED_TARGETS}")
         self.context.run.batch.uses_criterion = True
-        outputs = self.process_outputs(forward(self.context.model, inputs))
+        outputs = self._process_outputs(forward(self.context.model, inputs))
         return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
 
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs for the inputs of a batch."""
-        return self.process_outputs(forward(self.context.model, split_batch(batch)[0]))
+        return self._process_outputs(forward(self.context.model, split_batch(batch)[0]))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate the loss."""
@@ -385,11 +378,6 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         self.context.schedulers.clear()
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is trained."""
-        return self.context.device
-
-    @property
     def optimizer(self) -> Optimizer | None:
         """The first optimizer, made now if it is not there yet; None without a model."""
         if not self.context.optimizers and self.context.model is not None:
@@ -397,19 +385,9 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         return next(iter(self.context.optimizers), None)
 
     @property
-    def scheduler(self) -> Any:
-        """The first scheduler, or None."""
-        return self.context.schedulers[0].scheduler if self.context.schedulers else None
-
-    @property
     def history(self) -> Any:
         """The record of all runs of this trainer."""
         return self.context.history
-
-    @property
-    def callbacks(self) -> Any:
-        """The callbacks, in the order in which they are called."""
-        return self.context.callbacks
 
     def save_model(self, path: str | Path) -> Path:
         """Write the weights alone: as safetensors, or by `torch.save` for `.ckpt`, `.pt`, `.pth` and `.bin`.
@@ -422,10 +400,10 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         return save_weights(self._given_model(), path, is_main=self.context.process.is_main)
 
     def load_model(self, path: str | Path, strict: bool = True) -> None:
-        """Load weights that `save_model` wrote."""
+        """Load weights that `save_model` wrote, or those of a checkpoint and nothing else of it."""
         load_weights(self._given_model(), path, strict=strict)
 
-    def loader(self, stage: Stage) -> Any:
+    def _loader(self, stage: Stage) -> Any:
         """Return the batches of a stage, formed once from the data that the stage was given."""
         source = self.context.run.data.get(stage)
         if source is None:
@@ -441,81 +419,16 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
                 if stage == "train":
                     self._check_batches(source)
                 loader = as_loader(
-                    source, batch_size=self.batch_size, sampler=self.sampler if stage == "train" else None
+                    source, batch_size=self._batch_size("train"), sampler=self._sampler if stage == "train" else None
                 )
             elif stage == "train":
-                loader = self.get_train_loader(self.batch_size, source, self.sampler)
+                loader = self.get_train_loader(self._batch_size(stage), source, self._sampler)
             else:
-                loader = self.get_test_loader(self.val_batch_size if stage == "valid" else self.test_batch_size, source)
+                loader = self.get_test_loader(self._batch_size(stage), source)
             self._data.loaders[stage] = (source, loader)
             if stage == "train":
                 self.context.state["train_loader"] = loader
         return loader
-
-    def forget_loaders(self) -> None:
-        """Form the loaders of all stages again when they are needed."""
-        self._data.forget_loaders()
-
-    def register(self, name: str, participant: Stateful) -> None:
-        """Keep the state of any object with `state_dict` and `load_state_dict` in this trainer's checkpoints."""
-        if not isinstance(participant, Stateful):
-            raise ConfigError(f"register: {name!r} needs state_dict and load_state_dict, got {participant!r}")
-        if name in self.context.run.participants:
-            raise ConfigError(f"register: {name!r} is registered already: choose another name")
-        self.context.run.participants[name] = participant
-
-    def equip(self, **strategies: Any) -> None:
-        """Put strategies in place of the present ones, before a run; what is new may hold what was there.
-
-        Args:
-            strategies: By role: `loss`, `optimizer`, `training_step`, `lr_scheduler`, `model_update`, `data_loader`,
-                `testing`.
-
-        Raises:
-            ConfigError: There is no such role, or a strategy is of another one; or the trainer runs, or is closed.
-        """
-        if not strategies:
-            return
-        context = self.context
-        if context.run.trainer is not None:
-            raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
-        check_roles(strategies)
-        self._refuse_two_steps(strategies.get("training_step", self.strategies.training_step))
-        context.run.loss_is_default &= "loss" not in strategies
-        if not self.strategies.is_set_up:
-            raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")
-        self._closing.detach()
-        if self._strategy_hooks is not None:
-            context.callbacks.remove(self._strategy_hooks)
-        # Those that stay were set up once, and stay so. What is new sets up what it holds.
-        for role in strategies:
-            present = getattr(self.strategies, role)
-            if present is not None:
-                present.teardown(context)
-        self.strategies = replace(self.strategies, **strategies, given=self.strategies.given | strategies.keys())
-        for added in strategies.values():
-            added.setup(context)
-        self.strategies.is_set_up = True
-        self._follow_strategies()
-        self.criterion = None
-        if self._strategy_hooks is not None:
-            context.callbacks.add(self._strategy_hooks, first=True)
-
-    def configure(self, config: Mapping[str, Any]) -> None:
-        """Set the configuration of the next run: `config` over the trainer's own, whatever earlier runs were told."""
-        self.context.config = {**self._own_config, **config}
-
-    def reset(self) -> None:
-        """Forget progress, history, optimizer state and the best so far, and keep the model: a new run comes next."""
-        context = self.context
-        context.progress, context.history, context.run.meter = Progress(), History(), Meter()
-        for optimizer in context.optimizers:
-            # One that was given as an object is used again.
-            optimizer.state.clear()
-        context.optimizers.clear()
-        context.schedulers.clear()
-        context.run.validated_at, context.run.validation, context.run.saver = -1, {}, None
-        self._data.reset()
 
     def close(self) -> None:
         """Tear the strategies down, now and only now; the trainer trains no more."""
@@ -536,12 +449,23 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         return {**kept, **made, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, options=state["options"].bound_to(self))
         # Who set the strategies up tears them down: not a copy.
         self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
         self._closing.detach()
 
     # ------------------------------------------------------------------ private
+
+    def _process_outputs(self, outputs: Any) -> Any:
+        """Return what the loss and the metrics of a test see of the model's outputs."""
+        return outputs
+
+    def _batch_size(self, stage: Stage) -> int:
+        """Return the samples in a batch of a stage; the configuration of a run may have another number."""
+        options, size = self.options, int(self.context.config["batch_size"])
+        if stage == "train":
+            return size
+        return (0 if stage == "valid" else options.test_batch_size) or options.val_batch_size or size
 
     @property
     def _steps_by_default(self) -> bool:
@@ -553,7 +477,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
 
     def _is_default(self, name: str) -> bool:
         """Whether no subclass or add-on replaces a verb or seam of this trainer; its layers do not count."""
-        return not self.core.customized_by(name)
+        return not self._innermost._customized_by(name)
 
     def _given_model(self) -> nn.Module:
         if self.context.model is None:
@@ -565,7 +489,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
         if is_plain(strategy):
             return
         # A method that passes the call on, as a capability does, ends at the strategy.
-        own = [vars(kind)["train_step"] for kind in self.core.customized_by("train_step")[:1]]
+        own = [vars(kind)["train_step"] for kind in self._innermost._customized_by("train_step")[:1]]
         if self._train_step is not None or any("super" not in step.__code__.co_names for step in own):
             raise ConfigError(
                 f"train_step: {strategy!r} decides this; give one or the other, or a layer such as AMPTrainer"
@@ -595,7 +519,7 @@ class SingleProcessTrainer(base.Trainer, OptionAttributes):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
 
     def _follow_strategies(self) -> None:
-        self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
+        self._closing = weakref.finalize(self._innermost, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
         # The optimizer of a step is None if a subclass builds none.
         self._step_strategy: Any = self.strategies.training_step

@@ -125,13 +125,14 @@ def save_weights(model: nn.Module, path: str | Path, *, is_main: bool) -> Path:
 
 
 def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> None:
-    """Load weights that `save_weights` wrote.
+    """Load weights that `save_weights` wrote, or those of a checkpoint and nothing else of it.
 
     Raises:
         CheckpointError: The weights are those of another model; the error names the first difference.
     """
     present = model.state_dict()
-    state = {name: part_of(value, present.get(name)) for name, value in store.load_model_file(Path(path)).items()}
+    weights = store.load(Path(path))["model"] if Path(path).is_dir() else store.load_model_file(Path(path))
+    state = {name: part_of(value, present.get(name)) for name, value in weights.items()}
     try:
         model.load_state_dict(state, strict=strict)
     except RuntimeError as error:

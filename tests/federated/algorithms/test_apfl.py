@@ -16,6 +16,7 @@ from dovetail.federated.algorithms.apfl import APFL, APFLStepStrategy, APFLUpdat
 from dovetail.federated.algorithms.ditto import Ditto
 from dovetail.testing import AlgorithmContract, ModelUpdateStrategyContract, TrainingStepStrategyContract
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import configure
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
     CustomBackwardStepStrategy,
@@ -345,7 +346,7 @@ def test_the_configuration_sets_alpha() -> None:
         num_epochs=1,
         verbose=False,
     )
-    trainer.configure({"algorithm": {"alpha": 0.75, "adaptive_alpha": False}})
+    configure(trainer, {"algorithm": {"alpha": 0.75, "adaptive_alpha": False}})
     trainer.fit(Blobs().train_data(1))
     assert trainer.context.client.state["apfl"]["alpha"].item() == 0.75
 

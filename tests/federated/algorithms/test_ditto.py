@@ -15,6 +15,7 @@ from dovetail.errors import ConfigError, FederationError
 from dovetail.federated.algorithms.ditto import Ditto, DittoUpdateStrategy, DittoUpdateStrategyFromConfig
 from dovetail.testing import AlgorithmContract, ModelUpdateStrategyContract
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import configure
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
     SGDOptimizerStrategy,
@@ -251,7 +252,7 @@ def test_the_configuration_sets_lambda_and_epochs(told: dict[str, Any]) -> None:
         num_epochs=1,
         verbose=False,
     )
-    trainer.configure({"algorithm": {"ditto_lambda": 0.5, **told}})
+    configure(trainer, {"algorithm": {"ditto_lambda": 0.5, **told}})
     trainer.fit((torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)))
     assert _own(trainer) == expected
 

@@ -25,6 +25,7 @@ from dovetail.servers.fedavg import Server
 from dovetail.testing import AlgorithmContract, LossStrategyContract, ModelUpdateStrategyContract
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import reset
 from dovetail.trainers.strategies import (
     GradientAccumulationStepStrategy,
     GradientClippingStepStrategy,
@@ -150,7 +151,7 @@ def test_lambda_is_the_sum_of_what_the_client_has_moved_by_in_all_its_runs() -> 
     trainer = _trainer()
     places = [_copied(trainer)]
     for _ in range(2):
-        trainer.reset()
+        reset(trainer)
         trainer.fit(Blobs().train_data(1))
         places.append(_copied(trainer))
     expected = {name: places[2][name] - value for name, value in places[0].items()}
@@ -162,7 +163,7 @@ def test_lambda_is_the_sum_of_what_the_client_has_moved_by_in_all_its_runs() -> 
 def test_a_run_that_goes_on_counts_once() -> None:
     parts, whole = _trainer(), _trainer()
     for epochs in (1, 2):
-        parts.num_epochs = epochs
+        parts.options.num_epochs = epochs
         parts.fit(Blobs().train_data(1))
     whole.fit(Blobs().train_data(1))
     torch.testing.assert_close(parts.context.client.state, whole.context.client.state, rtol=0, atol=0)
@@ -219,7 +220,7 @@ def _weights(**options: Any) -> dict[str, Tensor]:
     trainer = _trainer(**options)
     x, y = Blobs().train_data(1)
     for _ in range(2):
-        trainer.reset()
+        reset(trainer)
         trainer.fit((x[:24], y[:24]))
     return trainer.model.state_dict()
 

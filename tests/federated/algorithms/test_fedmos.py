@@ -29,6 +29,7 @@ from dovetail.testing import (
 )
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import reset
 from dovetail.trainers.strategies import (
     GradientAccumulationStepStrategy,
     GradientClippingOptimizerStrategy,
@@ -207,7 +208,7 @@ def test_every_run_begins_anew() -> None:
     for _ in range(2):
         begin = trainer.model.head.weight.detach().clone()
         optimizer = trainer.optimizer
-        trainer.reset()
+        reset(trainer)
         # As if somebody kept the optimizer between two runs.
         trainer.context.optimizers.append(optimizer)
         trainer.fit(Blobs().train_data(1))

@@ -16,6 +16,7 @@ from dovetail.testing import AlgorithmContract, LossStrategyContract
 from dovetail.trainers.basic import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import reset
 from dovetail.trainers.strategies import (
     GradientAccumulationStepStrategy,
     MixedPrecisionStepStrategy,
@@ -88,7 +89,7 @@ def test_every_run_is_measured_from_its_own_start() -> None:
     starts = []
     for _ in range(2):
         starts.append({name: value.detach().clone() for name, value in trainer.model.named_parameters()})
-        trainer.reset()
+        reset(trainer)
         trainer.fit(Blobs().train_data(1))
         assert all(torch.equal(value, starts[-1][name]) for name, value in strategy.kept.items())
     assert not torch.equal(starts[0]["head.bias"], starts[1]["head.bias"])

@@ -19,6 +19,7 @@ from dovetail.federated.callbacks import ServerCallback
 from dovetail.testing import AlgorithmContract, ModelUpdateStrategyContract
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.reuse import equip
 from dovetail.trainers.strategies import SGDOptimizerStrategy
 from dovetail.units import Batches
 
@@ -87,7 +88,7 @@ def test_the_head_moves_in_the_first_epochs_and_the_body_in_the_others(local_epo
 def test_a_run_that_ended_with_the_head_goes_on_with_the_body() -> None:
     moves = _Moves()
     trainer = _trainer(FedRepUpdateStrategy(local_epochs=2), callbacks=[moves])
-    for trainer.num_epochs in (1, 2, 4):
+    for trainer.options.num_epochs in (1, 2, 4):
         trainer.fit(Blobs().train_data(1))
     assert moves.found == [{"head"}, {"head"}, {"body"}, {"body"}]
 
@@ -179,7 +180,7 @@ def test_two_algorithms_that_divide_a_round_are_refused() -> None:
         trainer = _trainer(None)
         algorithm = CompositeAlgorithm([SCAFFOLD(option=1), FedRep()])
         algorithm.begin(trainer.model, 2)
-        trainer.equip(**algorithm.equip(trainer.strategies))
+        equip(trainer, **algorithm.equip(trainer.strategies))
         trainer.fit(Blobs().train_data(1))
 
 

@@ -20,6 +20,7 @@ from dovetail.federated.algorithms.lg_fedavg import (
 )
 from dovetail.testing import AlgorithmContract, TrainingStepStrategyContract
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import configure, reset
 from dovetail.trainers.strategies import (
     GradientAccumulationStepStrategy,
     GradientClippingStepStrategy,
@@ -63,7 +64,7 @@ class _TwoSteps(TrainingStepStrategyContract):
     def test_gradients_are_those_of_a_plain_backward(self) -> None:
         watching = _Watching()
         trainer = self._trainer(self.make())
-        trainer.callbacks.add(watching)
+        trainer.context.callbacks.add(watching)
         self._fit(trainer, 1)
         assert watching.steps == [{"2.weight", "2.bias"}, {"0.weight", "0.bias"}] * 5
 
@@ -74,7 +75,7 @@ class _TwoSteps(TrainingStepStrategyContract):
     def test_accumulation_is_inherited(self) -> None:
         watching = _Watching()
         trainer = self._trainer(self.make(), accumulation_steps=3)
-        trainer.callbacks.add(watching)
+        trainer.context.callbacks.add(watching)
         self._fit(trainer, 1)
         assert len(watching.steps) == 2 * 2
         assert trainer.context.progress.updates == 2
@@ -180,8 +181,8 @@ def test_a_window_that_an_error_cut_short_is_not_looked_at_again() -> None:
     first = copy.deepcopy(trainer.model.state_dict())
     with pytest.raises(ValueError, match="no luck"):
         trainer.fit((x[:24], y[:24]))
-    trainer.callbacks.remove(failure)
-    trainer.reset()
+    trainer.context.callbacks.remove(failure)
+    reset(trainer)
     trainer.fit((x[:24], y[:24]))
     fresh = ComposableTrainer(
         mlp(), training_step_strategy=LGFedAvgStepStrategyAuto(), batch_size=4, accumulation_steps=3, verbose=False
@@ -226,7 +227,7 @@ def test_the_configuration_names_the_layers() -> None:
     watching = _Watching()
     step = LGFedAvgStepStrategyFromConfig()
     trainer = ComposableTrainer(mlp(), training_step_strategy=step, num_epochs=1, callbacks=[watching], verbose=False)
-    trainer.configure({"algorithm": {"local_layer_names": ["body"], "global_layer_names": ["head"]}})
+    configure(trainer, {"algorithm": {"local_layer_names": ["body"], "global_layer_names": ["head"]}})
     trainer.fit(Blobs().train_data(1))
     assert watching.steps == [BODY, HEAD]
 

@@ -17,6 +17,7 @@ from dovetail.federated.algorithms.fedsam import FedSAM
 from dovetail.federated.algorithms.moon import MOON, MOONStepStrategy
 from dovetail.testing import AlgorithmContract, TrainingStepStrategyContract
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import reset
 from dovetail.trainers.strategies import (
     GradientAccumulationStepStrategy,
     GradientClippingStepStrategy,
@@ -81,7 +82,7 @@ def _trainer(step: TrainingStepStrategy | None, model: nn.Module | None = None, 
 def _rounds(trainer: ComposableTrainer, number: int) -> dict[str, Tensor]:
     x, y = Blobs().train_data(1)
     for _ in range(number):
-        trainer.reset()
+        reset(trainer)
         trainer.fit((x[:24], y[:24]))
     state: dict[str, Tensor] = trainer.model.state_dict()
     return state
@@ -99,7 +100,7 @@ def test_the_loss_is_that_of_the_paper(history_size: int) -> None:
     trainer = _trainer(strategy)
     ends = [{name: value.clone() for name, value in _rounds(trainer, 1).items()} for _ in range(3)]
     # The fourth run begins elsewhere, as the global model would.
-    trainer.reset()
+    reset(trainer)
     with torch.no_grad():
         for value in trainer.model.parameters():
             value.mul_(0.9)
@@ -149,7 +150,7 @@ def test_near_mu_0_it_is_near_fedavg_and_far_from_it_it_is_not() -> None:
 def test_a_run_that_goes_on_counts_once() -> None:
     trainer = _trainer(MOONStepStrategy(history_size=3))
     for epochs in (1, 2):
-        trainer.num_epochs = epochs
+        trainer.options.num_epochs = epochs
         trainer.fit(Blobs().train_data(1))
     (kept,) = trainer.context.client.state["moon"]
     torch.testing.assert_close(kept, trainer.model.state_dict(), rtol=0, atol=0)
@@ -187,7 +188,7 @@ def test_a_second_run_resumes_bit_for_bit(tmp_path: Any) -> None:
     data = Blobs().train_data(1)
     whole = trainer(checkpoint_dir=str(tmp_path), save_every=0, save_hist=False)
     whole.fit(data)
-    whole.reset()
+    reset(whole)
     whole.fit(data, checkpoint_period=Batches(3))
     paths = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert len(paths) > 1

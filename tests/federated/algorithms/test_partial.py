@@ -24,6 +24,7 @@ from dovetail.federated.algorithms.partial import PartialUpdateStrategy
 from dovetail.federated.callbacks import ServerCallback
 from dovetail.testing import ModelUpdateStrategyContract
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import reset
 from dovetail.trainers.strategies import SGDOptimizerStrategy
 from dovetail.trainers.strategies.nesting import Described
 
@@ -79,7 +80,7 @@ def test_neither_momentum_nor_decay_moves_what_stands_still(part: Any, moves: se
     # The optimizer has momentum for all layers now.
     before = copy.deepcopy(trainer.model.state_dict())
     strategy.part = part
-    trainer.num_epochs = 4
+    trainer.options.num_epochs = 4
     trainer.fit(Blobs().train_data(1))
     assert _moved(before, trainer.model) == moves
 
@@ -112,8 +113,8 @@ def test_after_an_error_the_whole_model_can_be_trained(optimizer: dict[str, Any]
         trainer.fit(Blobs().train_data(1))
     assert all(it.requires_grad for it in trainer.model.parameters())
     # An optimizer that is made while something is frozen would know nothing of it.
-    trainer.callbacks.remove(failure)
-    trainer.reset()
+    trainer.context.callbacks.remove(failure)
+    reset(trainer)
     strategy.part = "local"
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.fit(Blobs().train_data(1))
@@ -129,9 +130,9 @@ def test_a_copy_of_a_trainer_thaws_its_own_model() -> None:
 
 def test_a_trainer_that_is_closed_leaves_nothing_behind() -> None:
     trainer = _trainer(_Still("global"))
-    watching = len(trainer.callbacks)
+    watching = len(trainer.context.callbacks)
     trainer.close()
-    assert len(trainer.callbacks) == watching - 1
+    assert len(trainer.context.callbacks) == watching - 1
 
 
 def test_a_frozen_part_is_as_if_the_optimizer_had_never_known_it() -> None:

@@ -21,7 +21,8 @@ from dovetail.federated import ClientCallback
 from dovetail.federated.clients.simple import Client, load_weights
 from dovetail.federated.messages import Task, Update
 from dovetail.federated.postprocess import Chain
-from dovetail.trainers.basic import SingleProcess, Trainer
+from dovetail.trainers import SingleProcess
+from dovetail.trainers.basic import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.decorators import AMPTrainer, TimedTrainer
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
@@ -253,7 +254,7 @@ class Plain(ComposableTrainer):
 @pytest.mark.parametrize("form", _TRAINERS)
 def test_a_trainer_of_any_form_trains_the_same(form: str) -> None:
     # Basic trainers shuffle in another order.
-    kind = Trainer if form in ("a basic trainer", "a single process") else ComposableTrainer
+    kind = {"a basic trainer": Trainer, "a single process": SingleProcess}.get(form, ComposableTrainer)
     clients = [_begun(Everything(), trainer) for trainer in (kind(**_PLAIN), _TRAINERS[form]())]
     answers = []
     for client in clients:

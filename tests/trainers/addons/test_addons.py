@@ -9,9 +9,9 @@ import pytest
 import torch
 from problem import Problem, assert_same_weights
 
-from dovetail import Trainer
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback
+from dovetail.compat.zae_engine import Trainer
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 from dovetail.runtime.signals import Interrupted
 from dovetail.trainers.addons import AddOnBase, MultiGPUAddon, SignalHandlerAddon, StateManagerAddon

@@ -8,7 +8,7 @@ import pytest
 import torch
 from problem import Problem, assert_same_weights
 
-from dovetail import Trainer
+from dovetail.compat.zae_engine import Trainer
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.tracking import NeptuneLogger, Tracker, WandBLogger
 from dovetail.trainers.addons import NeptuneLoggerAddon, StateManagerAddon, WandBLoggerAddon

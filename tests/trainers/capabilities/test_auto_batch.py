@@ -438,7 +438,7 @@ def test_the_search_leaves_no_trace(layer: Any) -> None:
     for trainer in (plain, searched):
         trainer.fit(max_length=Batches(5))
     assert find_batch_size(searched) == 23
-    assert searched.batch_size == 10
+    assert searched.options.batch_size == 10
     assert not isinstance(searched, AutoBatch) or searched.micro_batch_size is None
     for trainer in (plain, searched):
         trainer.fit(max_length=Batches(9))

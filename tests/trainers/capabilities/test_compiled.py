@@ -483,7 +483,7 @@ def test_an_unknown_mode_is_refused(problem: Problem) -> None:
 
 
 def test_the_modes_of_a_trainer_are_handed_on(problem: Problem) -> None:
-    assert make(problem, mode="test").mode == "test"
+    assert make(problem, mode="test")._mode == "test"
 
 
 def test_a_dry_run_looks_at_gradients_without_a_word(problem: Problem) -> None:

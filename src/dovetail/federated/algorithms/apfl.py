@@ -48,8 +48,9 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> from dovetail.trainers.reuse import equip
         >>> trainer = ComposableTrainer(nn.Linear(2, 2), verbose=False)
-        >>> trainer.equip(model_update=APFLUpdateStrategy(alpha=0.3), training_step=APFLStepStrategy())
+        >>> equip(trainer, model_update=APFLUpdateStrategy(alpha=0.3), training_step=APFLStepStrategy())
         >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
         >>> sorted(trainer.context.client.state["apfl"])
         ['alpha', 'v']

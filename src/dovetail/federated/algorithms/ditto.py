@@ -47,9 +47,10 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
     Example:
         >>> import torch
         >>> from dovetail.trainers.composable import ComposableTrainer
+        >>> from dovetail.trainers.reuse import equip
         >>> trainer = ComposableTrainer(torch.nn.Linear(2, 2), num_epochs=3, verbose=False)
         >>> strategy = DittoUpdateStrategy(ditto_lambda=0.5, personalization_epochs=2)
-        >>> trainer.equip(model_update=strategy)
+        >>> equip(trainer, model_update=strategy)
         >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
         >>> trainer.context.progress.epoch, sorted(strategy.personal_weights(trainer.context))
         (5, ['bias', 'weight'])

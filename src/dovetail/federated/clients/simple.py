@@ -31,9 +31,11 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.modules import as_module
 from dovetail.trainers.randomness import seed_everything
+from dovetail.trainers.reuse import configure, equip, reset
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import DefaultLRSchedulerStrategy, DefaultTestingStrategy
 from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.testing import accuracy_on
 from dovetail.trainers.untouched import layers, with_parts
 
 __all__ = ["Client", "as_trainer"]
@@ -169,9 +171,8 @@ class Client:
         self.inbound, self.outbound = inbound or Chain(), outbound or Chain()
         own = copy.deepcopy(as_module(self.model) or model)
         self._trainer = trainer = as_trainer(self._given_trainer, own)
-        core = trainer
         self._customizes = defines(self, "customize_report")
-        self.unread = _unread(core.strategies)
+        self.unread = _unread(trainer.strategies)
         for layer in layers(trainer):
             for name in _NEVER_CALLED:
                 if defines(layer, name):
@@ -180,15 +181,15 @@ class Client:
                         "train_step, perform_forward_and_backward_passes, a hook such as train_run_start, or fit itself"
                     )
         self.algorithm.begin(model, self.datasource.num_clients)
-        core.equip(**self.algorithm.equip(core.strategies))
+        equip(trainer, **self.algorithm.equip(trainer.strategies))
         # A trainer with a seed begins every run with it: all clients would draw the same numbers.
-        core.options = replace(core.options, seed=None)
+        trainer.options = replace(trainer.options, seed=None).bound_to(trainer)
         context = trainer.context
         context.callbacks.add(*copy.deepcopy(self._trainer_callbacks))
         # What strategies and callbacks remember of one client is no business of the next.
         self._fresh = {
             "shared": dict(context.state),
-            "strategies": copy.deepcopy(core.strategies.state_dict()),
+            "strategies": copy.deepcopy(trainer.strategies.state_dict()),
             # With those that have nothing to remember yet.
             "callbacks": [
                 (it, copy.deepcopy(it.state_dict()))
@@ -196,7 +197,7 @@ class Client:
                 if type(it).state_dict is not Callback.state_dict
             ],
         }
-        self._keeps = bool(core.strategies.hearing("on_prepare"))
+        self._keeps = bool(trainer.strategies.hearing("on_prepare"))
         # Whatever stays with a client begins as it does in the server's model.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
@@ -244,8 +245,8 @@ class Client:
         """Return how much work a task is: its samples times its epochs; None where sizes are not known."""
         if not self.datasource.knows_sizes:
             return None
-        core = self.trainer
-        return float(self.datasource.num_samples(task.client_id) * task.config.get("epochs", core.num_epochs))
+        epochs = task.config.get("epochs", self.trainer.context.config["epochs"])
+        return float(self.datasource.num_samples(task.client_id) * epochs)
 
     def why_alone(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
         """Return what keeps clients from training as one fleet; None if nothing does, and nothing if none trains."""
@@ -263,8 +264,8 @@ class Client:
         if any(config != configs[0] for config in configs):
             return "clients are told different things"
         core = self.trainer
-        core.reset()
-        core.configure(configs[0])
+        reset(core)
+        configure(core, configs[0])
         reason = why_alone(self.trainer)
         if reason is None and self._keeps and any(True for _ in core.model.buffers()):
             reason = "a fleet shares the buffers of its model, and its clients keep models of their own"
@@ -299,8 +300,7 @@ class Client:
 
     def _member(self, task: Task, state: ClientState) -> Member:
         """Return a client as one of a fleet, with all that it lacks so far."""
-        before = self._get_ready(task, state)
-        core = self.trainer
+        before, core = self._get_ready(task, state), self.trainer
         core.strategies.prepare(core.context)
         data = self.datasource.train_data(task.client_id)
         return Member(before, data, derive_seed(task.seed, "order"), core.context.client.state, task.payload)
@@ -366,9 +366,9 @@ class Client:
         # A copy: strategies may change it in place, and the server keeps the state if the update is not used.
         client.state = _copied(own, context.device)
         client.payload = task.payload
-        core.reset()
-        core.forget_loaders()
-        core.configure(task.config)
+        reset(core)
+        core._data.forget_loaders()
+        configure(core, task.config)
         if context.config.get("global_lr_scheduler"):
             continue_schedule(context)
         context.state.clear()
@@ -462,14 +462,14 @@ def judged(trainer: Any, data: Any) -> dict[str, float]:
         data: Test data, as a data source gives them.
     """
     metrics = dict(trainer.evaluate(data))
-    testing = trainer.strategies.testing
-    has_strategy = testing is not None and type(testing) is not DefaultTestingStrategy
-    own = next((layer for layer in layers(trainer) if defines(layer, "test") or defines(layer, "test_model")), None)
+    has_strategy = type(trainer.strategies.testing) not in (type(None), DefaultTestingStrategy)
+    own: Any = next((it for it in layers(trainer) if defines(it, "test") or defines(it, "test_model")), None)
     if has_strategy or own is not None:
         # Plato's test methods make a loader themselves.
         testset = getattr(as_loader(data, batch_size=1), "dataset", data)
-        tester: Any = own or trainer
-        test = tester.test if defines(tester, "test") else partial(tester.test_model, {})
+        test: Any = partial(accuracy_on, trainer)
+        if own is not None:
+            test = own.test if defines(own, "test") else partial(own.test_model, {})
         metrics["accuracy"] = float(test(testset, None))
     return metrics
 

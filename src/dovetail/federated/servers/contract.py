@@ -19,6 +19,7 @@ from dovetail.federated.clients.simple import Client
 from dovetail.federated.data.sources import Datasource
 from dovetail.federated.servers.fedavg import Server
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.reuse import equip
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 from dovetail.units import Batches
 
@@ -180,7 +181,7 @@ class AlgorithmContract:
         trainer = self.make_trainer(model=model, seed=1, **options)
         algorithm = self.make()
         algorithm.begin(model, 1)
-        trainer.equip(**algorithm.equip(trainer.strategies))
+        equip(trainer, **algorithm.equip(trainer.strategies))
         return trainer
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.trainers.base import mount
 
 if TYPE_CHECKING:
-    from dovetail.trainers.basic import Trainer
+    from dovetail.trainers.trainer import Trainer
 
     Mounted = Trainer
 else:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from dovetail import checkpoint as store
 from dovetail.errors import CheckpointError, UnknownNameError
+from dovetail.trainers.addons.best_weights import BestWeights
 from dovetail.trainers.addons.core import AddOnBase
 
 __all__ = ["StateManagerAddon"]
@@ -14,7 +15,7 @@ __all__ = ["StateManagerAddon"]
 _SUFFIXES = {"ckpt": ".ckpt", "safetensors": ".safetensors", "safetensor": ".safetensors"}
 
 
-class StateManagerAddon(AddOnBase):
+class StateManagerAddon(AddOnBase, BestWeights):
     """Writes a whole checkpoint after every epoch, and the weights alone whenever they are the best so far.
 
     The best ones have the smallest loss at the end of an epoch: that of validation, or of training where nothing is
@@ -30,9 +31,9 @@ class StateManagerAddon(AddOnBase):
         >>> x, y = torch.randn(8, 2), torch.tensor([0, 1] * 4)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     trainer = Trainer.add_on(StateManagerAddon)(
-        ...         torch.nn.Linear(2, 2), "cpu", save_path=folder, save_format="safetensors", log_bar=False
+        ...         torch.nn.Linear(2, 2), num_epochs=1, save_path=folder, save_format="safetensors", verbose=False
         ...     )
-        ...     _ = trainer.run(1, (x, y))
+        ...     _ = trainer.fit((x, y))
         ...     sorted(path.name for path in Path(folder).iterdir())
         ['ck_epoch_1_iter_1', 'ck_history.jsonl', 'model.safetensors']
     """

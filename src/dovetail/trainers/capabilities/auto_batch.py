@@ -136,7 +136,7 @@ class AutoBatch(Capability):
         failure: Exception | None = None,
     ) -> _T:
         """Return what `compute(size, length)` does, with the largest size that fits; smaller ones after a failure."""
-        length = self.batch_length(batch)
+        length = self._batch_length(batch)
         size = min(size or length, self._sizes.get(what, length), length)
         while True:
             # Outside of the handler, which holds the frames that hold what the failed attempt has computed.
@@ -161,7 +161,7 @@ class AutoBatch(Capability):
 
     def _checked(self, error: Exception, batch: Any, size: int | None = None) -> Exception:
         """Return an error without its frames, or raise it if no smaller part of the batch would mend it."""
-        length = self.batch_length(batch)
+        length = self._batch_length(batch)
         if not is_out_of_memory(error):
             raise error
         if self.context.run.batch.optimized and self.context.stage == "train":
@@ -297,8 +297,8 @@ def find_batch_size(trainer: Trainer, data: Any = None, *, start: int = 16, limi
         >>> from dovetail.trainers import Trainer
         >>> x, y = torch.zeros(300, 4), torch.zeros(300, dtype=torch.long)
         >>> trainer = Trainer(torch.nn.Linear(4, 2), "cpu", verbose=False)
-        >>> trainer.batch_size = find_batch_size(trainer, (x, y), limit=256)
-        >>> trainer.batch_size
+        >>> trainer.options.batch_size = find_batch_size(trainer, (x, y), limit=256)
+        >>> trainer.options.batch_size
         256
     """
     if isinstance(start, bool) or not isinstance(start, int) or start < 1 or (limit is not None and limit < 1):
@@ -449,13 +449,13 @@ def _free(device: torch.device) -> None:
 @contextmanager
 def _trying(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
     """Let the trainer train with batches of a size, from the start of an epoch, and put everything back."""
-    context, core = trainer.context, trainer.core
+    context, core = trainer.context, trainer._innermost
     with untouched(trainer, train=data):
         for layer in layers(trainer):
             if isinstance(layer, AutoBatch):
                 layer._is_active = False
         context.progress = Progress()
-        core.batch_size = size  # type: ignore[attr-defined]  # every trainer of ours has it, an abstract one does not
+        core.options.batch_size = size  # type: ignore[attr-defined]  # trainers of ours have it, an abstract one not
         context.callbacks = Callbacks([_BatchesOf(size), *own_callbacks(context)])
         yield
 
@@ -483,7 +483,7 @@ class _BatchesOf(Callback):
 
     def on_step_start(self, context: TrainingContext, batch: Any) -> None:
         assert context.run.trainer is not None
-        length = context.run.trainer.batch_length(batch)
+        length = context.run.trainer._batch_length(batch)
         if length != self._size and context.progress.batch == 0:
             raise ConfigError(
                 f"find_batch_size: the batches have {length} samples, whatever batch_size is; give the data set "

@@ -274,7 +274,7 @@ class Compiled(Capability):
         for batch in islice(batches, most):
             read.append(batch)
             ahead.batches, ahead.updates = ahead.batches + 1, ahead.updates + 1
-            ahead.records += context.run.trainer.batch_length(batch)
+            ahead.records += context.run.trainer._batch_length(batch)
             if any(unit.due(context.run.checked, ahead) for unit in ends):
                 break
         return read
@@ -386,14 +386,14 @@ class _NoVerbs:
 
 def _outer_step(trainer: Trainer) -> str | None:
     """Return which class changes the step from outside of the graph."""
-    first = trainer.customized_by("train_step")[0]
+    first = trainer._customized_by("train_step")[0]
     return None if first is Compiled else f"{first.__name__} changes what train_step returns; put it inside"
 
 
 def _own_verb(trainer: Trainer, *verbs: str) -> str | None:
     """Return which class defines one of some verbs that a graph computes in its place."""
     for verb in verbs:
-        for cls in trainer.customized_by(verb):
+        for cls in trainer._customized_by(verb):
             if cls is not Compiled:
                 return f"{cls.__name__} has its own {verb}"
     return None

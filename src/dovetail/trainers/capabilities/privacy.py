@@ -386,7 +386,7 @@ class DifferentialPrivacy(Capability):
         if self._sampling is not None:
             return self._sampling
         context = self.context
-        loader = cast("SingleProcessTrainer", self).loader("train")
+        loader = cast("SingleProcessTrainer", self)._loader("train")
         if context.process.has_peers and is_shared_already(loader):
             raise ConfigError(
                 "differential privacy and a DistributedSampler, which can repeat samples: give a dataset, or a loader "

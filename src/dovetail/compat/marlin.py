@@ -1,0 +1,20 @@
+"""PyMarlin's names: trainer backends in one process or several, in full or mixed precision, and their factory."""
+
+from dovetail.trainers import AbstractTrainerDecorator, DDPTrainer, SingleProcess, SingleProcessAMP, SingleProcessAmp
+from dovetail.trainers import build_trainer as build_trainer_backend
+from dovetail.trainers.trainer import Trainer
+
+__all__ = [
+    "AbstractTrainerBackendDecorator",
+    "AbstractTrainerDecorator",
+    "DDPTrainer",
+    "DDPTrainerBackend",
+    "SingleProcess",
+    "SingleProcessAMP",
+    "SingleProcessAmp",
+    "Trainer",
+    "build_trainer_backend",
+]
+
+AbstractTrainerBackendDecorator = AbstractTrainerDecorator
+DDPTrainerBackend = DDPTrainer

@@ -1,0 +1,51 @@
+"""Options of a trainer as attributes that can be read and assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dovetail.errors import ConfigError
+
+__all__ = ["OptionAttribute", "with_options"]
+
+
+class OptionAttribute:
+    """An option of a trainer as an attribute.
+
+    Args:
+        name: The option.
+        read: Returns the value that the attribute has; None for the option itself.
+    """
+
+    def __init__(self, name: str, read: Callable[[Any], Any] | None = None) -> None:
+        self.name = name
+        self._read = read
+
+    def __get__(self, trainer: Any, owner: type[Any] | None = None) -> Any:
+        if trainer is None:
+            return self
+        return getattr(trainer.options, self.name) if self._read is None else self._read(trainer)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if "options" not in vars(trainer):
+            raise ConfigError(f"{self.name}: this is an option; pass it as a keyword to super().__init__()")
+        setattr(trainer.options, self.name, value)
+
+
+def with_options(
+    names: Iterable[str], reads: Mapping[str, Callable[[Any], Any]] | None = None
+) -> Callable[[type[Any]], Any]:
+    """Return a decorator that gives a trainer class options as attributes.
+
+    Args:
+        names: The options.
+        reads: How to read those whose attribute is not the option itself, by name.
+    """
+
+    def decorate(kind: type[Any]) -> Any:
+        for name in names:
+            setattr(kind, name, OptionAttribute(name, (reads or {}).get(name)))
+        return kind
+
+    return decorate

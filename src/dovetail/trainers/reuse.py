@@ -1,0 +1,106 @@
+"""Preparation of a trainer for another run: reset, configuration, strategies, and training from the start.
+
+A federation uses them, because one trainer works for many clients in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.history import History
+from dovetail.trainers.metrics import Meter
+from dovetail.trainers.single_process import SingleProcessTrainer
+from dovetail.trainers.strategies.bundle import check_roles
+from dovetail.units import Progress
+
+__all__ = ["configure", "equip", "fit_anew", "reset"]
+
+
+def reset(trainer: SingleProcessTrainer) -> None:
+    """Forget progress, history, optimizer state and the best result of a trainer, and keep its model.
+
+    Example:
+        >>> import torch
+        >>> from dovetail import Trainer
+        >>> trainer = Trainer(torch.nn.Linear(2, 2), num_epochs=1, verbose=False)
+        >>> _ = trainer.fit((torch.zeros(8, 2), torch.zeros(8, dtype=torch.long)))
+        >>> reset(trainer)
+        >>> trainer.context.progress.epoch, len(trainer.history.losses)
+        (0, 0)
+    """
+    context = trainer.context
+    context.progress, context.history, context.run.meter = Progress(), History(), Meter()
+    for optimizer in context.optimizers:
+        # An optimizer that the user made is used again.
+        optimizer.state.clear()
+    context.optimizers.clear()
+    context.schedulers.clear()
+    context.run.validated_at, context.run.validation, context.run.saver = -1, {}, None
+    trainer._data.reset()
+
+
+def configure(trainer: SingleProcessTrainer, config: Mapping[str, Any]) -> None:
+    """Set the configuration of the next run: `config` over the trainer's own; earlier configurations do not count."""
+    trainer.context.config = {**trainer._own_config, **config}
+
+
+def fit_anew(
+    trainer: SingleProcessTrainer, trainset: Any, sampler: Any = None, config: Mapping[str, Any] | None = None
+) -> None:
+    """Reset a trainer, and run it over a training set.
+
+    Args:
+        trainer: The trainer.
+        trainset: Training data, as `fit` takes them.
+        sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
+        config: What `configure` takes; None keeps the present configuration.
+    """
+    reset(trainer)
+    if config is not None:
+        configure(trainer, config)
+    trainer._sampler = sampler
+    trainer._data.forget_loaders()
+    trainer.fit(trainset)
+
+
+def equip(trainer: SingleProcessTrainer, **strategies: Any) -> None:
+    """Put strategies in place of those that a trainer has, before a run; a new one may hold the present one.
+
+    Args:
+        trainer: The trainer, which does not run.
+        strategies: By role: `loss`, `optimizer`, `training_step`, `lr_scheduler`, `model_update`, `data_loader`,
+            `testing`.
+
+    Raises:
+        ConfigError: There is no such role, or a strategy is of another one; or the trainer runs, or is closed.
+    """
+    if not strategies:
+        return
+    context = trainer.context
+    if context.run.trainer is not None:
+        raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
+    check_roles(strategies)
+    trainer._refuse_two_steps(strategies.get("training_step", trainer.strategies.training_step))
+    context.run.loss_is_default &= "loss" not in strategies
+    if not trainer.strategies.is_set_up:
+        raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")
+    trainer._closing.detach()
+    if trainer._strategy_hooks is not None:
+        context.callbacks.remove(trainer._strategy_hooks)
+    # Strategies that stay were set up once, and stay so. A new one sets up those that it holds.
+    for role in strategies:
+        present = getattr(trainer.strategies, role)
+        if present is not None:
+            present.teardown(context)
+    present_roles = trainer.strategies.given
+    trainer.strategies = replace(trainer.strategies, **strategies, given=present_roles | strategies.keys())
+    for added in strategies.values():
+        added.setup(context)
+    trainer.strategies.is_set_up = True
+    trainer._follow_strategies()
+    trainer.criterion = None
+    if trainer._strategy_hooks is not None:
+        context.callbacks.add(trainer._strategy_hooks, first=True)

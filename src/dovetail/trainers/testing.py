@@ -1,0 +1,42 @@
+"""Test of a trainer's model by its testing strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.trainers import loop
+from dovetail.trainers.single_process import SingleProcessTrainer
+
+__all__ = ["accuracy_on"]
+
+
+def accuracy_on(
+    trainer: SingleProcessTrainer, testset: Any, sampler: Any = None, config: Mapping[str, Any] | None = None
+) -> float:
+    """Return the number that the testing strategy of a trainer gives its model.
+
+    Args:
+        trainer: The trainer.
+        testset: Test data.
+        sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
+        config: Settings of this test, such as `batch_size`, over those of the trainer.
+
+    Returns:
+        Without a strategy the accuracy, or the loss if the metrics of the trainer have no accuracy.
+
+    Example:
+        >>> import torch
+        >>> from dovetail import Trainer
+        >>> model = torch.nn.Identity()
+        >>> accuracy_on(Trainer(model, verbose=False), (torch.eye(4), torch.tensor([0, 1, 2, 0])))
+        0.75
+    """
+    config, testing = config or {}, trainer.strategies.testing
+    if testing is not None:
+        settings = {**trainer.context.config, "test_batch_size": trainer._batch_size("test"), **config}
+        with loop.looking(trainer._run_layer, "test"):
+            return float(testing.test_model(trainer.model, settings, testset, sampler, trainer.context))
+    size = int(config.get("batch_size", trainer._batch_size("test")))
+    metrics = trainer.evaluate(trainer.get_test_loader(size, testset, sampler))
+    return metrics.get("accuracy", metrics["loss"])

@@ -1,0 +1,87 @@
+"""The trainer that works alone: give it a model and data, or subclass it and override what differs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.trainers.processes import train_in_process
+from dovetail.trainers.reuse import fit_anew
+from dovetail.trainers.single_process import SingleProcessTrainer
+
+__all__ = ["SingleProcess", "Trainer"]
+
+
+class Trainer(SingleProcessTrainer):
+    """Train one model in one process.
+
+    Everything has a default that suits a classifier. What differs is given as an argument, or a subclass overrides a
+    verb (`train_step`, `test_step`, …) or a seam (`get_optimizer`, `get_loss_criterion`, `get_lr_scheduler`,
+    `get_train_loader`, `train_epoch`, `val_epoch`). Options are read and assigned on `trainer.options`. The names that
+    users of lernomatic, zae-engine and plato know are in `dovetail.compat`.
+
+    With `max_concurrency=n`, `train` works in a spawned process, at most n of which run at once, and the trainer ends
+    as if it had trained itself; see `dovetail.trainers.processes.train_in_process`.
+
+    Args:
+        model: A module, or a class or function that makes one.
+        device: A name, a `torch.device`, a list of them (the first is used), or `"auto"`: cuda, mps or cpu.
+        mode: `"train"` or `"test"`; only `dovetail.compat.zae_engine.Trainer` uses it.
+        optimizer: An optimizer, a callable of the parameters such as `partial(AdamW, lr=1e-3)`, a name in
+            `torch.optim`, or a list of optimizers.
+        scheduler: What the option `lr_scheduler` takes.
+        criterion: What the option `loss_function` takes.
+        callbacks: Callbacks, as instances or classes.
+        metrics: Metrics of validation and test: a mapping or list of torchmetrics objects and functions of outputs and
+            targets. By default the accuracy, where the loss is that of a classifier.
+        loss_strategy: A strategy in place of the criterion; so are `optimizer_strategy`, `training_step_strategy`,
+            `lr_scheduler_strategy`, `model_update_strategy`, `data_loader_strategy` and `testing_strategy` in place of
+            the others. A subclass that overrides a seam still wins over a strategy.
+        train_step: Called as `train_step(trainer, batch)` in place of the default.
+        test_step: Called as `test_step(trainer, batch)` in place of the default.
+        options: See `TrainerOptions`.
+
+    Example:
+        >>> import torch
+        >>> from dovetail import Epochs
+        >>> x = torch.randn(64, 4); y = (x.sum(dim=1) > 0).long()
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), optim_function="SGD", learning_rate=0.5, verbose=False, seed=0)
+        >>> history = trainer.fit((x, y), (x, y), max_length=Epochs(20))
+        >>> history.get_latest_metric("valid_accuracy") > 0.9
+        True
+    """
+
+    _has_defaults = True
+
+    def train(self, trainset: Any = None, sampler: Any = None) -> float:
+        """Train up to `num_epochs`, with `max_concurrency` in a separate process, and return the seconds it took.
+
+        Without arguments training continues from the current epoch and writes checkpoints and history where the options
+        say. With a `trainset` it is a new run over these data. The start of a process does not count.
+
+        Args:
+            trainset: Training data of a new run, or None to continue with `train_dataset`.
+            sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
+        """
+        if self.options.max_concurrency is None:
+            return self._train_here(trainset, sampler)
+        return self._train_elsewhere(trainset, sampler)
+
+    def _train_here(self, trainset: Any, sampler: Any) -> float:
+        if trainset is None and sampler is not None:
+            raise ConfigError("sampler: it chooses samples of a trainset; call train(trainset, sampler)")
+        started = time.perf_counter()
+        if trainset is not None:
+            fit_anew(self, trainset, sampler)
+        else:
+            self._saves_by_default = True
+            self.fit()
+        return time.perf_counter() - started
+
+    def _train_elsewhere(self, trainset: Any, sampler: Any) -> float:
+        seconds, _ = train_in_process(self, trainset, sampler)
+        return seconds
+
+
+SingleProcess = Trainer
