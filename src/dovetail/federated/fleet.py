@@ -96,6 +96,8 @@ class FleetTrainer(TrainerDecorator):
 
     _sample_losses: Callable[[Any, Any], Tensor]
     _terms: list[PenalizedLossStrategy]
+    # The label of samples that do not count, if the loss has one.
+    _ignored: int | None
 
     def __init__(self, trainer: SingleProcessTrainer, members: Sequence[Member]) -> None:
         self._core = trainer
@@ -154,6 +156,8 @@ class FleetTrainer(TrainerDecorator):
         criterion = loss.criterion(self.context) if self._terms else core.get_loss_criterion()
         self._sample_losses = vmap(vmap(lambda out, target: criterion(out.unsqueeze(0), target.unsqueeze(0))))
         core.criterion = self._losses
+        samples = _loss_of_samples(core)
+        self._ignored = -100 if samples is F.cross_entropy else getattr(samples, "ignore_index", None)
 
     def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of one pass for each phase.
@@ -235,7 +239,23 @@ class FleetTrainer(TrainerDecorator):
             value = term.penalized(value, self.context)
         return value
 
+    def _check_phase(self) -> None:
+        """Raise if a phase continues with what members have in common, and they have made unequal numbers of steps.
+
+        A schedule and the optimizer's state have then counted the steps of the member with the most batches.
+        """
+        context = self.context
+        if context.progress.updates == 0 or len(set(map(len, self._member_loaders))) == 1:
+            return
+        if any(bound.count for bound in context.schedulers):
+            raise ConfigError("a schedule continues in a second phase, which comes at another step for each client")
+        (optimizer,) = context.optimizers
+        trained = [it for group in optimizer.param_groups for it in group["params"] if it.requires_grad]
+        if any(optimizer.state.get(it) for it in trained):
+            raise ConfigError("the optimizer's state continues in a second phase, and clients differ in their steps")
+
     def _steps(self) -> Iterator[_Step]:
+        self._check_phase()
         epochs = self._phase.epochs
         first = sum(phase.epochs for phase in self._phases[: self.context.progress.epoch])
         streams = [_stream(loader, first, epochs) for loader in self._member_loaders]
@@ -244,6 +264,8 @@ class FleetTrainer(TrainerDecorator):
         for number, pairs in enumerate(zip_longest(*streams)):
             counts = torch.tensor([0 if pair is None else len(pair[1]) for pair in pairs])
             inputs, targets = zip(*(pair or (nothing[0][:0], nothing[1][:0]) for pair in pairs), strict=True)
+            if self._ignored is not None and bool((torch.cat(targets) == self._ignored).any()):
+                raise ConfigError(f"samples with the label {self._ignored} do not count in the mean of a batch")
             yield _Step(
                 pad_sequence(list(inputs), batch_first=True),
                 pad_sequence(list(targets), batch_first=True),
@@ -405,6 +427,8 @@ def _in_optimizer(trainer: SingleProcessTrainer) -> Iterator[str]:
     for bound in context.schedulers:
         if bound.interval != "update":
             yield f"a schedule moves at every {bound.interval}, which comes at another step for everyone"
+        if bound.takes_metric:
+            yield f"{type(bound.scheduler).__name__} follows a metric, which each client has for itself"
 
 
 def _loss_of_samples(trainer: SingleProcessTrainer) -> Any:
