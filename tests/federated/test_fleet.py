@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from dovetail.callbacks import Callback
+from dovetail.errors import ConfigError
 from dovetail.federated.fleet import FleetTrainer, Member, stacked, why_alone
 from dovetail.trainers.composable import ComposableTrainer
+from dovetail.trainers.context import Phase
 from dovetail.trainers.decorators import AMPTrainer
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
@@ -20,6 +22,8 @@ from dovetail.trainers.strategies import (
     DefaultOptimizerStrategy,
     GradientAccumulationStepStrategy,
     LinearLRSchedulerStrategy,
+    ModelUpdateStrategy,
+    ReduceLROnPlateauSchedulerStrategy,
     SGDOptimizerStrategy,
     ShuffleDataLoaderStrategy,
     StateTrackingUpdateStrategy,
@@ -125,6 +129,58 @@ def test_a_member_that_is_not_finite_is_alone_with_it() -> None:
         assert torch.equal(sick.state_of(position)["weight"], healthy.state_of(position)["weight"])
 
 
+class TwoPhases(ModelUpdateStrategy):
+    vectorizes = True
+
+    def phases(self, epochs: int, context: Any) -> Sequence[Phase]:
+        return Phase(epochs), Phase(epochs, "again")
+
+
+BY_UPDATES = LinearLRSchedulerStrategy(total_iters=10, interval="update")
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "reason"),
+    [
+        ({"optimizer_strategy": SGDOptimizerStrategy(lr=0.1)}, (25, 7), None),
+        ({"optimizer_strategy": OPTIMIZERS["sgd"]}, (25, 25), None),
+        ({"optimizer_strategy": OPTIMIZERS["sgd"]}, (25, 7), "the optimizer's state continues in a second phase"),
+        ({"optimizer_strategy": OPTIMIZERS["adam"]}, (25, 7), "the optimizer's state continues in a second phase"),
+        ({"lr_scheduler_strategy": BY_UPDATES}, (25, 25), None),
+        ({"lr_scheduler_strategy": BY_UPDATES}, (25, 7), "a schedule continues in a second phase"),
+    ],
+)
+def test_phases_continue_only_what_members_have_counted_alike(
+    options: dict[str, Any], sizes: tuple[int, ...], reason: str | None
+) -> None:
+    model = nn.Linear(6, 3)
+    data = [(torch.randn(size, 6), torch.randint(0, 3, (size,))) for size in sizes]
+    options = {"model_update_strategy": TwoPhases(), **options}
+    members = [Member(model.state_dict(), own, 0) for own in data]
+    fleet = FleetTrainer(trainer_of(copy.deepcopy(model), **options), members)
+    if reason is not None:
+        with pytest.raises(ConfigError, match=reason):
+            fleet.train_together()
+        return
+    fleet.train_together()
+    for position, own in enumerate(data):
+        alone = trainer_of(copy.deepcopy(model), **options)
+        alone.context.state["order_seed"] = 0
+        alone.fit(own)
+        torch.testing.assert_close(fleet.state_of(position), alone.model.state_dict(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [None, nn.functional.cross_entropy, CrossEntropyLossStrategy(ignore_index=2)])
+def test_labels_that_the_loss_ignores_are_an_error(loss: Any) -> None:
+    model = nn.Linear(6, 3)
+    labels = torch.ones(16, dtype=torch.long)
+    labels[9] = 2 if isinstance(loss, CrossEntropyLossStrategy) else -100
+    options = {} if loss is None else {"loss_strategy": loss}
+    members = [Member(model.state_dict(), (torch.randn(16, 6), labels), 0)]
+    with pytest.raises(ConfigError, match=f"samples with the label {int(labels[9])} do not count"):
+        FleetTrainer(trainer_of(model, **options), members).train_together()
+
+
 def test_the_names_of_a_stacked_model_are_those_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
     many = stacked(model, [model.state_dict()] * 4)
@@ -172,6 +228,11 @@ class Watching(Callback):
             nn.Linear(2, 2),
             {"lr_scheduler_strategy": StepLRSchedulerStrategy()},
             "a schedule moves at every epoch, which comes at another step for everyone",
+        ),
+        (
+            nn.Linear(2, 2),
+            {"lr_scheduler_strategy": ReduceLROnPlateauSchedulerStrategy(interval="update")},
+            "ReduceLROnPlateau follows a metric, which each client has for itself",
         ),
     ],
 )

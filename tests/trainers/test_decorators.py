@@ -333,7 +333,7 @@ def test_every_layer_is_a_trainer(problem: Problem) -> None:
         layer = kind(trainer=inner)
         assert isinstance(layer, Trainer)
         assert not isinstance(layer, Own)
-        assert layer.core is inner is inner._innermost
+        assert layer.core is inner is inner.core
         # All that the class has is there, and is the inner trainer's.
         layer.options.momentum = 0.5
         assert (inner.options.momentum, layer.current_epoch, layer.weight_buffer) == (0.5, 1, None)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dovetail.compat.options import with_options
 from dovetail.errors import ConfigError
 from dovetail.history import History
@@ -103,11 +101,6 @@ class Trainer(main.Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         reject_option_names(cls)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self.context.device
 
     @property
     def cur_epoch(self) -> int:

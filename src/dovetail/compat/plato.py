@@ -139,11 +139,6 @@ class Trainer(main.Trainer):
         return self.context.client_id
 
     @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self.context.device
-
-    @property
     def train_loader(self) -> Any:
         """The training batches."""
         return self._loader("train")

@@ -8,9 +8,9 @@ their state, need not know.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -39,6 +39,7 @@ from dovetail.trainers.strategies import (
 )
 from dovetail.trainers.strategies.adapters import CallableLossStrategy
 from dovetail.trainers.strategies.nesting import Nesting
+from dovetail.trainers.whole_step.rules import clip_factor
 from dovetail.units import Epochs, TrainUnit
 
 __all__ = ["FleetTrainer", "Member", "stacked", "why_alone"]
@@ -46,7 +47,10 @@ __all__ = ["FleetTrainer", "Member", "stacked", "why_alone"]
 _ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop)
 # Losses that are means over samples, whatever else is in the batch.
 _MEAN_FUNCTIONS = (F.cross_entropy, F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits)
-_MEANS = (nn.CrossEntropyLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.BCELoss)
+_MEANS = (
+    *(nn.CrossEntropyLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.BCELoss),
+    CrossEntropyLossStrategy,
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,11 @@ class FleetTrainer(TrainerDecorator):
         ([6, 4], torch.Size([2, 4]))
     """
 
+    _sample_losses: Callable[[Any, Any], Tensor]
+    _terms: list[PenalizedLossStrategy]
+    # The label of samples that do not count, if the loss has one.
+    _ignored: int | None
+
     def __init__(self, trainer: SingleProcessTrainer, members: Sequence[Member]) -> None:
         self._core = trainer
         self._one = trainer.model
@@ -98,7 +107,7 @@ class FleetTrainer(TrainerDecorator):
         self._phases = trainer.strategies.phases(int(context.config["epochs"]), context)
         epochs = sum(phase.epochs for phase in self._phases if not phase.is_detached)
         self.num_updates = [len(loader) * epochs for loader in self._member_loaders]
-        self._idle = torch.empty(0, dtype=torch.long)
+        self._step: _Step | None = None
         self._sums: Tensor | None = None
         self._counted: Tensor | None = None
         super().__init__(trainer)
@@ -139,6 +148,17 @@ class FleetTrainer(TrainerDecorator):
 
     # ------------------------------------------------------------------ verbs
 
+    def setup(self) -> None:
+        """Put the losses of the members in the place of the loss of one model."""
+        super().setup()
+        core = self._core
+        loss, self._terms = _without_terms(core.strategies.loss)
+        criterion = loss.criterion(self.context) if self._terms else core.get_loss_criterion()
+        self._sample_losses = vmap(vmap(lambda out, target: criterion(out.unsqueeze(0), target.unsqueeze(0))))
+        core.criterion = self._losses
+        samples = _loss_of_samples(core)
+        self._ignored = -100 if samples is F.cross_entropy else getattr(samples, "ignore_index", None)
+
     def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of one pass for each phase.
 
@@ -162,23 +182,14 @@ class FleetTrainer(TrainerDecorator):
         """Return how many samples all members have in a step."""
         return int(batch.counts.sum()) if isinstance(batch, _Step) else super()._batch_length(batch)
 
-    def to_device(self, batch: Any) -> Any:
-        """Move a step of the fleet."""
-        if not isinstance(batch, _Step):
-            return super().to_device(batch)
-        move = super().to_device
-        return _Step(move(batch.inputs), move(batch.targets), move(batch.counts), move(batch.is_last_epoch), batch.idle)
-
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the sum of the members' losses: the gradient of each is that of its own loss."""
-        context, strategy = self.context, self._core.strategies.training_step
-        assert context.model is not None
-        self._idle, context.run.num_items = batch.idle, batch.counts
+        context = self.context
+        self._step, context.run.num_items = batch, batch.counts
         context.client.working = (batch.counts > 0).double()
-        criterion = partial(self._losses, batch.counts)
-        context.state["current_batch"] = context.progress.batch
-        optimizer = context.optimizers[0]
-        losses = strategy.training_step(context.model, optimizer, batch.inputs, batch.targets, criterion, context)
+        losses = super().train_step((batch.inputs, batch.targets))["loss"]
+        # Otherwise the loop would check the default loss by the targets of one model.
+        context.run.batch.uses_criterion = False
         self._note(losses.detach(), batch)
         return {"loss": losses.sum()}
 
@@ -189,17 +200,17 @@ class FleetTrainer(TrainerDecorator):
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Clip the gradients of every member for itself."""
         limit = self._core.options.gradient_clip
-        if not limit:
-            return
         gradients = [it.grad for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(it.flatten(1), dim=1) for it in gradients])
-        scale = (limit / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
+        if limit and gradients:
+            norms = [torch.linalg.vector_norm(it.reshape(len(it), -1), dim=1) for it in gradients]
+            factor = clip_factor(norms, limit)
+            for gradient in gradients:
+                gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step for all, and put back who is done: momentum and decay would move them on."""
-        idle = self._idle
+        assert self._step is not None
+        idle = self._step.idle
         if not len(idle):
             return super().optimizer_step(optimizer)
         parameters = [it for group in optimizer.param_groups for it in group["params"]]
@@ -217,38 +228,44 @@ class FleetTrainer(TrainerDecorator):
         """The running phase, with its epochs."""
         return self._phases[min(self.context.progress.epoch, len(self._phases) - 1)]
 
-    def _losses(self, counts: Tensor, outputs: Any, targets: Any) -> Tensor:
-        """The loss of each member: the mean over the samples that it really has, and what depends on its weights."""
-        loss: Any = self._core.strategies.loss
-        terms = []
-        while isinstance(loss, PenalizedLossStrategy):
-            terms.append(loss)
-            loss = loss.inner
-        criterion = self._criterion_of(loss)
-        each = vmap(vmap(lambda out, target: criterion(out.unsqueeze(0), target.unsqueeze(0))))
-        losses = each(outputs, targets)
+    def _losses(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss of each member: the mean over its samples without padding, and the terms of its weights."""
+        assert self._step is not None
+        counts, losses = self._step.counts, self._sample_losses(outputs, targets)
         is_real = torch.arange(losses.shape[1], device=losses.device) < counts.unsqueeze(1)
         # Not a product: what a padded sample gives may be infinite.
         value: Tensor = torch.where(is_real, losses, 0.0).sum(dim=1) / counts.clamp(min=1)
-        for term in reversed(terms):
+        for term in reversed(self._terms):
             value = term.penalized(value, self.context)
         return value
 
-    def _criterion_of(self, loss: LossCriterionStrategy) -> Any:
-        if loss is self._core.strategies.loss:
-            return self._core.criterion
-        return loss.criterion(self.context)
+    def _check_phase(self) -> None:
+        """Raise if a phase continues with what members have in common, and they have made unequal numbers of steps.
+
+        A schedule and the optimizer's state have then counted the steps of the member with the most batches.
+        """
+        context = self.context
+        if context.progress.updates == 0 or len(set(map(len, self._member_loaders))) == 1:
+            return
+        if any(bound.count for bound in context.schedulers):
+            raise ConfigError("a schedule continues in a second phase, which comes at another step for each client")
+        (optimizer,) = context.optimizers
+        trained = [it for group in optimizer.param_groups for it in group["params"] if it.requires_grad]
+        if any(optimizer.state.get(it) for it in trained):
+            raise ConfigError("the optimizer's state continues in a second phase, and clients differ in their steps")
 
     def _steps(self) -> Iterator[_Step]:
-        before = self._phases[: min(self.context.progress.epoch, len(self._phases) - 1)]
-        first, epochs = sum(phase.epochs for phase in before), self._phase.epochs
+        self._check_phase()
+        epochs = self._phase.epochs
+        first = sum(phase.epochs for phase in self._phases[: self.context.progress.epoch])
         streams = [_stream(loader, first, epochs) for loader in self._member_loaders]
         last = [len(loader) * (epochs - 1) for loader in self._member_loaders]
         nothing = split_batch(next(iter(self._member_loaders[0])))
-        for number in range(max(map(len, self._member_loaders)) * epochs):
-            pairs = [next(stream, None) for stream in streams]
+        for number, pairs in enumerate(zip_longest(*streams)):
             counts = torch.tensor([0 if pair is None else len(pair[1]) for pair in pairs])
             inputs, targets = zip(*(pair or (nothing[0][:0], nothing[1][:0]) for pair in pairs), strict=True)
+            if self._ignored is not None and bool((torch.cat(targets) == self._ignored).any()):
+                raise ConfigError(f"samples with the label {self._ignored} do not count in the mean of a batch")
             yield _Step(
                 pad_sequence(list(inputs), batch_first=True),
                 pad_sequence(list(targets), batch_first=True),
@@ -329,97 +346,108 @@ def why_alone(trainer: Trainer) -> str | None:
         >>> why_alone(ComposableTrainer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), verbose=False))
         'Dropout draws random numbers'
     """
-    if trainer._innermost is not trainer or not isinstance(trainer, SingleProcessTrainer):
-        return f"{type(trainer).__name__} is a layer around the trainer"
+    return next(_obstacles(trainer), None)
+
+
+def _obstacles(trainer: Trainer) -> Iterator[str]:
+    if trainer.core is not trainer or not isinstance(trainer, SingleProcessTrainer):
+        yield f"{type(trainer).__name__} is a layer around the trainer"
+        return
     if not trainer._steps_by_default:
-        return f"{type(trainer).__name__} has its own train_step"
-    return _module_alone(trainer.model) or _pieces_alone(trainer) or _loss_alone(trainer) or _optimizer_alone(trainer)
+        yield f"{type(trainer).__name__} has its own train_step"
+    yield from _in_modules(trainer.model)
+    yield from _in_pieces(trainer)
+    yield from _in_loss(trainer)
+    yield from _in_optimizer(trainer)
 
 
-def _module_alone(model: nn.Module) -> str | None:
+def _in_modules(model: nn.Module) -> Iterator[str]:
     for module in model.modules():
         name = type(module).__name__
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"{name} draws random numbers"
+            yield f"{name} draws random numbers"
         if isinstance(module, nn.modules.batchnorm._NormBase) and (
             module.track_running_stats or not isinstance(module, nn.modules.instancenorm._InstanceNorm)
         ):
-            return f"{name} looks at the whole batch, and batches are padded"
+            yield f"{name} looks at the whole batch, and batches are padded"
         if isinstance(module, nn.RNNBase):
-            return f"{name} cannot be mapped over rows"
-    return None
+            yield f"{name} cannot be mapped over rows"
 
 
-def _pieces_alone(trainer: SingleProcessTrainer) -> str | None:
-    strategies, context, options = trainer.strategies, trainer.context, trainer.options
+def _in_pieces(trainer: SingleProcessTrainer) -> Iterator[str]:
+    context, options = trainer.context, trainer.options
     if options.accumulation_steps > 1:
-        return "several batches share one update"
+        yield "several batches share one update"
     if context.precision is not None:
-        return "it trains in mixed precision"
+        yield "it trains in mixed precision"
     if options.memory_format is not None:
-        return "it has a memory format"
-    for strategy in strategies:
-        if reason := _strategy_alone(strategy):
-            return reason
-    own = trainer._strategy_hooks
-    for hooks in (context.callbacks.on_step_start, context.callbacks.on_step_end, context.callbacks.on_gradients):
-        for hook in hooks:
-            owner = getattr(hook, "__self__", hook)
-            if owner is not own:
-                return f"{type(owner).__name__} wants to see every step"
-    return None
+        yield "it has a memory format"
+    for strategy in trainer.strategies:
+        yield from _in_strategy(strategy)
+    callbacks = context.callbacks
+    for hook in (*callbacks.on_step_start, *callbacks.on_step_end, *callbacks.on_gradients):
+        owner = getattr(hook, "__self__", hook)
+        if owner is not trainer._strategy_hooks:
+            yield f"{type(owner).__name__} wants to see every step"
 
 
-def _strategy_alone(strategy: Strategy) -> str | None:
-    """What a strategy does that is not known to serve a fleet."""
-    if isinstance(strategy, Nesting):
-        reasons = (_strategy_alone(part) for part in strategy.parts)
-        if reason := next((it for it in reasons if it), None):
-            return reason
-    if strategy.vectorizes or isinstance(strategy, CompositeUpdateStrategy):
-        return None
+def _in_strategy(strategy: Strategy) -> Iterator[str]:
+    for part in strategy.parts if isinstance(strategy, Nesting) else ():
+        yield from _in_strategy(part)
     name = type(strategy).__name__
+    if strategy.vectorizes or isinstance(strategy, CompositeUpdateStrategy):
+        return
     if isinstance(strategy, TrainingStepStrategy):
-        return f"{name} has its own step"
-    if isinstance(strategy, ModelUpdateStrategy):
-        return f"{name} looks at one model"
-    if type(strategy).on_gradients is not Strategy.on_gradients:
-        return f"{name} wants to see every step"
-    return None
+        yield f"{name} has its own step"
+    elif isinstance(strategy, ModelUpdateStrategy):
+        yield f"{name} looks at one model"
+    elif type(strategy).on_gradients is not Strategy.on_gradients:
+        yield f"{name} wants to see every step"
 
 
-def _loss_alone(trainer: SingleProcessTrainer) -> str | None:
-    strategy = trainer.strategies.loss
-    while isinstance(strategy, PenalizedLossStrategy):
-        strategy = strategy.inner
-    if type(strategy) is CrossEntropyLossStrategy:
-        is_mean = strategy.reduction == "mean" and strategy.weight is None
-        return None if is_mean else "the loss is no plain mean over samples"
+def _in_loss(trainer: SingleProcessTrainer) -> Iterator[str]:
+    criterion = _loss_of_samples(trainer)
+    if isinstance(criterion, LossCriterionStrategy) and type(criterion) is not CrossEntropyLossStrategy:
+        yield f"{type(criterion).__name__} may look at more than one sample"
+    if criterion in _MEAN_FUNCTIONS:
+        return
+    if not isinstance(criterion, _MEANS):
+        yield f"the loss {getattr(criterion, '__name__', type(criterion).__name__)} may be no mean over samples"
+    # The mean of a weighted loss is one over the weights of a batch.
+    elif criterion.reduction != "mean" or getattr(criterion, "weight", None) is not None:
+        yield "the loss is no plain mean over samples"
+
+
+def _in_optimizer(trainer: SingleProcessTrainer) -> Iterator[str]:
+    optimizer, context = trainer.optimizer, trainer.context
+    if len(context.optimizers) != 1:
+        yield f"there are {len(context.optimizers)} optimizers"
+    if type(optimizer) not in _ELEMENTWISE:
+        yield f"{type(optimizer).__name__} may look at whole tensors"
+    for bound in context.schedulers:
+        if bound.interval != "update":
+            yield f"a schedule moves at every {bound.interval}, which comes at another step for everyone"
+        if bound.takes_metric:
+            yield f"{type(bound.scheduler).__name__} follows a metric, which each client has for itself"
+
+
+def _loss_of_samples(trainer: SingleProcessTrainer) -> Any:
+    """Return what computes the loss of samples: a function, a module, or a strategy that is neither."""
+    strategy, _ = _without_terms(trainer.strategies.loss)
     if type(strategy) not in (DefaultLossCriterionStrategy, CallableLossStrategy):
-        return f"{type(strategy).__name__} may look at more than one sample"
+        return strategy
     config = trainer.context.config
     arguments = config.get("parameters", {}).get("loss_criterion", {})
-    named = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))
-    criterion = cast(DefaultLossCriterionStrategy, strategy).loss_fn or named(**arguments)
-    if criterion in _MEAN_FUNCTIONS:
-        return None
-    if not isinstance(criterion, _MEANS):
-        return f"the loss {getattr(criterion, '__name__', type(criterion).__name__)} may be no mean over samples"
-    # The mean of a weighted loss is one over the weights of a batch.
-    is_mean = criterion.reduction == "mean" and getattr(criterion, "weight", None) is None
-    return None if is_mean else "the loss is no plain mean over samples"
+    return strategy.loss_fn or losses.get(config.get("loss_criterion", "CrossEntropyLoss"))(**arguments)
 
 
-def _optimizer_alone(trainer: SingleProcessTrainer) -> str | None:
-    optimizer = trainer.optimizer
-    if len(trainer.context.optimizers) != 1:
-        return f"there are {len(trainer.context.optimizers)} optimizers"
-    if type(optimizer) not in _ELEMENTWISE:
-        return f"{type(optimizer).__name__} may look at whole tensors"
-    for bound in trainer.context.schedulers:
-        if bound.interval != "update":
-            return f"a schedule moves at every {bound.interval}, which comes at another step for everyone"
-    return None
+def _without_terms(loss: Any) -> tuple[Any, list[PenalizedLossStrategy]]:
+    """Return the loss of samples, and the terms of the weights around it, outermost first."""
+    terms = []
+    while isinstance(loss, PenalizedLossStrategy):
+        terms.append(loss)
+        loss = loss.inner
+    return loss, terms
 
 
 def _loader(trainer: SingleProcessTrainer, member: Member) -> DataLoader[Any]:

@@ -43,7 +43,7 @@ class Trainer(ABC):
     _has_defaults: ClassVar[bool] = True
 
     @property
-    def _innermost(self) -> Trainer:
+    def core(self) -> Trainer:
         """The innermost trainer: this one, unless it decorates another."""
         return self
 

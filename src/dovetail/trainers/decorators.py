@@ -100,9 +100,7 @@ class TrainerDecorator(Trainer):
     @property
     def core(self) -> Trainer:
         """The innermost trainer, which decorates no other."""
-        return cast(Trainer, self.trainer._innermost)
-
-    _innermost = core
+        return cast(Trainer, self.trainer.core)
 
     def _customized_by(self, name: str) -> tuple[type[Any], ...]:
         """Return the classes of all layers that define a verb or seam, the outermost first."""

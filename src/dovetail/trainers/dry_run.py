@@ -178,7 +178,7 @@ def _shorten_validation(trainer: Trainer) -> bool:
 
 
 def _is_verbose(trainer: Trainer) -> bool:
-    options = vars(trainer._innermost).get("options")
+    options = vars(trainer.core).get("options")
     return not isinstance(options, TrainerOptions) or options.verbose
 
 

@@ -180,7 +180,7 @@ def explain(trainer: Trainer) -> Explanation:
 def _work_on_copies(trainer: Trainer) -> None:
     """Give a trainer, for as long as `kept` holds it, optimizers, schedulers and counters that it may spoil."""
     context = trainer.context
-    core, strategies = trainer._innermost, strategies_of(trainer)
+    core, strategies = trainer.core, strategies_of(trainer)
     # Weights and moments are large and never written here, so they are shared.
     shared: list[Any] = [context, *layers(trainer)]
     if context.model is not None:
@@ -320,7 +320,7 @@ def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
 
 def _batch_size(trainer: Trainer) -> int | None:
     """The samples of a full training batch, if that can be told without reading any."""
-    core = cast("SingleProcessTrainer", trainer._innermost)
+    core = cast("SingleProcessTrainer", trainer.core)
     loader = core._loader("train")
     if isinstance(loader, (list, tuple)) and loader:
         return trainer._batch_length(loader[0])
@@ -369,7 +369,7 @@ def _shown_layers(trainer: Trainer) -> list[str]:
 
 def _classes(layer: Trainer) -> list[type[Any]]:
     """The classes that a user mounted, wrote or named, the outermost first."""
-    line, is_decorator = type(layer).__mro__, layer._innermost is not layer
+    line, is_decorator = type(layer).__mro__, layer.core is not layer
     names = [cls.__name__ for cls in line]
     return [
         cls
@@ -414,7 +414,7 @@ def _is_ours(trainer: Trainer, verb: str) -> bool:
 
 
 def _answers(trainer: Trainer) -> list[str]:
-    core, strategies = trainer._innermost, strategies_of(trainer)
+    core, strategies = trainer.core, strategies_of(trainer)
     verbs = [name for name in vars(Trainer) if name in Trainer.__abstractmethods__]
     lines = []
     for name in [*verbs, *(seam for seam in _SEAMS if seam not in verbs)]:

@@ -106,9 +106,6 @@ ATTRIBUTES: Mapping[str, str] = {
         for library, names in _COMPAT.items()
         for name in names.split()
     },
-    "callbacks": "write trainer.context.callbacks",
-    "device": "write trainer.context.device",
-    "core": "a layer has it; this trainer decorates no other",
     "register": "write trainer.context.run.register(name, object)",
     "set_option": "write trainer.options.name = value",
     "batch_length": "write dovetail.data.batch_length(batch), or override _batch_length",

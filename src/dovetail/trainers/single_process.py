@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dovetail.callbacks.base import Callbacks
 from dovetail.data import (
     as_loader,
     split_batch,
 )
 from dovetail.data.sources import holds_samples
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
+from dovetail.history import History
 from dovetail.trainers import base, loop
 from dovetail.trainers.attributes import (
     CALLBACK_OPTIONS,
@@ -155,7 +157,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._renew_callbacks(*CALLBACK_OPTIONS)
 
     @property
-    def _innermost(self) -> SingleProcessTrainer:
+    def core(self) -> SingleProcessTrainer:
         """The innermost trainer: this one, unless it decorates another."""
         return self
 
@@ -385,7 +387,17 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         return next(iter(self.context.optimizers), None)
 
     @property
-    def history(self) -> Any:
+    def device(self) -> torch.device:
+        """The device of the model and of the batches that steps receive."""
+        return self.context.device
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """The callbacks, in the order in which they are called."""
+        return self.context.callbacks
+
+    @property
+    def history(self) -> History:
         """The record of all runs of this trainer."""
         return self.context.history
 
@@ -477,7 +489,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def _is_default(self, name: str) -> bool:
         """Whether no subclass or add-on replaces a verb or seam of this trainer; its layers do not count."""
-        return not self._innermost._customized_by(name)
+        return not self.core._customized_by(name)
 
     def _given_model(self) -> nn.Module:
         if self.context.model is None:
@@ -489,7 +501,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if is_plain(strategy):
             return
         # A method that passes the call on, as a capability does, ends at the strategy.
-        own = [vars(kind)["train_step"] for kind in self._innermost._customized_by("train_step")[:1]]
+        own = [vars(kind)["train_step"] for kind in self.core._customized_by("train_step")[:1]]
         if self._train_step is not None or any("super" not in step.__code__.co_names for step in own):
             raise ConfigError(
                 f"train_step: {strategy!r} decides this; give one or the other, or a layer such as AMPTrainer"
@@ -519,7 +531,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
 
     def _follow_strategies(self) -> None:
-        self._closing = weakref.finalize(self._innermost, self.strategies.teardown, self.context)
+        self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
         # The optimizer of a step is None if a subclass builds none.
         self._step_strategy: Any = self.strategies.training_step

@@ -36,7 +36,7 @@ def layers(trainer: Trainer) -> list[Trainer]:
 
 def strategies_of(trainer: Trainer) -> Strategies | tuple[Strategy, ...]:
     """Return the strategies of the innermost layer; an empty tuple for a trainer of another kind."""
-    found = vars(trainer._innermost).get("strategies")
+    found = vars(trainer.core).get("strategies")
     return found if isinstance(found, Strategies) else ()
 
 
@@ -63,7 +63,7 @@ def kept(trainer: Trainer) -> Iterator[None]:
     context, randomness = trainer.context, rng_state()
     parts: list[Any] = [context, context.run, context.process, *attached_objects(context).values()]
     slots = [_held({name: getattr(part, name) for name in part.__slots__}) for part in parts]
-    own = [it for name in ("_data", "options") if (it := vars(trainer._innermost).get(name)) is not None]
+    own = [it for name in ("_data", "options") if (it := vars(trainer.core).get(name)) is not None]
     owners = [*layers(trainer), *with_parts(strategies_of(trainer)), *own]
     attributes = [(owner, _held(vars(owner))) for owner in owners]
     try:
@@ -92,7 +92,7 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
     context, model, randomness = trainer.context, trainer.context.model, rng_state()
     assert model is not None
     # Made now if they are not there yet, so that there is something to put back.
-    _ = getattr(trainer._innermost, "optimizer", None)
+    _ = getattr(trainer.core, "optimizer", None)
     set_rng_state(randomness)
     with kept(trainer):
         context.run.data.update({stage: source for stage, source in data.items() if source is not None})
@@ -151,7 +151,7 @@ def _released(held: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
 
 def _random_sources(trainer: Trainer, stage: Stage) -> Iterator[tuple[Any, Any]]:
     """The generators that the order of a stage's data is drawn from, its sampler and its loader, with their states."""
-    core = cast("SingleProcessTrainer", trainer._innermost)
+    core = cast("SingleProcessTrainer", trainer.core)
     if trainer.context.run.data.get(stage) is None:
         return
     loader = core._loader(stage)

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from dovetail.algorithms import FedRep
 from dovetail.clients import simple
 from dovetail.data.models import cnn, logistic, mlp
 from dovetail.federated.config import ClientsConfig
@@ -22,7 +23,7 @@ from dovetail.federated.servers.display import RoundDisplay
 from dovetail.federated.servers.results import WriteResults, rows_of
 from dovetail.servers import fedavg
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
+from dovetail.trainers.strategies import LinearLRSchedulerStrategy, SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 
 SHAPES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "logistic": (lambda: logistic(6, 3), (6,)),
@@ -120,6 +121,26 @@ def test_a_module_that_fails_together_works_alone(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(
         together.weights["linear.weight"], trained("sequential", "odd", torch.float32, 1).weights["linear.weight"]
     )
+
+
+def test_a_schedule_that_continues_in_a_second_phase_is_that_of_each_client() -> None:
+    def weights(backend: str) -> Any:
+        trainer = ComposableTrainer(
+            lr_scheduler_strategy=LinearLRSchedulerStrategy(total_iters=20, interval="update"),
+            num_epochs=2,
+            batch_size=4,
+            verbose=False,
+        )
+        data = population((6,), torch.float64)
+        server = fedavg.Server(
+            lambda: SHAPES["mlp"][0]().double(), data, FedRep(), trainer=trainer, backend=backend, rounds=1, per_round=5
+        )
+        server.run(simple.Client(trainer=trainer))
+        return dict(server.weights)
+
+    with pytest.warns(UserWarning, match="clients train one after the other: .*a schedule continues in a second phase"):
+        together = weights("vectorized")
+    torch.testing.assert_close(together, weights("sequential"), rtol=0, atol=0)
 
 
 def test_a_client_that_crashes_is_named_and_the_rest_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,6 @@ class Trainer(BestWeights, main.Trainer):
         gradient_clip: float
 
     @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self.context.device
-
-    @property
     def mode(self) -> str:
         """`"train"`, or `"test"` if `run` only evaluates."""
         return self._mode

@@ -173,8 +173,7 @@ class APFLStepStrategy(NestingStepStrategy):
         self._twins = [twin_of(optimizer, twins) for optimizer in context.optimizers]
         for twin, state in zip(self._twins, states, strict=False):
             twin.load_state_dict(state)
-        # With a dimension more, so that a fleet can clip every member's for itself.
-        self._alpha = kept["alpha"].detach().unsqueeze(-1).requires_grad_()
+        self._alpha = kept["alpha"].detach().requires_grad_()
         self._alpha_optimizer = SGD([self._alpha])
         self._run_id, self._loaded = context.run.id, None
 
@@ -242,7 +241,7 @@ class APFLStepStrategy(NestingStepStrategy):
         return [*self._twins, self._alpha_optimizer]
 
     def _mixture(self, model: nn.Module, context: TrainingContext) -> nn.Module:
-        alpha = (self._alpha if self._adapts(context) else self._alpha.detach()).squeeze(-1)
+        alpha = self._alpha if self._adapts(context) else self._alpha.detach()
         buffers = {name: it for name, it in context.client.state[_KEY]["v"].items() if name not in self._own}
         if self.mix == "outputs":
             return _OutputMixture(model, {**self._own, **buffers}, alpha, context)

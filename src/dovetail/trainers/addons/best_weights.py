@@ -66,7 +66,7 @@ class TrainerPart(Callback):
 
     def __init__(self, trainer: Any) -> None:
         # Held weakly: the trainer holds its context, which holds this.
-        self._reference = weakref.ref(trainer._innermost)
+        self._reference = weakref.ref(trainer.core)
 
     @property
     def _trainer(self) -> Any:

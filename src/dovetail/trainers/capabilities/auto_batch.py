@@ -449,7 +449,7 @@ def _free(device: torch.device) -> None:
 @contextmanager
 def _trying(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
     """Let the trainer train with batches of a size, from the start of an epoch, and put everything back."""
-    context, core = trainer.context, trainer._innermost
+    context, core = trainer.context, trainer.core
     with untouched(trainer, train=data):
         for layer in layers(trainer):
             if isinstance(layer, AutoBatch):

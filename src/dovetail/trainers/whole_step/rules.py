@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-__all__ = ["RULES", "Rule", "clipped", "state_of"]
+__all__ = ["RULES", "Rule", "clip_factor", "clipped", "state_of"]
 
 Group = Mapping[str, Any]
 
@@ -125,6 +125,16 @@ def clipped(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> dict[n
     """Return gradients as `clip_grad_norm_` leaves them."""
     if not gradients:
         return {}
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(it) for it in gradients.values()]))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor([torch.linalg.vector_norm(it) for it in gradients.values()], max_norm)
     return {parameter: gradient * factor for parameter, gradient in gradients.items()}
+
+
+def clip_factor(norms: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Return the factor by which `clip_grad_norm_` scales gradients.
+
+    Args:
+        norms: The norm of each gradient; for several models at once, one norm per model in each tensor.
+        max_norm: The largest norm of all gradients of a model together.
+    """
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([*norms]), dim=0)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
