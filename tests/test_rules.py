@@ -141,7 +141,8 @@ class Classes:
         self.bases: dict[str, set[str]] = {}
         self.methods: dict[str, dict[str, Function]] = {}
         for each in found:
-            self.bases.setdefault(each.name, set()).update(map(last_name, each.bases))
+            bases = [base.value if isinstance(base, ast.Subscript) else base for base in each.bases]
+            self.bases.setdefault(each.name, set()).update(map(last_name, bases))
             own = {node.name: node for node in each.body if isinstance(node, Function)}
             self.methods.setdefault(each.name, {}).update(own)
 
@@ -302,6 +303,46 @@ def test_a_second_training_loop_is_found(code: str, found: bool) -> None:
 )
 def test_a_step_past_the_trainer_is_found(code: str, found: bool) -> None:
     assert bool(direct_calls([ast.parse(f"class Mine:\n    def compute(self):\n        {code}")])) is found
+
+
+# ------------------------------------------------------------------ docstrings of methods
+
+
+def undocumented_methods(trees: Iterable[ast.Module]) -> set[str]:
+    """Return `Class.method` for public methods that have no docstring and inherit none."""
+    classes = Classes(trees)
+    return {
+        f"{owner}.{name}"
+        for owner, methods in classes.methods.items()
+        for name in methods
+        if not owner.startswith("_") and not name.startswith("_") and not _is_documented(classes, owner, name)
+    }
+
+
+def _is_documented(classes: Classes, owner: str, name: str) -> bool:
+    methods = [classes.methods.get(each, {}).get(name) for each in classes.ancestors(owner)]
+    return any(ast.get_docstring(method) for method in methods if method is not None)
+
+
+def test_methods_of_federations_have_a_docstring_or_inherit_one() -> None:
+    """Outside of `federated`, ruff requires a docstring of its own (D102)."""
+    federated = Classes(ast.parse(text) for path, text in sources() if path.startswith("federated/"))
+    found = undocumented_methods(parsed())
+    assert sorted(it for it in found if it.partition(".")[0] in federated.methods) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("class Mine(Above):\n    def started(self): ...", set()),
+        ("class Mine(Above):\n    def stopped(self): ...", {"Mine.stopped"}),
+        ("class Mine:\n    def started(self): ...", {"Mine.started"}),
+        ("class _Mine:\n    def started(self): ...", set()),
+    ],
+)
+def test_a_method_without_docstring_is_found(code: str, found: set[str]) -> None:
+    above = 'class Above:\n    def started(self):\n        """Start."""\n'
+    assert undocumented_methods([ast.parse(above + code)]) == found
 
 
 # ------------------------------------------------------------------ lengths of files

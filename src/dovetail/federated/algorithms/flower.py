@@ -144,7 +144,7 @@ def _nodes(number: int) -> Grid:
     """Return a grid that knows how many clients there are, and nothing else."""
     from flwr.serverapp import Grid
 
-    class Nodes(Grid):
+    class _Nodes(Grid):
         def get_node_ids(self) -> Iterable[int]:
             return range(1, number + 1)
 
@@ -154,7 +154,7 @@ def _nodes(number: int) -> Grid:
         set_run = create_message = push_messages = pull_messages = send_and_receive = _nothing
         run = property(_nothing)
 
-    return Nodes()
+    return _Nodes()
 
 
 def _is_plain(value: Any) -> bool:
