@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,17 @@ from torch.optim import SGD, Optimizer
 
 from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, WithWeights, first_own_model
 from dovetail.federated.messages import Weights
 from dovetail.trainers.pieces import twin_of
 from dovetail.trainers.strategies.anchored import trained
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy, Options, SplitStepStrategy
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["APFL", "APFLStepStrategy", "APFLUpdateStrategy", "APFLUpdateStrategyFromConfig"]
 
@@ -250,7 +248,7 @@ class APFLStepStrategy(NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class APFL(Described, Algorithm):
+class APFL(StrategyAlgorithm):
     """FedAvg whose clients use α v + (1 − α) w, with a v and an α of their own (Deng et al., 2020).
 
     Args:
@@ -268,19 +266,7 @@ class APFL(Described, Algorithm):
     mix: Literal["parameters", "outputs"] = "parameters"
 
     decides = ("the client's own model", "how a batch is computed")
-
-    def __post_init__(self) -> None:
-        # Say at once what is wrong.
-        APFLUpdateStrategy(self.alpha)
-        APFLStepStrategy(self.mix)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Give clients a model of their own, and a step that trains it."""
-        kept = APFLUpdateStrategy(self.alpha, self.adaptive_alpha)
-        return {
-            "model_update": beside(kept, strategies.model_update),
-            "training_step": APFLStepStrategy(self.mix, base_strategy=strategies.training_step),
-        }
+    client_strategies: ClassVar = {"model_update": APFLUpdateStrategy, "training_step": APFLStepStrategy}
 
 
 class _OutputMixture(WithWeights):

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, first_own_model
 from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy, model_state
 from dovetail.federated.messages import Weights
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import Phase
 from dovetail.trainers.strategies.anchored import trained
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["Ditto", "DittoUpdateStrategy", "DittoUpdateStrategyFromConfig"]
 
@@ -129,7 +126,7 @@ class DittoUpdateStrategyFromConfig(DittoUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class Ditto(Described, Algorithm):
+class Ditto(StrategyAlgorithm):
     """FedAvg whose clients also minimise F_k(v) + λ/2 ‖v − wᵗ‖² for themselves (Li et al., 2021).
 
     Args:
@@ -145,12 +142,4 @@ class Ditto(Described, Algorithm):
     personalization_epochs: int = 5
 
     decides = ("the client's own model",)
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        DittoUpdateStrategy(self.ditto_lambda, self.personalization_epochs)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Give clients a model of their own."""
-        added = DittoUpdateStrategy(self.ditto_lambda, self.personalization_epochs)
-        return {"model_update": beside(added, strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": DittoUpdateStrategy}

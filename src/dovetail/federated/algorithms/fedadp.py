@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +47,7 @@ class FedAdp(Described, ParameterAware):
 
     decides = ("how much each update counts",)
     needs_each_update = True
+    saved = ("angles", "rounds")
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -67,14 +67,6 @@ class FedAdp(Described, ParameterAware):
         total = sum(n * factor for n, factor in zip(samples, factors, strict=True))
         scales = [factor * sum(samples) / total if total else 1.0 for factor in factors]
         return moved(weights, average([_scaled(update, scale) for update, scale in zip(updates, scales, strict=True)]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the angles of clients."""
-        return {"angles": dict(self.angles), "rounds": dict(self.rounds)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.angles, self.rounds = dict(state["angles"]), dict(state["rounds"])
 
     def _smoothed(self, update: Update, mean: Weights) -> float:
         """Count the angle of an update, and return the mean of its client's."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import pstdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,18 +14,16 @@ from torch.optim import Optimizer
 
 from dovetail.data import num_batches
 from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_phase import model_state, optimizers_of, put_back, put_into
 from dovetail.federated.messages import Weights
 from dovetail.trainers.context import Phase
 from dovetail.trainers.strategies.anchored import Anchored, trained
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedALA", "FedALAUpdateStrategy"]
 
@@ -180,7 +178,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedALA(Described, Algorithm):
+class FedALA(StrategyAlgorithm):
     """FedAvg whose clients begin between their last model and the new one, as suits their data (Zhang et al., 2023).
 
     Args:
@@ -202,17 +200,7 @@ class FedALA(Described, Algorithm):
     num_pre_loss: int = 10
 
     decides = ("the client's own model", "where a client's steps begin")
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        self._strategy()
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Let clients adapt before they train."""
-        return {"model_update": beside(self._strategy(), strategies.model_update)}
-
-    def _strategy(self) -> FedALAUpdateStrategy:
-        return FedALAUpdateStrategy(self.eta, self.rand_percent, self.layer_idx, self.threshold, self.num_pre_loss)
+    client_strategies: ClassVar = {"model_update": FedALAUpdateStrategy}
 
 
 def _adaptation_of(context: TrainingContext) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +46,7 @@ class FedAtt(Described, ParameterAware):
 
     decides = ("how much each update counts", "how the server steps")
     needs_each_update = True
+    saved = ("rounds",)
 
     def __post_init__(self) -> None:
         if not self.epsilon > 0:
@@ -73,14 +73,6 @@ class FedAtt(Described, ParameterAware):
             noise = torch.randn(steps[name].shape, generator=generator, dtype=steps[name].dtype)
             steps[name] = steps[name] + self.magnitude * noise.to(steps[name].device)
         return moved(weights, {**mean, **steps})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of rounds."""
-        return {"rounds": self.rounds}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.rounds = int(state["rounds"])
 
 
 def _scaled(delta: Weights, scales: Mapping[str, list[float]], place: int) -> dict[str, Tensor]:

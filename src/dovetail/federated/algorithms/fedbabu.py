@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dovetail.errors import UnknownNameError
 from dovetail.federated.algorithms.layers import LayerNames
@@ -16,13 +15,10 @@ from dovetail.federated.algorithms.partial import (
     PersonalCopy,
 )
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedBABU", "FedBABUUpdateStrategy", "FedBABUUpdateStrategyFromConfig"]
 
@@ -78,7 +74,7 @@ class FedBABUUpdateStrategyFromConfig(LayersFromConfig, FedBABUUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedBABU(Described, PartialAlgorithm):
+class FedBABU(PartialAlgorithm):
     """FedAvg of the body under a head that stays as it was made; clients fine-tune it at the end (Oh et al., 2022).
 
     The head is part of the global model, and the same for all until the personalisation round.
@@ -99,14 +95,7 @@ class FedBABU(Described, PartialAlgorithm):
     num_local_layers: int = 1
     finetune: Literal["head", "all"] = "head"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.finetune)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Freeze the head of clients."""
-        own = FedBABUUpdateStrategy(self._global, finetune=self.finetune)
-        return {"model_update": beside(own, strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": FedBABUUpdateStrategy}
 
     def stays(self, name: str) -> bool:
         """Nothing stays: a head that nobody trains is the same for all."""

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy, sent
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.strategies.anchored import Anchored, copied
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedDyn", "FedDynLossStrategy", "FedDynLossStrategyFromConfig", "FedDynUpdateStrategy"]
 
@@ -133,7 +132,7 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedDyn(Described, ParameterAware):
+class FedDyn(StrategyAlgorithm, ParameterAware):
     """Clients minimise F_k(θ) + α⟨θ, λ_k⟩ + α/2 ‖θ − θᵗ‖², and the server keeps h (Acar et al., 2021).
 
     h ← h − (α/N) Σ (θ_k − θᵗ), with N of all clients; θ ← mean of θ_k − h/α, every client of the round counting the
@@ -161,16 +160,8 @@ class FedDyn(Described, ParameterAware):
     decides = ("the drift of clients",)
     # A sum of masked updates does not say of how many it is, and counts by samples.
     needs_each_update = True
-
-    def __post_init__(self) -> None:
-        _check(self.alpha)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the terms around the client's loss, and let it keep λ_k."""
-        return {
-            "loss": FedDynLossStrategy(self.alpha, self.adaptive_alpha, base_loss_fn=strategies.loss),
-            "model_update": beside(FedDynUpdateStrategy(), strategies.model_update),
-        }
+    saved = ("h", "samples")
+    client_strategies: ClassVar = {"loss": FedDynLossStrategy, "model_update": FedDynUpdateStrategy}
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
         """Return N n_k / n, if α depends on it."""
@@ -191,14 +182,6 @@ class FedDyn(Described, ParameterAware):
         moves = self.parameters_of(mean)
         self.h = self.h | {name: self.h.get(name, 0.0) - share * move for name, move in moves.items()}
         return moved(weights, mean | {name: move - self.h[name] / self.alpha for name, move in moves.items()})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return h, and the samples that are known."""
-        return {"h": dict(self.h), "samples": dict(self.samples)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.h, self.samples = dict(state["h"]), dict(state["samples"])
 
 
 def _check(alpha: float) -> None:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
 from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, OptimizerStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described, Nesting
 from dovetail.trainers.strategies.optimizer import learning_rate
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = [
     "FedMos",
@@ -250,7 +248,7 @@ class FedMosStepStrategy(NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedMos(Described, Algorithm):
+class FedMos(StrategyAlgorithm):
     """FedAvg whose clients have two momenta: one with less variance, and one to where they began (Wang et al., 2023).
 
     d_t = g(x_t; ξ_t) + (1 − a)(d_{t−1} − g(x_{t−1}; ξ_t)), x ← x − η d_t, x ← x − μ (x − wᵗ).
@@ -272,17 +270,11 @@ class FedMos(Described, Algorithm):
     reuse_gradient: bool = False
 
     decides = ("which optimizer clients use", "how a batch is computed")
-
-    def __post_init__(self) -> None:
-        _check(self.a, self.mu)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Give clients the optimizer, and the step that it needs."""
-        return {
-            "optimizer": FedMosOptimizerStrategy(self.lr, self.a, self.mu, base_strategy=strategies.optimizer),
-            "training_step": FedMosStepStrategy(self.reuse_gradient, base_strategy=strategies.training_step),
-            "model_update": beside(FedMosUpdateStrategy(), strategies.model_update),
-        }
+    client_strategies: ClassVar = {
+        "optimizer": FedMosOptimizerStrategy,
+        "training_step": FedMosStepStrategy,
+        "model_update": FedMosUpdateStrategy,
+    }
 
 
 def _check(a: float, mu: float) -> None:

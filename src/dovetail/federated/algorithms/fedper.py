@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dovetail.federated.algorithms.layers import LayerNames
 from dovetail.federated.algorithms.partial import LayersFromConfig, Part, PartialAlgorithm, PartialUpdateStrategy
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedPer", "FedPerUpdateStrategy", "FedPerUpdateStrategyFromConfig"]
 
@@ -52,7 +48,7 @@ class FedPerUpdateStrategyFromConfig(LayersFromConfig, FedPerUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedPer(Described, PartialAlgorithm):
+class FedPer(PartialAlgorithm):
     """FedAvg of the body; the head stays with its client, and is trained along (Arivazhagan et al., 2019).
 
     Args:
@@ -69,6 +65,4 @@ class FedPer(Described, PartialAlgorithm):
     global_layer_names: LayerNames = None
     num_local_layers: int = 1
 
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Freeze the body after the last round."""
-        return {"model_update": beside(FedPerUpdateStrategy(self._global), strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": FedPerUpdateStrategy}

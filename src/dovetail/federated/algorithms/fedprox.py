@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
 from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.messages import Weights
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedProx", "FedProxLossStrategy", "FedProxLossStrategyFromConfig"]
 
@@ -77,7 +73,7 @@ class FedProxLossStrategyFromConfig(FedProxLossStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedProx(Described, Algorithm):
+class FedProx(StrategyAlgorithm):
     """FedAvg whose clients minimise F_k(w) + μ/2 ‖w − wᵗ‖² (Li et al., 2020).
 
     Args:
@@ -92,11 +88,4 @@ class FedProx(Described, Algorithm):
     mu: float = 0.01
     norm_type: Literal["l2", "l1"] = "l2"
 
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        FedProxLossStrategy(self.mu, self.norm_type)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the term around the client's loss."""
-        wrapped: Any = FedProxLossStrategy(self.mu, self.norm_type, base_loss_fn=strategies.loss)
-        return {"loss": wrapped}
+    client_strategies: ClassVar = {"loss": FedProxLossStrategy}

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.layers import LayerNames
 from dovetail.federated.algorithms.partial import LayersFromConfig, Part, PartialAlgorithm, PartialUpdateStrategy
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import Phase
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedRep", "FedRepUpdateStrategy", "FedRepUpdateStrategyFromConfig"]
 
@@ -99,7 +96,7 @@ class FedRepUpdateStrategyFromConfig(LayersFromConfig, FedRepUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedRep(Described, PartialAlgorithm):
+class FedRep(PartialAlgorithm):
     """FedAvg of the body; the head stays with its client, and is trained before it (Collins et al., 2021).
 
     Args:
@@ -118,14 +115,7 @@ class FedRep(Described, PartialAlgorithm):
     local_epochs: int = 1
     num_local_layers: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.local_epochs)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Divide the rounds of clients."""
-        own = FedRepUpdateStrategy(self._global, local_epochs=self.local_epochs)
-        return {"model_update": beside(own, strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": FedRepUpdateStrategy}
 
 
 def _head(epochs: int) -> Phase:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
 from dovetail.federated.messages import Weights
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedSAM", "FedSAMStepStrategy"]
 
@@ -96,7 +92,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedSAM(Described, Algorithm):
+class FedSAM(StrategyAlgorithm):
     """FedAvg whose clients step with the gradient at w + ρ g/‖g‖ (Qu et al., 2022).
 
     Args:
@@ -110,11 +106,4 @@ class FedSAM(Described, Algorithm):
     rho: float = 0.05
 
     decides = ("how a batch is computed",)
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        FedSAMStepStrategy(self.rho)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the two places around the client's step."""
-        return {"training_step": FedSAMStepStrategy(self.rho, base_strategy=strategies.training_step)}
+    client_strategies: ClassVar = {"training_step": FedSAMStepStrategy}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -147,7 +147,7 @@ class LGFedAvgStepStrategyAuto(Described, TwoPassStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class LGFedAvg(Described, PartialAlgorithm):
+class LGFedAvg(PartialAlgorithm):
     """FedAvg of some layers, whose clients keep the others and train both in turn, batch by batch (Liang et al., 2020).
 
     Args:
@@ -167,10 +167,10 @@ class LGFedAvg(Described, PartialAlgorithm):
     train_local_first: bool = True
 
     decides = ("which layers stay with clients", "how a batch is computed")
+    client_strategies: ClassVar = {"training_step": LGFedAvgStepStrategy}
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the two passes into the client's step."""
-        own = LGFedAvgStepStrategy(self._global, train_local_first=self.train_local_first)
+        own = self._build(LGFedAvgStepStrategy)
         present = strategies.training_step
         if present is None or type(present) is DefaultTrainingStepStrategy:
             return {"training_step": own}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,15 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.pieces import forward_with
 from dovetail.trainers.strategies.anchored import Anchored
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["MOON", "MOONStepStrategy", "Projecting"]
 
@@ -148,7 +145,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class MOON(Described, Algorithm):
+class MOON(StrategyAlgorithm):
     """FedAvg whose clients draw their representation to the global model's and away from their last (Li et al., 2021).
 
     The model must have `forward_with_projection(x)`, which returns features, a projection and outputs.
@@ -168,20 +165,12 @@ class MOON(Described, Algorithm):
     history_size: int = 1
 
     decides = ("how a batch is computed",)
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        MOONStepStrategy(self.mu, self.temperature, self.history_size)
+    client_strategies: ClassVar = {"training_step": MOONStepStrategy}
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
         """Look whether the model shows its projection."""
         super().begin(model, num_clients)
         _check_projects(model)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the term around the client's step."""
-        step = MOONStepStrategy(self.mu, self.temperature, self.history_size, base_strategy=strategies.training_step)
-        return {"training_step": step}
 
 
 def _check_projects(model: nn.Module) -> None:

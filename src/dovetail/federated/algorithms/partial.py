@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.layers import LayerNames, as_patterns, local_names
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
@@ -156,7 +156,7 @@ class PersonalCopy(ModelUpdateStrategy):
         return context.client.state.get(_KEY)
 
 
-class PartialAlgorithm(Algorithm):
+class PartialAlgorithm(StrategyAlgorithm):
     """An algorithm whose clients keep some layers, which are never sent.
 
     Attributes:
@@ -186,6 +186,11 @@ class PartialAlgorithm(Algorithm):
             raise ConfigError(
                 f"num_local_layers: expected a whole number that is at least 1, got {self.num_local_layers!r}"
             )
+        super().__post_init__()
+
+    def strategy_arguments(self) -> dict[str, Any]:
+        """Return the arguments, with the names of the shared layers in place of the patterns."""
+        return {**super().strategy_arguments(), "global_layer_names": self._global, "local_layer_names": ()}
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
         """Find the layers.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +12,13 @@ from torch.optim import Optimizer
 from dovetail.data import batch_length
 from dovetail.data.batches import slice_batch
 from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import WithWeights
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["PerFedAvg", "PerFedAvgStepStrategy"]
 
@@ -91,7 +87,7 @@ class PerFedAvgStepStrategy(NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class PerFedAvg(Described, Algorithm):
+class PerFedAvg(StrategyAlgorithm):
     """FedAvg on F_k(w) = f_k(w − α ∇f_k(w)), with first-order gradients (Fallah, Mokhtari, Ozdaglar, 2020).
 
     Args:
@@ -105,11 +101,4 @@ class PerFedAvg(Described, Algorithm):
     alpha: float = 0.01
 
     decides = ("how a batch is computed",)
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        PerFedAvgStepStrategy(self.alpha)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the two halves around the client's step."""
-        return {"training_step": PerFedAvgStepStrategy(self.alpha, base_strategy=strategies.training_step)}
+    client_strategies: ClassVar = {"training_step": PerFedAvgStepStrategy}

@@ -6,26 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from dovetail.errors import ConfigError
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.layers import as_patterns, matching
 from dovetail.federated.algorithms.own_phase import put_into
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, WeightedSum, Weights
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["PFedGraph", "PFedGraphLossStrategy", "PFedGraphUpdateStrategy", "onto_simplex"]
 
@@ -77,7 +76,7 @@ class PFedGraphLossStrategy(PenalizedLossStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class PFedGraph(Described, ParameterAware):
+class PFedGraph(StrategyAlgorithm, ParameterAware):
     """Client i gets Σ_j a_ij w_j, over all clients that the server has heard of (Ye et al., 2023).
 
     With u_j = w_j − w_init and d_ij = −cos(u_i, u_j), row i of the graph minimises
@@ -107,9 +106,10 @@ class PFedGraph(Described, ParameterAware):
 
     decides = ("the client's own model",)
     needs_each_update = True
+    client_strategies: ClassVar = {"loss": PFedGraphLossStrategy, "model_update": PFedGraphUpdateStrategy}
 
     def __post_init__(self) -> None:
-        PFedGraphLossStrategy(self.lam)
+        super().__post_init__()
         if not self.alpha > 0:
             raise ConfigError(f"alpha: expected a number above 0, got {self.alpha!r}")
 
@@ -124,11 +124,6 @@ class PFedGraph(Described, ParameterAware):
         matching([name for name, _ in model.named_parameters()], as_patterns(self.layers))
         if not self._initial:
             self._initial = {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Begin with the client's own model, and hold it near."""
-        loss: Any = PFedGraphLossStrategy(self.lam, base_loss_fn=strategies.loss)
-        return {"loss": loss, "model_update": beside(PFedGraphUpdateStrategy(), strategies.model_update)}
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
         """Return the client's own model, if there is one."""

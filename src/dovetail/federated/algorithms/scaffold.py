@@ -202,6 +202,7 @@ class SCAFFOLD(Described, Algorithm):
 
     decides = ("the drift of clients", "where a client's steps begin")
     needs_each_update = True
+    saved = ("control",)
 
     def __post_init__(self) -> None:
         if self.option not in (1, 2):
@@ -238,14 +239,6 @@ class SCAFFOLD(Described, Algorithm):
         self.control = control
         alike = [replace(update, num_samples=1) for update in updates]
         return moved(weights, average(alike), self.server_learning_rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return c."""
-        return {"control": dict(self.control)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.control = dict(state["control"])
 
 
 def _zeros(weights: Weights) -> dict[str, Tensor]:
