@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, UnknownNameError, expect
 from dovetail.federated.backends.base import Done, Outcome
 from dovetail.federated.config import ClientsConfig, ServerConfig
 from dovetail.federated.messages import Fault, Update
@@ -51,8 +51,7 @@ class Speeds:
         self._server = server or ServerConfig()
         self._numbers: dict[str, float] = {}
         for name in ("downlink_bandwidth", "uplink_bandwidth"):
-            if not getattr(self._server, name) > 0:
-                raise ConfigError(f"{name}: expected a number above 0, got {getattr(self._server, name)!r}")
+            expect(getattr(self._server, name) > 0, name, "a number above 0", getattr(self._server, name))
         if config.speed_simulation:
             self._numbers = _numbers(config.simulation_distribution)
             try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.averaging import Average, weighted_mean
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.clipping import clip, norm
@@ -87,8 +87,7 @@ class TrimmedMean(RobustAverage):
     share: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share < 0.5:
-            raise ConfigError(f"share: expected a number from 0 and below 0.5, got {self.share!r}")
+        expect(0 <= self.share < 0.5, "share", "a number from 0 and below 0.5", self.share)
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
         """Return the trimmed means."""
@@ -117,8 +116,7 @@ class Krum(RobustAverage):
     num_chosen: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.num_attackers < 0:
-            raise ConfigError(f"num_attackers: expected a number that is not negative, got {self.num_attackers!r}")
+        expect(self.num_attackers >= 0, "num_attackers", "a number that is not negative", self.num_attackers)
         if self.num_chosen is not None and self.num_chosen < 1:
             raise ConfigError(f"num_chosen: expected a number of at least 1, or None, got {self.num_chosen!r}")
 
@@ -166,8 +164,7 @@ class GeometricMedian(RobustAverage):
             raise ConfigError(
                 f"max_iterations: expected a whole number from 1 to {_MAX_ITERATIONS}, got {self.max_iterations!r}"
             )
-        if not self.tolerance >= 0:
-            raise ConfigError(f"tolerance: expected a number that is at least 0, got {self.tolerance!r}")
+        expect(self.tolerance >= 0, "tolerance", "a number that is at least 0", self.tolerance)
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
         """Return the geometric median of the updates as wholes."""
@@ -204,8 +201,7 @@ class NormBound:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ConfigError(f"max_norm: expected a number above 0, or None, got {self.max_norm!r}")
+        expect(self.max_norm is None or self.max_norm > 0, "max_norm", "a number above 0, or None", self.max_norm)
 
     def __call__(self, updates: Sequence[Update]) -> Weights:
         """Return the difference that the weights move by."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.messages import Update
 from dovetail.registry import Registry
 from dovetail.runtime.seeds import derive_seed
@@ -134,8 +134,7 @@ class AFLSelection(ClientSelection):
     def __init__(self, seed: int = 0, alpha1: float = 0.75, alpha2: float = 0.01, alpha3: float = 0.1) -> None:
         super().__init__(seed)
         for name, share in (("alpha1", alpha1), ("alpha3", alpha3)):
-            if not 0 <= share <= 1:
-                raise ConfigError(f"{name}: expected a share from 0 to 1, got {share!r}")
+            expect(0 <= share <= 1, name, "a share from 0 to 1", share)
         self.alpha1, self.alpha2, self.alpha3 = alpha1, alpha2, alpha3
         self._worth: dict[int, float] = {}
 

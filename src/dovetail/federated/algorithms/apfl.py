@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.optim import SGD, Optimizer
 
 from dovetail.data.batches import map_tensors
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, UnknownNameError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, WithWeights, first_own_model
 from dovetail.federated.messages import Weights
@@ -60,8 +60,7 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
     model_fn: ModelFunction | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha: expected a number from 0 to 1, got {self.alpha!r}")
+        expect(0 <= self.alpha <= 1, "alpha", "a number from 0 to 1", self.alpha)
 
     def on_client_start(self, context: TrainingContext) -> None:
         """A client begins with v = w."""

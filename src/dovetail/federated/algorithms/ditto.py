@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, first_own_model
 from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy, model_state
@@ -59,8 +59,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
     phase_name = _KEY
 
     def __post_init__(self) -> None:
-        if not self.ditto_lambda >= 0:
-            raise ConfigError(f"ditto_lambda: expected a number that is at least 0, got {self.ditto_lambda!r}")
+        expect(self.ditto_lambda >= 0, "ditto_lambda", "a number that is at least 0", self.ditto_lambda)
         if self.personalization_epochs < 0:
             raise ConfigError(
                 f"personalization_epochs: expected a whole number that is at least 0, got {self.personalization_epochs}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.averaging import Average, moved, weighted_mean
 from dovetail.federated.messages import Update, Weights
@@ -50,8 +50,7 @@ class FedAdp(Described, ParameterAware):
     saved = ("angles", "rounds")
 
     def __post_init__(self) -> None:
-        if not self.alpha > 0:
-            raise ConfigError(f"alpha: expected a number above 0, got {self.alpha!r}")
+        expect(self.alpha > 0, "alpha", "a number above 0", self.alpha)
 
     def contribution(self, angle: float) -> float:
         """Return f(θ), from 0 to α."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.data import num_batches
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_phase import model_state, optimizers_of, put_back, put_into
 from dovetail.federated.messages import Weights
@@ -61,13 +61,10 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     num_pre_loss: int = 10
 
     def __post_init__(self) -> None:
-        if not self.eta > 0:
-            raise ConfigError(f"eta: expected a number above 0, got {self.eta!r}")
-        if not 0 < self.rand_percent <= 100:
-            raise ConfigError(f"rand_percent: expected a number above 0 and up to 100, got {self.rand_percent!r}")
+        expect(self.eta > 0, "eta", "a number above 0", self.eta)
+        expect(0 < self.rand_percent <= 100, "rand_percent", "a number above 0 and up to 100", self.rand_percent)
         for name, least in (("layer_idx", 0), ("threshold", 0), ("num_pre_loss", 1)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name}: expected a number that is at least {least}, got {getattr(self, name)!r}")
+            expect(getattr(self, name) >= least, name, f"a number that is at least {least}", getattr(self, name))
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return the epochs of W, if there is something to adapt, and those of the model."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
@@ -49,10 +49,8 @@ class FedAtt(Described, ParameterAware):
     saved = ("rounds",)
 
     def __post_init__(self) -> None:
-        if not self.epsilon > 0:
-            raise ConfigError(f"epsilon: expected a number above 0, got {self.epsilon!r}")
-        if not self.magnitude >= 0:
-            raise ConfigError(f"magnitude: expected a number that is at least 0, got {self.magnitude!r}")
+        expect(self.epsilon > 0, "epsilon", "a number above 0", self.epsilon)
+        expect(self.magnitude >= 0, "magnitude", "a number that is at least 0", self.magnitude)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
         """Return the weights a step nearer to the clients, the farthest first."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy, sent
@@ -185,8 +185,7 @@ class FedDyn(StrategyAlgorithm, ParameterAware):
 
 
 def _check(alpha: float) -> None:
-    if not alpha > 0:
-        raise ConfigError(f"alpha: expected a number above 0, got {alpha!r}")
+    expect(alpha > 0, "alpha", "a number above 0", alpha)
 
 
 def _beginning(context: TrainingContext) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
 from dovetail.trainers.strategies.anchored import Anchored
@@ -62,8 +62,7 @@ class FedMosOptimizer(Optimizer):
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float, a: float = 1.0, mu: float = 0.0
     ) -> None:
         _check(a, mu)
-        if not lr >= 0:
-            raise ConfigError(f"lr: expected a number that is at least 0, got {lr!r}")
+        expect(lr >= 0, "lr", "a number that is at least 0", lr)
         super().__init__(params, {"lr": lr, "a": a, "mu": mu})
         self.is_corrected = False
         self.pulls = True
@@ -279,5 +278,4 @@ class FedMos(StrategyAlgorithm):
 
 def _check(a: float, mu: float) -> None:
     for name, value in (("a", a), ("mu", mu)):
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{name}: expected a number from 0 to 1, got {value!r}")
+        expect(0 <= value <= 1, name, "a number from 0 to 1", value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
@@ -41,8 +41,7 @@ class FedNova(Described, ParameterAware):
     needs_each_update = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum: expected a number from 0 and below 1, got {self.momentum!r}")
+        expect(0 <= self.momentum < 1, "momentum", "a number from 0 and below 1", self.momentum)
 
     def length(self, num_updates: int) -> float:
         """Return how much all gradients of so many steps count: their number, or more with momentum."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import UnknownNameError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.messages import Weights
@@ -41,8 +41,7 @@ class FedProxLossStrategy(PenalizedLossStrategy):
     norm_type: Literal["l2", "l1"] = "l2"
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigError(f"mu: expected a number that is at least 0, got {self.mu!r}")
+        expect(self.mu >= 0, "mu", "a number that is at least 0", self.mu)
         if self.norm_type not in _NORMS:
             raise UnknownNameError("norm_type", self.norm_type, _NORMS)
         super().__post_init__()

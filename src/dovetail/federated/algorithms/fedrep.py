@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.layers import LayerNames
 from dovetail.federated.algorithms.partial import LayersFromConfig, Part, PartialAlgorithm, PartialUpdateStrategy
 from dovetail.federated.personalization import personalizes
@@ -124,5 +124,4 @@ def _head(epochs: int) -> Phase:
 
 
 def _check(local_epochs: int) -> None:
-    if not local_epochs >= 1:
-        raise ConfigError(f"local_epochs: expected a whole number that is at least 1, got {local_epochs!r}")
+    expect(local_epochs >= 1, "local_epochs", "a whole number that is at least 1", local_epochs)

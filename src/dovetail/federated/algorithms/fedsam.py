@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
 from dovetail.federated.messages import Weights
@@ -53,8 +53,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
     vectorizes = True
 
     def __post_init__(self) -> None:
-        if not self.rho >= 0:
-            raise ConfigError(f"rho: expected a number that is at least 0, got {self.rho!r}")
+        expect(self.rho >= 0, "rho", "a number that is at least 0", self.rho)
 
     def loss(
         self,

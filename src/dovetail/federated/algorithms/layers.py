@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 
 __all__ = ["LayerNames", "as_patterns", "last_layers", "local_names", "matching"]
 
@@ -84,8 +84,7 @@ def local_names(
 
 def last_layers(model: nn.Module, number: int) -> list[str]:
     """Return the names of the last modules that hold parameters themselves."""
-    if number < 1:
-        raise ConfigError(f"num_local_layers: expected a whole number that is at least 1, got {number!r}")
+    expect(number >= 1, "num_local_layers", "a whole number that is at least 1", number)
     holding = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     if len(holding) <= number:
         raise ConfigError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
@@ -79,12 +79,9 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     _other: _Shown | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigError(f"mu: expected a number that is at least 0, got {self.mu!r}")
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature: expected a number above 0, got {self.temperature!r}")
-        if self.history_size < 1:
-            raise ConfigError(f"history_size: expected a whole number that is at least 1, got {self.history_size!r}")
+        expect(self.mu >= 0, "mu", "a number that is at least 0", self.mu)
+        expect(self.temperature > 0, "temperature", "a number above 0", self.temperature)
+        expect(self.history_size >= 1, "history_size", "a whole number that is at least 1", self.history_size)
 
     def on_client_start(self, context: TrainingContext) -> None:
         """A client begins without models of its own."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dovetail.data import batch_length
 from dovetail.data.batches import slice_batch
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import WithWeights
 from dovetail.federated.personalization import personalizes
@@ -45,8 +45,7 @@ class PerFedAvgStepStrategy(NestingStepStrategy):
     alpha: float = 0.01
 
     def __post_init__(self) -> None:
-        if not self.alpha >= 0:
-            raise ConfigError(f"alpha: expected a number that is at least 0, got {self.alpha!r}")
+        expect(self.alpha >= 0, "alpha", "a number that is at least 0", self.alpha)
 
     def loss(
         self,

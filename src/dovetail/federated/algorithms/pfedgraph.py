@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.layers import as_patterns, matching
 from dovetail.federated.algorithms.own_phase import put_into
@@ -66,8 +66,7 @@ class PFedGraphLossStrategy(PenalizedLossStrategy):
     lam: float = 0.01
 
     def __post_init__(self) -> None:
-        if not self.lam >= 0:
-            raise ConfigError(f"lam: expected a number that is at least 0, got {self.lam!r}")
+        expect(self.lam >= 0, "lam", "a number that is at least 0", self.lam)
         super().__post_init__()
 
     def penalty(self, weights: Weights, kept: Weights) -> Tensor:
@@ -110,8 +109,7 @@ class PFedGraph(StrategyAlgorithm, ParameterAware):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.alpha > 0:
-            raise ConfigError(f"alpha: expected a number above 0, got {self.alpha!r}")
+        expect(self.alpha > 0, "alpha", "a number above 0", self.alpha)
 
     @property
     def graph(self) -> dict[int, dict[int, float]]:

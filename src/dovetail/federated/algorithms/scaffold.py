@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy
 from dovetail.federated.algorithms.penalty import sent
@@ -205,10 +205,8 @@ class SCAFFOLD(Described, Algorithm):
     saved = ("control",)
 
     def __post_init__(self) -> None:
-        if self.option not in (1, 2):
-            raise ConfigError(f"option: expected 1 or 2, got {self.option!r}")
-        if not self.server_learning_rate > 0:
-            raise ConfigError(f"server_learning_rate: expected a number above 0, got {self.server_learning_rate!r}")
+        expect(self.option in (1, 2), "option", "1 or 2", self.option)
+        expect(self.server_learning_rate > 0, "server_learning_rate", "a number above 0", self.server_learning_rate)
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
         """Note what has a gradient."""

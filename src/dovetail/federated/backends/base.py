@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
 
@@ -62,10 +62,8 @@ class Backend(ABC):
     """
 
     def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
-        if num_workers is not None and num_workers < 1:
-            raise ConfigError(f"num_workers: expected at least 1, or None for what fits, got {num_workers!r}")
-        if timeout is not None and not timeout > 0:
-            raise ConfigError(f"timeout: expected a positive number of seconds, or None, got {timeout!r}")
+        expect(num_workers is None or num_workers >= 1, "num_workers", "at least 1, or None for what fits", num_workers)
+        expect(timeout is None or timeout > 0, "timeout", "a positive number of seconds, or None", timeout)
         self.num_workers = num_workers
         self.timeout = timeout
 

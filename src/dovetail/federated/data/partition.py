@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError, UnknownNameError
+from dovetail.errors import ConfigError, DataError, UnknownNameError, expect
 from dovetail.federated.data.dealing import (
     Ints,
     Labelled,
@@ -300,8 +300,7 @@ def mixed_label_quantity(
     anchors = data.codes_of(anchor_classes, "anchor_classes")
     if not len(anchors) or len(np.unique(anchors)) < len(anchors):
         raise ConfigError(f"anchor_classes: expected one label or more, each once, got {list(anchor_classes)}")
-    if not 0 <= num_anchored <= num_clients:
-        raise ConfigError(f"num_anchored: expected 0 to {num_clients}, the number of clients, got {num_anchored}")
+    expect(0 <= num_anchored <= num_clients, "num_anchored", f"0 to {num_clients}, the number of clients", num_anchored)
     if not 0 <= kept_anchors <= len(anchors):
         raise ConfigError(f"kept_anchors: expected 0 to {len(anchors)}, the number of anchors, got {kept_anchors}")
     pool = np.setdiff1d(np.arange(len(data.names)), anchors[kept_anchors:])
@@ -651,11 +650,9 @@ def _check_room(num_samples: int, num_clients: int, each: int, of_what: str = "t
 
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{name}: expected a number above 0, got {value}")
+        expect(0 < value < float("inf"), name, "a number above 0", value)
 
 
 def _check_at_least_one(**values: int) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{name}: expected 1 or more, got {value}")
+        expect(value >= 1, name, "1 or more", value)

@@ -19,7 +19,7 @@ from dovetail.data.datasets import LeafSynthetic, digits, fashion_mnist
 from dovetail.data.loader import DataLoader
 from dovetail.data.models import logistic, mlp
 from dovetail.data.sources import as_loader, holds_samples
-from dovetail.errors import ConfigError, DataError, UnknownNameError
+from dovetail.errors import ConfigError, DataError, UnknownNameError, expect
 from dovetail.federated.data.partition import Partition, make_partition
 from dovetail.registry import Registry
 
@@ -123,8 +123,7 @@ class PartitionedData(Datasource):
         seed: int = 0,
         keep: int = 32,
     ) -> None:
-        if not 0 <= held_out < 1:
-            raise ConfigError(f"held_out: expected a share from 0 to less than 1, got {held_out}")
+        expect(0 <= held_out < 1, "held_out", "a share from 0 to less than 1", held_out)
         if test_partition is not None:
             if test is None or held_out:
                 raise ConfigError("test_partition: needs test data to cut, and clients that hold out none of their own")
@@ -218,8 +217,7 @@ class GeneratedData(Datasource):
         make_central_test: Callable[[], Any] | None = None,
         model: Callable[[], nn.Module] | None = None,
     ) -> None:
-        if num_clients < 1:
-            raise ConfigError(f"num_clients: expected 1 or more, got {num_clients}")
+        expect(num_clients >= 1, "num_clients", "1 or more", num_clients)
         self.num_clients = num_clients
         self._make = make
         self._num_samples = num_samples
@@ -373,8 +371,7 @@ def _cut_over(
     **options: Any,
 ) -> PartitionedData:
     if testset_size is not None:
-        if not 1 <= testset_size <= len(test):
-            raise ConfigError(f"testset_size: expected 1 to {len(test)}, got {testset_size}")
+        expect(1 <= testset_size <= len(test), "testset_size", f"1 to {len(test)}", testset_size)
         drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:testset_size].sort().values
         test = TensorDataset(*(column[drawn] for column in test.tensors))
     partition = make_partition(sampler or "iid", train.tensors[-1], num_clients, seed=seed, **options)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import UnknownNameError, expect
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import Postprocessor, Upload
 
@@ -59,8 +59,7 @@ class NormClip(Postprocessor):
     per: Literal["update", "tensor"] = "update"
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ConfigError(f"max_norm: expected a number above 0, got {self.max_norm!r}")
+        expect(self.max_norm > 0, "max_norm", "a number above 0", self.max_norm)
         if self.per not in ("update", "tensor"):
             raise UnknownNameError("norm", str(self.per), ("update", "tensor"))
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import ConfigError, DataError, expect
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
 from dovetail.runtime.seeds import derive_seed
@@ -56,10 +56,8 @@ class PairwiseMasks(Postprocessor):
     needs_cohort = True
 
     def __post_init__(self) -> None:
-        if self.bits not in _DTYPES:
-            raise ConfigError(f"bits: expected 32 or 64, got {self.bits!r}")
-        if not 0 <= self._fraction_bits < self.bits:
-            raise ConfigError(f"fraction_bits: expected 0 to {self.bits - 1}, got {self.fraction_bits!r}")
+        expect(self.bits in _DTYPES, "bits", "32 or 64", self.bits)
+        expect(0 <= self._fraction_bits < self.bits, "fraction_bits", f"0 to {self.bits - 1}", self.fraction_bits)
 
     def encode(self, update: Update, upload: Upload) -> Update:
         """Write the update times its weight in whole numbers, and add the masks."""

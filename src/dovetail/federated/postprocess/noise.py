@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, UnknownNameError, expect
 from dovetail.extras import require
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
@@ -139,11 +139,9 @@ class GaussianNoise(Postprocessor):
     ) -> None:
         if where not in ("central", "local"):
             raise UnknownNameError("place of the noise", str(where), ("central", "local"))
-        if not noise_multiplier >= 0:
-            raise ConfigError(f"noise_multiplier: expected a number that is not negative, got {noise_multiplier!r}")
+        expect(noise_multiplier >= 0, "noise_multiplier", "a number that is not negative", noise_multiplier)
         for name, value in (("max_norm", max_norm), ("max_weight", max_weight)):
-            if not value > 0:
-                raise ConfigError(f"{name}: expected a number above 0, got {value!r}")
+            expect(value > 0, name, "a number above 0", value)
         self.noise_multiplier = noise_multiplier
         self.max_norm = max_norm
         self.where = where

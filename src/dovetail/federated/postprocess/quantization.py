@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import DataError, expect
 from dovetail.federated.postprocess.base import TensorCodec
 
 __all__ = ["QSGD", "Bfloat16", "Quantization"]
@@ -37,8 +37,7 @@ class Quantization(TensorCodec):
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ConfigError(f"bits: expected 4 or 8, got {self.bits!r}")
+        expect(self.bits in (4, 8), "bits", "4 or 8", self.bits)
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the levels of a tensor and the range they divide."""
@@ -95,8 +94,7 @@ class QSGD(TensorCodec):
     levels: int = 64
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 127:
-            raise ConfigError(f"levels: expected a whole number from 1 to 127, got {self.levels!r}")
+        expect(1 <= self.levels <= 127, "levels", "a whole number from 1 to 127", self.levels)
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the levels of a tensor and its norm."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import DataError, expect
 from dovetail.federated.messages import Update
 from dovetail.federated.postprocess.base import TensorCodec, Upload
 
@@ -39,8 +39,7 @@ class TopK(TensorCodec):
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ConfigError(f"ratio: expected a number above 0 and at most 1, got {self.ratio!r}")
+        expect(0 < self.ratio <= 1, "ratio", "a number above 0 and at most 1", self.ratio)
 
     def encode(self, update: Update, upload: Upload) -> Update:
         """Pack the update's difference, and with error feedback what is left of earlier ones."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import UnknownNameError, expect
 from dovetail.federated.messages import Update
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
 
@@ -39,8 +39,7 @@ class Weighting(Postprocessor):
     def __post_init__(self) -> None:
         if not callable(self.rule) and self.rule not in ("samples", "uniform"):
             raise UnknownNameError("weighting", str(self.rule), ("samples", "uniform"))
-        if self.cap is not None and self.cap < 1:
-            raise ConfigError(f"cap: expected a whole number of at least 1, got {self.cap!r}")
+        expect(self.cap is None or self.cap >= 1, "cap", "a whole number of at least 1", self.cap)
 
     def encode(self, update: Update, upload: Upload) -> Update:
         """Count the update by the rule."""

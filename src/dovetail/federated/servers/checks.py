@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.data import as_loader, split_batch
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, UnknownNameError, expect
 from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.backends import Backend
 from dovetail.federated.config import FederatedConfig
@@ -115,8 +115,7 @@ def check_epochs(epochs: int | None) -> None:
     Raises:
         ConfigError: There is less than one epoch.
     """
-    if epochs is not None and epochs < 1:
-        raise ConfigError(f"personalization: expected at least 1 epoch, or None for those of a round, got {epochs!r}")
+    expect(epochs is None or epochs >= 1, "personalization", "at least 1 epoch, or None for those of a round", epochs)
 
 
 def check_model(name: str, model: nn.Module, datasource: Datasource) -> None:
