@@ -90,7 +90,6 @@ class TrimmedMean(RobustAverage):
         expect(0 <= self.share < 0.5, "share", "a number from 0 and below 0.5", self.share)
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
-        """Return the trimmed means."""
         # The smallest bit more, so that a share of 0.29 of 100 is 29.
         return {name: _middle(value, int(self.share * len(value) + 1e-9)) for name, value in stacked.items()}
 
@@ -121,7 +120,6 @@ class Krum(RobustAverage):
             raise ConfigError(f"num_chosen: expected a number of at least 1, or None, got {self.num_chosen!r}")
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
-        """Return the mean of the updates in whose neighbourhood there are most."""
         chosen = self._chosen(stacked)
         return {name: _exact(value[chosen]).mean(dim=0) for name, value in stacked.items()}
 
@@ -167,7 +165,6 @@ class GeometricMedian(RobustAverage):
         expect(self.tolerance >= 0, "tolerance", "a number that is at least 0", self.tolerance)
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
-        """Return the geometric median of the updates as wholes."""
         exact = {name: value.double() for name, value in stacked.items()}
         real = _real(stacked)
         point = CoordinateMedian().reduce(stacked)

@@ -71,7 +71,6 @@ class RandomSelection(ClientSelection):
     """
 
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
-        """Return clients that were drawn without replacement."""
         return _drawn(self.generator(round), clients, count, busy)
 
 
@@ -89,7 +88,6 @@ class RoundRobinSelection(ClientSelection):
         self._next = 0
 
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
-        """Return the clients that follow on those of the last round; whoever is busy is passed over."""
         taken = set(busy)
         chosen: list[int] = []
         for _ in range(min(len(clients), count + len(taken))):
@@ -102,11 +100,9 @@ class RoundRobinSelection(ClientSelection):
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands."""
         return {"next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._next = int(state["next"])
 
 
@@ -139,7 +135,6 @@ class AFLSelection(ClientSelection):
         self._worth: dict[int, float] = {}
 
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
-        """Return clients by worth, and some by chance."""
         generator = self.generator(round)
         worth = {client_id: worth for client_id, worth in self._worth.items() if client_id not in busy}
         ordered = sorted(worth, key=lambda client_id: (worth[client_id], client_id))
@@ -155,17 +150,14 @@ class AFLSelection(ClientSelection):
         return chosen + _drawn(generator, clients, count - len(chosen), {*busy, *chosen})
 
     def observe(self, round: int, updates: Sequence[Update], seconds: Mapping[int, float]) -> None:
-        """Take the losses that clients had in training."""
         for update in updates:
             if _has_loss(update):
                 self._worth[update.client_id] = update.metrics["loss"] * math.sqrt(update.num_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what every client is worth."""
         return {"clients": torch.tensor(list(self._worth)), "worth": _column(self._worth.values())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._worth = dict(zip(state["clients"].tolist(), state["worth"].tolist(), strict=True))
 
 
@@ -219,7 +211,6 @@ class OortSelection(ClientSelection):
         self._preferred = 0.0
 
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
-        """Return clients by their use, and some that were never asked."""
         generator = self.generator(round)
         usable = {
             client_id: self._use(client_id, round)
@@ -239,7 +230,6 @@ class OortSelection(ClientSelection):
         return chosen + _drawn(generator, clients, count - len(chosen), {*busy, *chosen})
 
     def observe(self, round: int, updates: Sequence[Update], seconds: Mapping[int, float]) -> None:
-        """Take losses and durations, and let the pacer look back."""
         for update in updates:
             if _has_loss(update):
                 use = update.num_samples * abs(update.metrics["loss"])
@@ -257,7 +247,6 @@ class OortSelection(ClientSelection):
         self._gains = self._gains[-2 * window :] if len(self._gains) % window == 0 else self._gains
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of clients, and where the pacer stands."""
         rows = list(self._known.values())
         return {
             "clients": torch.tensor(list(self._known)),
@@ -267,7 +256,6 @@ class OortSelection(ClientSelection):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         columns = (state[name].tolist() for name in _OORT_COLUMNS)
         rows = ((use, int(last), took, int(asked)) for use, last, took, asked in zip(*columns, strict=True))
         self._known = dict(zip(state["clients"].tolist(), rows, strict=True))

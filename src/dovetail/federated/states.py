@@ -124,7 +124,6 @@ class StoredClientStates(ClientStates):
         self._sum = 0
 
     def get(self, client_id: int) -> ClientState:
-        """Return the state of a client; an empty one for a client that has none."""
         found = self._run(
             "SELECT round, text, tensors, sha256 FROM states WHERE client = ? ORDER BY round DESC LIMIT 1", client_id
         )
@@ -167,12 +166,10 @@ class StoredClientStates(ClientStates):
         )
 
     def commit(self) -> None:
-        """End a round: what was put since the last one belongs to the checkpoint that follows."""
         self._database.commit()
         self._round += 1
 
     def rollback(self) -> None:
-        """Forget what was put since the last round has ended."""
         self._go_back(self._round)
 
     def __len__(self) -> int:
@@ -180,7 +177,6 @@ class StoredClientStates(ClientStates):
         return self._count
 
     def clear(self) -> None:
-        """Forget all."""
         self._go_back(0)
 
     def state_dict(self) -> dict[str, Any]:

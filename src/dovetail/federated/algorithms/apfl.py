@@ -72,7 +72,6 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
             context.client.state[_KEY] = {"v": own, "alpha": torch.tensor(self.alpha, dtype=dtype, device=first.device)}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Say whether α moves."""
         context.state[_ADAPTS] = self.adaptive_alpha
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
@@ -153,7 +152,6 @@ class APFLStepStrategy(NestingStepStrategy):
         super().setup(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Make v and α what optimizers step, and make these."""
         super().on_train_start(context)
         if _KEY not in context.client.state:
             raise ConfigError(f"{self!r}: give the trainer an APFLUpdateStrategy, too, which keeps v and α")
@@ -214,7 +212,6 @@ class APFLStepStrategy(NestingStepStrategy):
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         if "run_id" in state:
             self._run_id, self._loaded = state["run_id"], list(state["twins"])

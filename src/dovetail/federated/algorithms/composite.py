@@ -59,11 +59,9 @@ class CompositeAlgorithm(Described, Algorithm):
 
     @property
     def title(self) -> str:
-        """The names of all."""
         return " + ".join(algorithm.title for algorithm in self.algorithms)
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Let all of them look."""
         super().begin(model, num_clients)
         for algorithm in self.algorithms:
             algorithm.begin(model, num_clients)
@@ -76,11 +74,9 @@ class CompositeAlgorithm(Described, Algorithm):
         return made
 
     def stays(self, name: str) -> bool:
-        """Whether one of them keeps an entry with clients."""
         return any(algorithm.stays(name) for algorithm in self.algorithms)
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return what all of them send."""
         sent: dict[str, Any] = {}
         for algorithm in self.algorithms:
             added = algorithm.payload(client_id)
@@ -90,7 +86,6 @@ class CompositeAlgorithm(Described, Algorithm):
         return sent
 
     def check(self, update: Update) -> Fault | None:
-        """Return what the first of them finds that has a complaint."""
         return next((fault for algorithm in self.algorithms if (fault := algorithm.check(update))), None)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
@@ -103,11 +98,9 @@ class CompositeAlgorithm(Described, Algorithm):
         return last.aggregate(weights, updates, average)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all, in their order."""
         return {"parts": [algorithm.state_dict() for algorithm in self.algorithms]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         if len(state["parts"]) != len(self.algorithms):
             raise CheckpointError(
                 f"{self!r} is of {len(self.algorithms)} algorithms, and the checkpoint has {len(state['parts'])}"

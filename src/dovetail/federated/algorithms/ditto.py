@@ -77,20 +77,16 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
         return super().phases(epochs, context)
 
     def own_epochs(self, context: TrainingContext) -> int:
-        """Return how many epochs v gets."""
         return self.personalization_epochs
 
     def own_start(self, context: TrainingContext) -> Weights:
-        """Go on with v as it is."""
         own: Weights = context.client.state[_KEY]
         return own
 
     def own_end(self, context: TrainingContext) -> None:
-        """Keep v."""
         context.client.state[_KEY] = model_state(context)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Pull v to wᵗ."""
         if not context.run.is_personal:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

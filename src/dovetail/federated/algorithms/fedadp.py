@@ -57,7 +57,6 @@ class FedAdp(Described, ParameterAware):
         return self.alpha * -math.expm1(-math.exp(min(self.alpha * (1 - angle), _MOST)))
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights moved by the mean in which updates count by samples and angles."""
         mean = self.parameters_of(weighted_mean(updates))
         found = [self.contribution(self._smoothed(update, mean)) for update in updates]
         # Only how they compare counts, and differences do not overflow.

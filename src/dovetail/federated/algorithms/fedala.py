@@ -71,7 +71,6 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         return Phase(self._adaptation(context), "adapt", is_personal=True), Phase(epochs)
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep the new model, W, and optimizers and schedules as they are before the first step."""
         known = context.client.state.get(_KEY)
         adapted = self._adapted(context)
         return {
@@ -83,7 +82,6 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         }
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture, or go on where a run was left."""
         super().on_train_start(context)
         context.run.is_personal = context.run.phase_at(context.progress.epoch).is_personal
 
@@ -125,7 +123,6 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             context.progress.epoch = self.kept["adaptation"]
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Keep the client's model, and W."""
         super().on_train_end(context)
         context.run.is_personal = False
         context.client.state[_KEY] = {
@@ -143,7 +140,6 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         return {**now, **self._between(known["local"], now, known["mix"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         if isinstance(self.kept, Mapping):
             self.kept = {**self.kept, "mix": dict(self.kept["mix"]), "losses": list(self.kept["losses"])}

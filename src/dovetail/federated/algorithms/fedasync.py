@@ -84,7 +84,6 @@ class FedAsync(Algorithm):
         return self.mixing_hyperparameter * self._weight(staleness)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights with every update mixed in."""
         mixed = dict(weights)
         for update in updates:
             delta = average([update])

@@ -53,7 +53,6 @@ class FedAtt(Described, ParameterAware):
         expect(self.magnitude >= 0, "magnitude", "a number that is at least 0", self.magnitude)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights a step nearer to the clients, the farthest first."""
         self.rounds += 1
         own = [self.parameters_of(update.delta) for update in updates]
         norms = {name: torch.stack([delta[name].double().norm() for delta in own]) for name in own[0]}

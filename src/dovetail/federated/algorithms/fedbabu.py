@@ -49,7 +49,6 @@ class FedBABUUpdateStrategy(Described, PersonalCopy, PartialUpdateStrategy):
         _check(self.finetune)
 
     def still(self, context: TrainingContext) -> Part | None:
-        """Return the head; after the last round, the body, or nothing."""
         if not personalizes(context):
             return "local"
         return "global" if self.finetune == "head" else None
@@ -67,7 +66,6 @@ class FedBABUUpdateStrategyFromConfig(LayersFromConfig, FedBABUUpdateStrategy):
     """
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
         self.finetune = context.config.get("algorithm", {}).get("finetune", self.finetune)
         _check(self.finetune)
         super().on_train_start(context)

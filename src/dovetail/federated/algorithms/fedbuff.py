@@ -41,7 +41,6 @@ class FedBuff(Algorithm):
         self.scale_stale_updates = scale_stale_updates
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return weights that have moved by the mean of the buffer."""
         buffer = [replace(update, num_samples=1, delta=self._scaled(update)) for update in updates]
         return moved(weights, average(buffer), self.server_learning_rate)
 

@@ -55,12 +55,10 @@ class FedDynLossStrategy(PenalizedLossStrategy):
         super().__post_init__()
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep θᵗ, λ_k, and the size of the client if α depends on it."""
         told = context.client.payload.get(_KEY, {}) if self.adaptive_alpha else {}
         return _beginning(context) | {name: value.to(context.device) for name, value in told.items()}
 
     def penalty(self, weights: Weights, kept: Any) -> Tensor:
-        """Return both terms."""
         start, pull = kept["start"], kept["pull"]
         terms = [
             (value * pull[name]).sum() + (value - start[name]).square().sum() / 2 for name, value in weights.items()
@@ -83,7 +81,6 @@ class FedDynLossStrategyFromConfig(FedDynLossStrategy):
     """
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
         told = context.config.get("algorithm", {})
         self.alpha = float(told.get("feddyn_alpha", told.get("alpha_coef", self.alpha)))
         _check(self.alpha)
@@ -117,7 +114,6 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             context.client.state[_KEY] = _zeros(context)
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep θᵗ and λ_k."""
         return _beginning(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
@@ -164,7 +160,6 @@ class FedDyn(StrategyAlgorithm, ParameterAware):
     client_strategies: ClassVar = {"loss": FedDynLossStrategy, "model_update": FedDynUpdateStrategy}
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return N n_k / n, if α depends on it."""
         if not self.adaptive_alpha:
             return {}
         known = self.samples.get(str(client_id))
@@ -173,7 +168,6 @@ class FedDyn(StrategyAlgorithm, ParameterAware):
         return {_KEY: {_SIZE: torch.tensor(size, dtype=torch.float64)}}
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the mean of the models less h/α, and move h."""
         if self.adaptive_alpha:
             self.samples = self.samples | {str(update.client_id): update.num_samples for update in updates}
         # Once: whoever adds noise to the mean adds it, and counts it, at every call.

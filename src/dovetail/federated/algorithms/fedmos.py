@@ -131,11 +131,9 @@ class FedMosOptimizerStrategy(Nesting, OptimizerStrategy):
 
     @property
     def parts(self) -> Sequence[Strategy]:
-        """The strategy inside, if there is one."""
         return () if self.base_strategy is None else (self.base_strategy,)
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
-        """Return the optimizer of a model."""
         if self.base_strategy is None:
             return FedMosOptimizer(model.parameters(), learning_rate(self.lr, context), self.a, self.mu)
         groups = [
@@ -160,7 +158,6 @@ class FedMosOptimizerStrategyFromConfig(FedMosOptimizerStrategy):
     """
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
-        """Return the optimizer of a model, as the configuration of the run says."""
         told = context.config.get("algorithm", {})
         self.a, self.mu = float(told.get("a", self.a)), float(told.get("mu", self.mu))
         return super().create_optimizer(model, context)
@@ -211,7 +208,6 @@ class FedMosStepStrategy(NestingStepStrategy):
     reuse_gradient: bool = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Tell the optimizer which gradients will come."""
         super().on_train_start(context)
         for optimizer in context.optimizers:
             if isinstance(optimizer, FedMosOptimizer):

@@ -49,7 +49,6 @@ class FedNova(Described, ParameterAware):
         return (num_updates - rho * (1 - rho**num_updates) / (1 - rho)) / (1 - rho)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights moved by the mean of what clients would have done in τ_eff steps."""
         counted = [update for update in updates if update.num_updates and update.num_samples]
         if not counted:
             return moved(weights, average(updates))

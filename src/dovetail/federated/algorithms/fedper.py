@@ -31,7 +31,6 @@ class FedPerUpdateStrategy(Described, PartialUpdateStrategy):
     global_layer_names: LayerNames = ()
 
     def still(self, context: TrainingContext) -> Part | None:
-        """Return the shared layers after the last round, and before it none."""
         return "global" if personalizes(context) else None
 
 

@@ -47,7 +47,6 @@ class FedProxLossStrategy(PenalizedLossStrategy):
         super().__post_init__()
 
     def penalty(self, weights: Weights, kept: Weights) -> Tensor:
-        """Return μ/2 times the distance from the beginning."""
         away = [value - kept[name] for name, value in weights.items()]
         terms = [it.square().sum() if self.norm_type == "l2" else it.abs().sum() for it in away]
         return self.mu / 2 * sum(terms[1:], start=terms[0])
@@ -65,7 +64,6 @@ class FedProxLossStrategyFromConfig(FedProxLossStrategy):
     """
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
         told = context.config.get("algorithm", {})
         self.mu = float(told.get("fedprox_mu", told.get("proximal_term_penalty_constant", self.mu)))
         super().on_train_start(context)

@@ -63,17 +63,14 @@ class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
         return _head(own), Phase(epochs - own, _BODY)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin with the head, or go on in the phase in which a run was left."""
         super().on_train_start(context)
         context.run.is_personal = context.run.phase_at(context.progress.epoch).is_personal
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Leave the model as it was."""
         context.run.is_personal = False
         super().on_train_end(context)
 
     def still(self, context: TrainingContext) -> Part:
-        """Return the body while the head is trained, and the head while the body is."""
         return "global" if context.run.phase_at(context.progress.epoch).name == _HEAD else "local"
 
 

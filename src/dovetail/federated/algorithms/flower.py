@@ -102,7 +102,6 @@ class FlowerStrategy(Algorithm):
         return {"round": self._round, "strategy": changed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._round = int(state["round"])
         vars(self.strategy).update(copy.deepcopy({**self._given, **state["strategy"]}))
 

@@ -58,7 +58,6 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
             raise ConfigError(f"{self!r} finds nothing to train: the layers that it would train require no gradient")
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Let go of the model."""
         self._passes, self._window = (), ()
         super().on_train_end(context)
 
@@ -141,7 +140,6 @@ class LGFedAvgStepStrategyAuto(Described, TwoPassStepStrategy):
     train_local_first: bool = True
 
     def local(self, context: TrainingContext) -> frozenset[str]:
-        """Return the names of what the last layers hold."""
         assert context.model is not None
         return local_names(context.model, last_layers(context.model, self.num_local_layers))
 

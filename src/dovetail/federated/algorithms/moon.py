@@ -89,18 +89,15 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         context.client.state.setdefault(_KEY, [])
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep the model, and those that the client has kept."""
         return {"global": model_state(context), "previous": list(context.client.state.get(_KEY, []))}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture, and make ready to see what the other models see."""
         super().on_train_start(context)
         assert context.model is not None
         _check_projects(context.model)
         self._mine, self._other = _Shown(context.model), _Shown(copy.deepcopy(context.model)).eval()
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Let the client keep the model that it has trained."""
         super().on_train_end(context)
         self._mine = self._other = None
         if not personalizes(context):
@@ -116,7 +113,6 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss of a batch, with what its samples look like to the other models."""
         mine = self._mine
         if mine is None or not self.mu or not self.kept["previous"] or context.run.is_personal:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
@@ -165,7 +161,6 @@ class MOON(StrategyAlgorithm):
     client_strategies: ClassVar = {"training_step": MOONStepStrategy}
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Look whether the model shows its projection."""
         super().begin(model, num_clients)
         _check_projects(model)
 

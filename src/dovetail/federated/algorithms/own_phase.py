@@ -74,7 +74,6 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         """Look at the model as they have left it, before it is again what is sent."""
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep the parameters, and optimizers and schedules, as they are before the first step."""
         return {"start": copied(trained(context)), **optimizers_of(context)}
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
@@ -82,7 +81,6 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         return Phase(epochs), Phase(self.own_epochs(context), self.phase_name, is_personal=True)
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        """Keep the model that is sent aside, and begin with the other weights."""
         if not phase.is_personal:
             return
         self.kept["sent"] = model_state(context)
@@ -90,7 +88,6 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         put_back(context, self.kept)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Make the model again what is sent."""
         if "sent" in self.kept:
             self.own_end(context)
             put_into(context, self.kept.pop("sent"))
@@ -98,12 +95,10 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         super().on_train_end(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture, or go on where a run was left."""
         super().on_train_start(context)
         context.run.is_personal = "sent" in self.kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         if isinstance(self.kept, Mapping):
             self.kept = dict(self.kept)

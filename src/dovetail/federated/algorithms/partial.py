@@ -51,7 +51,6 @@ class LayersFromConfig(DividedModel):
     """
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
         told = context.config.get("algorithm", {})
         self.global_layer_names = told.get("global_layer_names", self.global_layer_names)
         self.local_layer_names = told.get("local_layer_names", self.local_layer_names)
@@ -93,24 +92,20 @@ class PartialUpdateStrategy(DividedModel, ModelUpdateStrategy, ABC):
         context.callbacks.add(self._watch)
 
     def teardown(self, context: TrainingContext) -> None:
-        """Leave the model as it was."""
         self.thaw()
         if self._watch is not None:
             context.callbacks.remove(self._watch)
         super().teardown(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Find the layers, and freeze those of the phase in which the run starts, or goes on."""
         super().on_train_start(context)
         self._local = self.local(context)
         self.freeze(context)
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        """Freeze other layers."""
         self.freeze(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Leave the model as it was."""
         self.thaw()
         super().on_train_end(context)
 
@@ -189,7 +184,6 @@ class PartialAlgorithm(StrategyAlgorithm):
         super().__post_init__()
 
     def strategy_arguments(self) -> dict[str, Any]:
-        """Return the arguments, with the names of the shared layers in place of the patterns."""
         return {**super().strategy_arguments(), "global_layer_names": self._global, "local_layer_names": ()}
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
@@ -204,7 +198,6 @@ class PartialAlgorithm(StrategyAlgorithm):
         self._global = tuple(name for name in model.state_dict() if name not in self._local)
 
     def stays(self, name: str) -> bool:
-        """Whether an entry is of a layer that stays."""
         return name in self._local
 
 

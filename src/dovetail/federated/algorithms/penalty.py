@@ -62,16 +62,13 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
         """Return the term, of the parameters of one model and what `capture` kept of it: one number."""
 
     def capture(self, context: TrainingContext) -> Any:
-        """Keep the parameters that are sent, unless overridden."""
         return copied(sent(context))
 
     @property
     def parts(self) -> Sequence[Strategy]:
-        """The loss inside."""
         return (self.inner,)
 
     def classifies(self, context: TrainingContext) -> bool:
-        """Whether the loss inside is that of a classifier."""
         return self.inner.classifies(context)
 
     def criterion(self, context: TrainingContext) -> Callable[[Any, Any], Tensor]:
@@ -80,7 +77,6 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
         return lambda outputs, labels: self.penalized(inner(outputs, labels), context)
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
-        """Return the loss of one batch."""
         return self.penalized(self.inner.compute_loss(outputs, labels, context), context)
 
     def penalized(self, loss: Tensor, context: TrainingContext) -> Tensor:

@@ -70,7 +70,6 @@ class PFedGraphLossStrategy(PenalizedLossStrategy):
         super().__post_init__()
 
     def penalty(self, weights: Weights, kept: Weights) -> Tensor:
-        """Return −λ times the cosine of the angle to the beginning."""
         return -self.lam * cosine_similarity(_vector(weights), _vector(kept), dim=0)
 
 
@@ -117,14 +116,12 @@ class PFedGraph(StrategyAlgorithm, ParameterAware):
         return {client_id: dict(row) for client_id, row in self._rows.items()}
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Keep what training begins with."""
         super().begin(model, num_clients)
         matching([name for name, _ in model.named_parameters()], as_patterns(self.layers))
         if not self._initial:
             self._initial = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return the client's own model, if there is one."""
         return {_KEY: self._made_for(client_id)} if client_id in self._rows else {}
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
@@ -147,7 +144,6 @@ class PFedGraph(StrategyAlgorithm, ParameterAware):
         return {"initial": dict(self._initial), "clients": clients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._initial = dict(state["initial"])
         self._changes = {int(name): dict(known["change"]) for name, known in state["clients"].items()}
         self._samples = {int(name): int(known["num_samples"]) for name, known in state["clients"].items()}

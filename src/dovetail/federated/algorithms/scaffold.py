@@ -66,7 +66,6 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             context.client.state[_KEY] = _zeros(sent(context))
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep x and c − c_i."""
         self._travelled, self._delta = 0.0, {}
         own = context.client.state[_KEY]
         server = context.client.payload.get(_KEY) or _zeros(own)
@@ -78,12 +77,10 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         }
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture x, c and c_i."""
         super().on_train_start(context)
         self._corrected = {}
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Correct the gradients of the model that is sent."""
         if context.run.is_personal or personalizes(context):
             return
         if id(optimizer) not in self._corrected:
@@ -98,7 +95,6 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             torch._foreach_add_([gradient for gradient, _ in pairs], [change for _, change in pairs])
 
     def after_step(self, context: TrainingContext) -> None:
-        """Count the rate of a real step."""
         if not context.run.is_personal:
             self._travelled = self._travelled + context.optimizers[0].param_groups[0]["lr"] * context.client.working
 
@@ -118,15 +114,12 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         return context.client.each(_option_two, control, self.kept["server"], self.kept["start"], now, travelled)
 
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
-        """Return the change of c_i."""
         return {_DELTA: self._delta}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run in its middle needs to go on."""
         return {**super().state_dict(), "travelled": self._travelled} if self._run_id else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         self._travelled = state.get("travelled", 0.0)
 
@@ -145,15 +138,12 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
     phase_name = "gradient at the beginning"
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep what both halves need."""
         return SCAFFOLDUpdateStrategy.capture(self, context) | OwnPhaseStrategy.capture(self, context)
 
     def own_epochs(self, context: TrainingContext) -> int:
-        """One pass over the data, where something is sent."""
         return 0 if personalizes(context) else 1
 
     def own_start(self, context: TrainingContext) -> Weights:
-        """Look at what the run began with."""
         start: Weights = self.kept["start"]
         self.kept |= {"gradient": _zeros(start), "items": 0}
         return start
@@ -175,7 +165,6 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
         self.kept["items"] = self.kept["items"] + items
 
     def renewed(self, context: TrainingContext, control: Weights) -> dict[str, Tensor]:
-        """Return the gradient at the beginning."""
         return context.client.each(_divided, self.kept["gradient"], self.kept["items"])
 
 
@@ -209,17 +198,14 @@ class SCAFFOLD(Described, Algorithm):
         expect(self.server_learning_rate > 0, "server_learning_rate", "a number above 0", self.server_learning_rate)
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Note what has a gradient."""
         super().begin(model, num_clients)
         self._trained = frozenset(name for name, _ in model.named_parameters())
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Correct the gradients of clients."""
         kind = SCAFFOLDUpdateStrategyV2 if self.option == 1 else SCAFFOLDUpdateStrategy
         return {"model_update": beside(kind(), strategies.model_update)}
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return c."""
         return {_KEY: self.control}
 
     def check(self, update: Update) -> Fault | None:
@@ -228,7 +214,6 @@ class SCAFFOLD(Described, Algorithm):
         return check_sent(update, update.payload.get(_DELTA), expected, _DELTA)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights moved by the mean, and move c."""
         control = dict(self.control)
         for update in updates:
             for name, change in update.payload[_DELTA].items():

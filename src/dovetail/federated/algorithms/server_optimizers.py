@@ -60,7 +60,6 @@ class ServerOptimizer(Described, ParameterAware, ABC):
         """
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights one step further."""
         mean = average(updates)
         steps = {}
         for name, change in self.parameters_of(mean).items():
@@ -68,11 +67,9 @@ class ServerOptimizer(Described, ParameterAware, ABC):
         return moved(weights, {**mean, **steps})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments of every parameter."""
         return {"moments": {name: dict(moments) for name, moments in self._moments.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._moments = dict(state["moments"])
 
 
@@ -97,7 +94,6 @@ class FedAvgM(ServerOptimizer):
     momentum: float = 0.9
 
     def step(self, change: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
-        """Return η m, and m."""
         m = change + self.momentum * moments.get("m", 0.0)
         return self.server_learning_rate * m, {"m": m}
 
@@ -122,7 +118,6 @@ class AdaptiveServer(ServerOptimizer):
         """Return the new v, of the one before and Δ²."""
 
     def step(self, change: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
-        """Return η m / (√v + τ), and m and v."""
         m = (1 - self.beta_1) * change + self.beta_1 * moments.get("m", 0.0)
         v = moments["v"] if moments else torch.full_like(change, self.tau**2)
         v = self.second_moment(v, change.square())
@@ -150,7 +145,6 @@ class FedAdagrad(AdaptiveServer):
     tau: float = 1e-3
 
     def second_moment(self, v: Tensor, squares: Tensor) -> Tensor:
-        """Return the sum of all Δ²."""
         return v + squares
 
 
@@ -177,7 +171,6 @@ class FedAdam(AdaptiveServer):
     tau: float = 1e-3
 
     def second_moment(self, v: Tensor, squares: Tensor) -> Tensor:
-        """Return the moving average of Δ²."""
         return self.beta_2 * v + (1 - self.beta_2) * squares
 
 
@@ -195,5 +188,4 @@ class FedYogi(FedAdam):
     """
 
     def second_moment(self, v: Tensor, squares: Tensor) -> Tensor:
-        """Return v, a step nearer to Δ²."""
         return v - (1 - self.beta_2) * squares * torch.sign(v - squares)

@@ -128,11 +128,9 @@ class _Actor:
             self._readiness = described(error)
 
     def is_ready(self) -> _Cargo:
-        """Say so, or why not, as soon as it is known."""
         return _sent(self._readiness)
 
     def work(self, weights: list[Any], cargo: _Cargo) -> _Cargo:
-        """Return the outcome. The weights come as a reference, which is followed once in a round."""
         import ray
 
         (reference,) = weights

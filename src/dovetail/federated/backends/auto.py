@@ -55,12 +55,10 @@ class Auto(Backend):
         return self.name if self._picked is None else self._picked.ran_on
 
     def start(self, worker: Worker) -> None:
-        """Remember who does the work."""
         self._worker = worker
         self._picked = None
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        """Do the work with what was picked, or is now."""
         if self._picked is None and work:
             picked, why = self._pick(work)
             self.choice = f"backend: {picked.name}, because {why}"
@@ -71,7 +69,6 @@ class Auto(Backend):
             yield from self._picked.run(work)
 
     def close(self) -> None:
-        """Close what was picked."""
         if self._picked is not None:
             self._picked.close()
 

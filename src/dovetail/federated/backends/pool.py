@@ -141,7 +141,6 @@ class Pool(Backend, Generic[S]):
                 self._dismiss(seat)
 
     def close(self) -> None:
-        """End all workers."""
         while self._seats:
             self._dismiss(self._seats[-1])
 

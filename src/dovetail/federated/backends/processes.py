@@ -74,7 +74,6 @@ class Process(Pool[_ProcessSeat]):
         self._work: Sequence[Work] = ()
 
     def close(self) -> None:
-        """End all workers, and let go of the memory."""
         # All of them are told first, so that they leave at the same time.
         for seat in self._seats:
             self._hang_up(seat)

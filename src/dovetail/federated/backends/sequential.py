@@ -21,11 +21,9 @@ class Sequential(Backend):
     """
 
     def start(self, worker: Worker) -> None:
-        """Remember who does the work."""
         self._worker = worker
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        """Do the work in the order in which it was given."""
         for each in work:
             yield attempted(self._worker, each)
 

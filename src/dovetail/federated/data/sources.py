@@ -167,11 +167,9 @@ class PartitionedData(Datasource):
         return _chosen(rows, indices) if len(indices) else None
 
     def central_test_data(self) -> Any | None:
-        """Return the test data."""
         return self._test
 
     def default_model(self) -> nn.Module:
-        """Return a new model that fits these data."""
         return super().default_model() if self._model is None else self._model()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,24 +225,19 @@ class GeneratedData(Datasource):
         self._model = model
 
     def train_data(self, client_id: int) -> Any:
-        """Make what a client trains on."""
         return self._make(self._known(client_id))
 
     def num_samples(self, client_id: int) -> int:
-        """Return how many samples a client trains on."""
         count = self._num_samples
         return super().num_samples(client_id) if count is None else count(self._known(client_id))
 
     def test_data(self, client_id: int) -> Any | None:
-        """Make what a client tests on."""
         return None if self._make_test is None else self._make_test(self._known(client_id))
 
     def central_test_data(self) -> Any | None:
-        """Make what the server tests on."""
         return None if self._make_central_test is None else self._make_central_test()
 
     def default_model(self) -> nn.Module:
-        """Return a new model that fits these data."""
         return super().default_model() if self._model is None else self._model()
 
     def _known(self, client_id: int) -> int:

@@ -128,11 +128,9 @@ class _Node:
         self._workers: dict[int, Worker] = {}
 
     def introduce(self, message: Message, context: Context) -> Message:
-        """Say which clients live here."""
         return _attempted(message, lambda: Message(to_records(_introduction(context)), reply_to=message))
 
     def work(self, message: Message, context: Context) -> Message:
-        """Do a task."""
         return _attempted(message, lambda: self._done(message, context))
 
     def _done(self, message: Message, context: Context) -> Message:

@@ -108,7 +108,6 @@ class FlowerBackend(Backend):
             wait()
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        """Send all tasks, and give outcomes as replies come."""
         self._meet()
         online = self._online()
         queue: Counter[int] = Counter()

@@ -134,11 +134,9 @@ class Codec(Postprocessor, ABC):
         """Return what `pack` was given, or what is left of it."""
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Pack the update's difference."""
         return update.with_delta(self.pack(update.delta, upload.generator()))
 
     def decode(self, update: Update, gathering: Gathering) -> Update:
-        """Unpack the update's difference."""
         return update.with_delta(self.unpack(update.delta))
 
 
@@ -170,7 +168,6 @@ class TensorCodec(Codec):
         """Return the tensor of these parts."""
 
     def pack(self, weights: Weights, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of all tensors."""
         packed: dict[str, Tensor] = {}
         for name, value in weights.items():
             has_parts = value.is_floating_point() and value.numel() > 0
@@ -179,7 +176,6 @@ class TensorCodec(Codec):
         return packed
 
     def unpack(self, packed: Weights) -> dict[str, Tensor]:
-        """Return the tensors of these parts."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for key, value in packed.items():
             name, slash, part = key.rpartition("/")

@@ -64,7 +64,6 @@ class NormClip(Postprocessor):
             raise UnknownNameError("norm", str(self.per), ("update", "tensor"))
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Shorten the update's difference."""
         if self.per == "update":
             delta, length = clip(update.delta, self.max_norm)
         else:

@@ -50,7 +50,6 @@ class Zstd(Codec):
         expect(self.max_bytes >= 1, "max_bytes", "a whole number of at least 1", self.max_bytes)
 
     def pack(self, weights: Weights, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the compressed bytes as one tensor."""
         entries = [
             [name, str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in weights.items()
         ]
@@ -61,7 +60,6 @@ class Zstd(Codec):
         return {"zstd": torch.frombuffer(bytearray(packed), dtype=torch.uint8)}
 
     def unpack(self, packed: Weights) -> dict[str, Tensor]:
-        """Return the tensors, in the order they had."""
         zstandard = require("zstandard", "compression")
         try:
             frame = packed["zstd"].numpy(force=True).tobytes()

@@ -96,7 +96,6 @@ class PairwiseMasks(Postprocessor):
         return update
 
     def combine(self, updates: Sequence[Update], gathering: Gathering) -> list[Update]:
-        """Return the weighted mean of all as one update."""
         if not updates:
             return []
         there = {update.client_id for update in updates}

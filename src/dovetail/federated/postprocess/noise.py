@@ -193,12 +193,10 @@ class GaussianNoise(Postprocessor):
         return self._noisy(mean, self.noise_multiplier * self.max_norm * self.max_weight / total, gathering)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was spent."""
         asked = {str(client_id): rounds for client_id, rounds in self._asked.items()}
         return {"accountant": self._accountant.state_dict(), "asked": asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was spent."""
         self._accountant.load_state_dict(state["accountant"])
         self._asked = Counter({int(client_id): rounds for client_id, rounds in state["asked"].items()})
 

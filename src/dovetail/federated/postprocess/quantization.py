@@ -40,7 +40,6 @@ class Quantization(TensorCodec):
         expect(self.bits in (4, 8), "bits", "4 or 8", self.bits)
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the levels of a tensor and the range they divide."""
         low, high = tensor.aminmax()
         step = self._step(low, high)
         # A tensor that is the same everywhere has no steps; NaN has to stay NaN, in the range.
@@ -55,7 +54,6 @@ class Quantization(TensorCodec):
         return parts
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor of these levels."""
         levels = parts["levels"]
         low, high = parts["range"]
         if self.bits == 4:
@@ -97,7 +95,6 @@ class QSGD(TensorCodec):
         expect(1 <= self.levels <= 127, "levels", "a whole number from 1 to 127", self.levels)
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the levels of a tensor and its norm."""
         exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         norm = torch.linalg.vector_norm(exact)
         shares = torch.where(norm != 0, exact.abs() * (self.levels / norm), 0.0)
@@ -106,7 +103,6 @@ class QSGD(TensorCodec):
         return {"levels": levels.to(torch.int8), "norm": norm, "type": tensor.new_empty(0)}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor of these levels."""
         return (parts["levels"] * (parts["norm"] / self.levels)).to(parts["type"].dtype)
 
 
@@ -121,12 +117,10 @@ class Bfloat16(TensorCodec):
     """
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the tensor in 16 bits."""
         # As whole numbers of 16 bits: numpy, which some transports go through, has no such floats.
         return {"bfloat16": tensor.to(torch.bfloat16).view(torch.int16), "type": tensor.new_empty(0)}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor in the type it had."""
         return parts["bfloat16"].view(torch.bfloat16).to(parts["type"].dtype)
 
 

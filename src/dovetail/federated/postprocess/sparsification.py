@@ -60,7 +60,6 @@ class TopK(TensorCodec):
         return {"values": flat[indices], "indices": indices.to(torch.int32), "shape": shape}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor, with 0 for what was not sent."""
         values, shape = parts["values"], parts["shape"].tolist()
         # Whoever sends little cannot make the server set aside much.
         if len(values) != self._num_kept(math.prod(shape)):

@@ -42,7 +42,6 @@ class Weighting(Postprocessor):
         expect(self.cap is None or self.cap >= 1, "cap", "a whole number of at least 1", self.cap)
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Count the update by the rule."""
         return self._capped(update, self.rule(update) if callable(self.rule) else update.num_samples)
 
     def decode(self, update: Update, gathering: Gathering) -> Update:

@@ -59,14 +59,12 @@ class WriteResults(ServerCallback):
         self.types = None if types is None else tuple(types)
 
     def on_clients_processed(self, server: Any) -> None:
-        """Write the table."""
         types = self.types
         if types is not None and "backend" not in types and ran_elsewhere(server.records, server.backend.name):
             types = (*types, "backend")
         self._write("rounds.csv", rows_of(server.records, types))
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Write the metrics of every client's personalized model."""
         found = server.personalized
         rows = [
             {"client": client_id, "num_samples": found.num_samples[client_id], **each}
@@ -76,7 +74,6 @@ class WriteResults(ServerCallback):
             self._write("clients.csv", rows)
 
     def on_server_will_close(self, server: Any) -> None:
-        """Draw the figure."""
         if server.records:
             plot_rounds(server.records, self.folder / "rounds.png")
 
@@ -129,7 +126,6 @@ class Personalized(ServerCallback):
     found: dict[str, Any] | None = None
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Store the metrics."""
         self.found = server.personalized.to_plain()
 
 
