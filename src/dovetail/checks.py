@@ -6,7 +6,7 @@ import copy
 import difflib
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ __all__ = [
     "Problem",
     "Problems",
     "Refused",
+    "check_items",
     "flag",
     "list_of",
     "mapping",
@@ -313,7 +314,7 @@ def list_of(check: Check, least: int = 0) -> Check:
     def check_all(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) < least:
             raise Refused(f"expected a list of at least {least}" if least else "expected a list")
-        return list(_checked(value, check))
+        return list(check_items(value, check))
 
     return check_all
 
@@ -334,7 +335,8 @@ def unit(least: int) -> Check:
     return check
 
 
-def _checked(values: list[Any], check: Check) -> Iterator[Any]:
+def check_items(values: Sequence[Any], check: Check) -> Iterator[Any]:
+    """Yield the items of a list as a check returns them; an error has the position of the item."""
     for position, value in enumerate(values):
         try:
             yield check(value)

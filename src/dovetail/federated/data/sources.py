@@ -60,6 +60,7 @@ class Datasource(ABC):
 
     num_clients: int
     knows_sizes: bool = False
+    _model: Callable[[], nn.Module] | None = None
 
     @abstractmethod
     def train_data(self, client_id: int) -> Any:
@@ -83,8 +84,10 @@ class Datasource(ABC):
         return None
 
     def default_model(self) -> nn.Module:
-        """Return a small model that fits these data, for those who bring none."""
-        raise ConfigError(f"{type(self).__name__} proposes no model: give one (model=…)")
+        """Return a new small model that fits these data; used if the user gives no model."""
+        if self._model is None:
+            raise ConfigError(f"{type(self).__name__} proposes no model: give one (model=…)")
+        return self._model()
 
 
 class PartitionedData(Datasource):
@@ -169,9 +172,6 @@ class PartitionedData(Datasource):
     def central_test_data(self) -> Any | None:
         return self._test
 
-    def default_model(self) -> nn.Module:
-        return super().default_model() if self._model is None else self._model()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": OrderedDict()}
 
@@ -236,9 +236,6 @@ class GeneratedData(Datasource):
 
     def central_test_data(self) -> Any | None:
         return None if self._make_central_test is None else self._make_central_test()
-
-    def default_model(self) -> nn.Module:
-        return super().default_model() if self._model is None else self._model()
 
     def _known(self, client_id: int) -> int:
         if not 1 <= client_id <= self.num_clients:
