@@ -1,4 +1,4 @@
-"""APFL: a client uses a mixture of the model that it sends and of one of its own."""
+"""APFL: each client uses a mixture of the global model and of a personal one."""
 
 from __future__ import annotations
 
@@ -27,22 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = ["APFL", "APFLStepStrategy", "APFLUpdateStrategy", "APFLUpdateStrategyFromConfig"]
 
-# Under this key a client keeps v and α, and under this one the strategies of a run agree whether α moves.
+# The keys of v and α in the state of a client, and of whether α is trained in the state of a run.
 _KEY, _ADAPTS = "apfl", "apfl_adapts_alpha"
 _MIXES = ("parameters", "outputs")
 
 
 @dataclass(eq=False, repr=False)
 class APFLUpdateStrategy(Described, ModelUpdateStrategy):
-    """What a client of APFL keeps: its own model v, and α, by which it is mixed with the one that is sent.
+    """Stores the personal model v of a client, and the weight α with which it is mixed with the global model w.
 
-    It goes together with `APFLStepStrategy`, which trains both. The client uses v̄ = α v + (1 − α) w: α = 1 is its own
-    model alone, α = 0 the one of all.
-
-    Args:
-        alpha: The α that a client begins with, from 0 to 1.
-        adaptive_alpha: Whether α follows its own gradient, by one step in every round.
-        model_fn: Makes the v that a client begins with; None for the first model that it is sent.
+    `APFLStepStrategy` trains both. The client uses v̄ = α v + (1 − α) w: α = 1 is the personal model alone, α = 0 the
+    global one. The arguments are those of `APFL`, and `model_fn`, which builds the initial v (None for the first
+    received model).
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -103,17 +99,16 @@ class APFLUpdateStrategyFromConfig(APFLUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class APFLStepStrategy(NestingStepStrategy):
-    """Trains w by ∇f(w) and v by α ∇f(v̄), on the same batch; v̄ = α v + (1 − α) w, with the w of before the step.
+    """Trains w by ∇f(w) and v by α ∇f(v̄) on the same batch, where v̄ = α v + (1 − α) w before the step.
 
-    With the first update of a round, α ← α − η ⟨v − w, ∇f(v̄)⟩, held between 0 and 1, if the `APFLUpdateStrategy`
-    beside this one says so. w is trained exactly as without APFL, by a model that draws no random numbers.
-
-    v has an optimizer like that of w, with the same rate, which begins anew in every round.
+    With `adaptive_alpha` of `APFLUpdateStrategy`, the first update of a round also trains α: α ← α − η ⟨v − w, ∇f(v̄)⟩,
+    clamped to 0…1. w is trained exactly as without APFL if the model draws no random numbers. v has an optimizer like
+    that of w, with the same rate, which is new in every round.
 
     Args:
         mix: `"parameters"`, as in the paper, or `"outputs"`: α v(x) + (1 − α) w(x).
-        base_strategy: The step that both models make; None for a plain one. It is called with w and with v̄, and what
-            it does besides must follow from the loss that it returns.
+        base_strategy: The step of both models; None for a plain one. It is called with w and with v̄, so it must have
+            no effect besides the loss that it returns.
 
     Example:
         >>> APFLStepStrategy(mix="outputs")
@@ -124,12 +119,12 @@ class APFLStepStrategy(NestingStepStrategy):
 
     mix: Literal["parameters", "outputs"] = "parameters"
 
-    # v and α as leaves, which share their memory with what the client keeps, and what steps them.
+    # v and α as leaf tensors, which share the memory of the client's state, and their optimizers.
     _own: dict[str, Tensor] = field(default_factory=dict, init=False)
     _alpha: Tensor = field(default_factory=lambda: torch.zeros(1), init=False)
     _twins: list[Optimizer] = field(default_factory=list, init=False)
     _alpha_optimizer: SGD | None = field(default=None, init=False)
-    # What a checkpoint says of the twins, until a run goes on with it.
+    # The states of the twins from a checkpoint, until a run resumes with them.
     _loaded: list[Any] | None = field(default=None, init=False)
     _run_id: str = field(default="", init=False)
 
@@ -138,10 +133,10 @@ class APFLStepStrategy(NestingStepStrategy):
             raise UnknownNameError("mix", self.mix, _MIXES)
 
     def setup(self, context: TrainingContext) -> None:
-        """Look at the step inside.
+        """Set up the step inside.
 
         Raises:
-            ConfigError: It cannot be asked for the loss of two models.
+            ConfigError: It cannot compute the losses of two models.
         """
         base = self.base_strategy
         if base is not None and not isinstance(base, SplitStepStrategy):
@@ -167,7 +162,7 @@ class APFLStepStrategy(NestingStepStrategy):
         self._twins = [twin_of(optimizer, twins) for optimizer in context.optimizers]
         for twin, state in zip(self._twins, states, strict=False):
             twin.load_state_dict(state)
-        # With a dimension more, so that a fleet can clip every member's for itself.
+        # With one more dimension, so that a fleet can clip the gradient of each member.
         self._alpha = kept["alpha"].detach().unsqueeze(-1).requires_grad_()
         self._alpha_optimizer = SGD([self._alpha])
         self._run_id, self._loaded = context.run.id, None
@@ -186,7 +181,7 @@ class APFLStepStrategy(NestingStepStrategy):
         with context.run.personally():
             mixture = self._mixture(model, context)
             own = super().loss(mixture, optimizer, examples, labels, loss_criterion, context)
-        # What is added is 0. Its gradient is not.
+        # The second term is 0, but its gradient is not.
         return sent + (own - own.detach())
 
     def differentiate(
@@ -197,7 +192,7 @@ class APFLStepStrategy(NestingStepStrategy):
         context: TrainingContext,
         options: Options,
     ) -> None:
-        """Differentiate both losses at once, and step w, v and, with the first update, α."""
+        """Differentiate both losses at once, and step w, v and, in the first update, α."""
         super().differentiate(model, optimizer, loss, context, options)
         if not context.run.batch.optimized:
             context.backward(loss)
@@ -207,7 +202,7 @@ class APFLStepStrategy(NestingStepStrategy):
             self._alpha.clamp_(0, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run in its middle needs to go on; v and α are in the client's state."""
+        """Return what an interrupted run needs to resume; v and α are in the client's state."""
         own = {"run_id": self._run_id, "twins": self._states()} if self._run_id else {}
         return {**super().state_dict(), **own}
 
@@ -220,11 +215,11 @@ class APFLStepStrategy(NestingStepStrategy):
         return [twin.state_dict() for twin in self._twins] if self._loaded is None else self._loaded
 
     def _adapts(self, context: TrainingContext) -> bool:
-        """Whether α moves with the running update."""
+        """Return whether the current update trains α."""
         return bool(context.state[_ADAPTS]) and context.progress.updates == 0
 
     def _following(self, context: TrainingContext) -> list[Optimizer]:
-        """The optimizers of v, and of α where it moves, with the settings that those of w have now."""
+        """Return the optimizers of v, and of α if it is trained, with the current settings of those of w."""
         for optimizer, twin in zip(context.optimizers, self._twins, strict=True):
             for group, own in zip(optimizer.param_groups, twin.param_groups, strict=True):
                 own.update({name: value for name, value in group.items() if name != "params"})
@@ -245,11 +240,11 @@ class APFLStepStrategy(NestingStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class APFL(StrategyAlgorithm):
-    """FedAvg whose clients use α v + (1 − α) w, with a v and an α of their own (Deng et al., 2020).
+    """FedAvg whose clients use α v + (1 − α) w, with a personal v and α (Deng et al., 2020).
 
     Args:
-        alpha: The α that clients begin with, from 0 to 1.
-        adaptive_alpha: Whether α follows its own gradient, by one step in every round.
+        alpha: The initial α, from 0 to 1.
+        adaptive_alpha: Train α by one gradient step in every round.
         mix: `"parameters"`, as in the paper, or `"outputs"`.
 
     Example:
@@ -266,7 +261,7 @@ class APFL(StrategyAlgorithm):
 
 
 class _OutputMixture(WithWeights):
-    """Mixes what v says with what w says."""
+    """Mixes the outputs of v with the outputs of w."""
 
     def __init__(self, model: nn.Module, weights: Weights, alpha: Tensor, context: TrainingContext) -> None:
         super().__init__(model, weights)
@@ -276,7 +271,7 @@ class _OutputMixture(WithWeights):
         own = super().forward(*args, **kwargs)
         (model,) = self._model
         with torch.no_grad():
-            # w has seen this batch: its statistics must not count it twice.
+            # Copies of the buffers: w has seen this batch, and its statistics must not count it twice.
             sent = functional_call(model, {name: it.clone() for name, it in model.named_buffers()}, args, kwargs)
         return self._context.client.each(_mixed_tensor, own, sent, self._alpha)
 

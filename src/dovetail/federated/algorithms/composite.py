@@ -1,4 +1,4 @@
-"""Several algorithms at once."""
+"""Combination of several algorithms."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["CompositeAlgorithm"]
 
 @dataclass(eq=False, repr=False)
 class CompositeAlgorithm(Described, Algorithm):
-    """Algorithms that work together: each is put around what those before it have made.
+    """Several algorithms combined; each wraps the ones before it.
 
-    Clients get the strategies of all. At the server, the change that one makes of a round's updates is what the next
-    one steps with: `CompositeAlgorithm([SCAFFOLD(), FedAdam()])` lets Adam step with SCAFFOLD's change.
+    Clients use the strategies of all. At the server, each algorithm receives the change that the one before it
+    computed: `CompositeAlgorithm([SCAFFOLD(), FedAdam()])` lets Adam step with SCAFFOLD's change.
 
     Args:
-        algorithms: At least one, in this order.
+        algorithms: At least one algorithm, in this order.
 
     Raises:
-        ConfigError: Two of them decide the same.
+        ConfigError: Two of them decide the same topic.
 
     Example:
         >>> from dovetail.federated.algorithms import FedProx, SCAFFOLD
@@ -53,7 +53,6 @@ class CompositeAlgorithm(Described, Algorithm):
                         f"algorithms: {known[matter].title} and {algorithm.title} both decide {matter}; use one of them"
                     )
                 known[matter] = algorithm
-        # Of the class for a single algorithm; here, of what there is.
         self.decides = tuple(known)
         self.needs_each_update = any(it.needs_each_update for it in self.algorithms)
 
@@ -67,7 +66,7 @@ class CompositeAlgorithm(Described, Algorithm):
             algorithm.begin(model, num_clients)
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Return the strategies of all, each around those before it."""
+        """Return the strategies of all; each wraps those before it."""
         made: dict[str, Any] = {}
         for algorithm in self.algorithms:
             made |= algorithm.equip(replace(strategies, **made))
@@ -89,8 +88,8 @@ class CompositeAlgorithm(Described, Algorithm):
         return next((fault for algorithm in self.algorithms if (fault := algorithm.check(update))), None)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Let every one step with the change that the one before it makes."""
-        # Whoever has nothing to say at the server is not asked: a difference of a sum is not to the bit what was added.
+        """Return the weights of the last algorithm; each one steps with the change of the one before it."""
+        # Skip algorithms without an aggregation: (w + change) − w does not equal the change bit for bit.
         speaking = [it for it in self.algorithms if type(it).aggregate is not Algorithm.aggregate]
         for algorithm in speaking[:-1]:
             average = _change_by(algorithm, weights, average)

@@ -1,4 +1,4 @@
-"""Ditto: beside the model that it sends, every client trains one of its own, not far from it."""
+"""Ditto: each client also trains a personal model that stays close to the global one."""
 
 from __future__ import annotations
 
@@ -29,17 +29,12 @@ _KEY = "ditto"
 
 @dataclass(eq=False, repr=False)
 class DittoUpdateStrategy(Described, OwnPhaseStrategy):
-    """After the epochs of w come some of the client's own model v: every gradient g of it becomes g + λ (v − wᵗ).
+    """Adds epochs for the personal model v after those of w, in which each gradient g becomes g + λ (v − wᵗ).
 
-    wᵗ is what the run began with: in a federation, the model that the client was sent. Optimizer, loss and step are
-    those of the trainer, and the epochs are those of its loop. w is trained exactly as without Ditto.
+    wᵗ is the model at the start of the run, which the client received. v uses the optimizer, loss and step of the
+    trainer. w is trained exactly as without Ditto. In the personalization round all epochs are those of v.
 
-    In the personalisation round nothing is sent, so all its epochs are those of v.
-
-    Args:
-        ditto_lambda: λ, at least 0; 0 trains v alone, without a look at w.
-        personalization_epochs: Epochs of v in every round.
-        model_fn: Makes the v that a client begins with; None for the first model that it is sent.
+    The arguments are those of `Ditto`, and `model_fn`, which builds the initial v (None for the first received model).
 
     Example:
         >>> import torch
@@ -102,9 +97,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
 
 @dataclass(eq=False, repr=False)
 class DittoUpdateStrategyFromConfig(DittoUpdateStrategy):
-    """Ditto with the settings of the configuration, under `algorithm`.
-
-    They are `ditto_lambda` and `personalization_epochs`, or `epochs` under `personalization`.
+    """Ditto with `ditto_lambda` and `personalization_epochs` (or `personalization.epochs`) of the configuration.
 
     Example:
         >>> DittoUpdateStrategyFromConfig()
@@ -125,8 +118,8 @@ class Ditto(StrategyAlgorithm):
     """FedAvg whose clients also minimise F_k(v) + λ/2 ‖v − wᵗ‖² for themselves (Li et al., 2021).
 
     Args:
-        ditto_lambda: λ, at least 0.
-        personalization_epochs: Epochs of v in every round, after those of w.
+        ditto_lambda: λ, at least 0; with 0, v is trained independently of w.
+        personalization_epochs: The epochs of v in every round, after those of w.
 
     Example:
         >>> Ditto(ditto_lambda=1.0)

@@ -1,4 +1,4 @@
-"""FedDyn: a linear term moves every client's minimum to that of all."""
+"""FedDyn: dynamic regularization moves the minimum of every client to the global one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FedDyn", "FedDynLossStrategy", "FedDynLossStrategyFromConfig", "FedDynUpdateStrategy"]
 
-# Where a client keeps λ_k, and where the server says how large a client is.
+# The keys of λ_k in the state of a client, and of the relative size of a client in the server's payload.
 _KEY = "feddyn"
 _SIZE = "relative_size"
 
@@ -34,13 +34,9 @@ _SIZE = "relative_size"
 class FedDynLossStrategy(PenalizedLossStrategy):
     """The loss of the task plus α⟨θ, λ_k⟩ + α/2 ‖θ − θᵗ‖², whose gradient is α (λ_k + θ − θᵗ).
 
-    θᵗ is what the run began with, and λ_k what the client keeps: the sum of all its differences so far, which
-    `FedDynUpdateStrategy` makes. Without that one, λ_k stays 0.
-
-    Args:
-        alpha: α, above 0.
-        adaptive_alpha: Divide α by N n_k / n, how many times the samples of an average client this one has. A server
-            says so; without one, the client is an average one.
+    θᵗ is the model at the start of the run, and λ_k the sum of the client's differences so far, which
+    `FedDynUpdateStrategy` updates; without that strategy λ_k stays 0. The arguments are those of `FedDyn`, and
+    `base_loss_fn`. Outside of a federation, `adaptive_alpha` has no effect.
 
     Example:
         >>> FedDynLossStrategy(alpha=0.1)
@@ -71,9 +67,7 @@ class FedDynLossStrategy(PenalizedLossStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedDynLossStrategyFromConfig(FedDynLossStrategy):
-    """FedDyn's loss with the α of the configuration.
-
-    It is `feddyn_alpha`, or `alpha_coef`, under `algorithm`.
+    """FedDyn's loss with `feddyn_alpha` or `alpha_coef` of the configuration, under `algorithm`.
 
     Example:
         >>> FedDynLossStrategyFromConfig()
@@ -89,9 +83,7 @@ class FedDynLossStrategyFromConfig(FedDynLossStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
-    """Makes λ_k ← λ_k + θ_k − θᵗ at the end of a run.
-
-    λ_k is the client's, `context.client.state["feddyn"]`. The loss that uses it is `FedDynLossStrategy`.
+    """Updates λ_k ← λ_k + θ_k − θᵗ at the end of a run; it is stored as `context.client.state["feddyn"]`.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -117,9 +109,9 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         return _beginning(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Make the new λ_k of the one at the beginning, so that a run that goes on counts once."""
+        """Compute λ_k from its value at the start of the run, so that a resumed run counts once."""
         if personalizes(context):
-            # The server hears nothing of this run, and the mean of all λ_k is what its h stands for.
+            # The server receives no update of this run, and its h must stay the mean of all λ_k.
             return
         start, pull = self.kept["start"], self.kept["pull"]
         context.client.state[_KEY] = {
@@ -134,13 +126,12 @@ class FedDyn(StrategyAlgorithm, ParameterAware):
     h ← h − (α/N) Σ (θ_k − θᵗ), with N of all clients; θ ← mean of θ_k − h/α, every client of the round counting the
     same. Buffers, such as the statistics of BatchNorm, are averaged as they are.
 
-    What is reached is the minimum of the mean of all F_k; with `adaptive_alpha`, of their mean by samples.
+    It converges to the minimum of the mean of all F_k; with `adaptive_alpha`, of their mean by samples.
 
     Args:
         alpha: α, above 0.
-        adaptive_alpha: Whether α of a client is α / (N n_k / n), with n_k its samples, and N and n of all clients. The
-            server knows of a client's samples once it has heard of it: it counts those whom it knows, and a client that
-            it does not know has α.
+        adaptive_alpha: Use α / (N n_k / n) for a client with n_k samples, where N clients have n samples. The server
+            counts the clients that have reported; a client that has not reported has α.
 
     Example:
         >>> FedDyn(alpha=0.1)
@@ -150,11 +141,11 @@ class FedDyn(StrategyAlgorithm, ParameterAware):
     alpha: float = 0.01
     adaptive_alpha: bool = False
     h: dict[str, Tensor] = field(default_factory=dict, init=False)
-    # The samples of every client that was heard of, by its id.
+    # The samples of every client that has reported, by its id.
     samples: dict[str, int] = field(default_factory=dict, init=False)
 
     decides = ("the drift of clients",)
-    # A sum of masked updates does not say of how many it is, and counts by samples.
+    # A sum of masked updates is weighted by samples, and does not contain the number of updates.
     needs_each_update = True
     saved = ("h", "samples")
     client_strategies: ClassVar = {"loss": FedDynLossStrategy, "model_update": FedDynUpdateStrategy}
@@ -170,7 +161,7 @@ class FedDyn(StrategyAlgorithm, ParameterAware):
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
         if self.adaptive_alpha:
             self.samples = self.samples | {str(update.client_id): update.num_samples for update in updates}
-        # Once: whoever adds noise to the mean adds it, and counts it, at every call.
+        # Called once, because a postprocessor adds and counts its noise at every call.
         mean = dict(average([replace(update, num_samples=1) for update in updates]))
         share = self.alpha * len(updates) / self.num_clients
         moves = self.parameters_of(mean)

@@ -1,4 +1,4 @@
-"""FedMos: a momentum with less variance for local steps, and a pull to where they began."""
+"""FedMos: variance-reduced momentum for local steps, and a pull to their starting point."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ __all__ = [
 
 
 class FedMosOptimizer(Optimizer):
-    """x ← x − η d_t, then x ← x − μ (x − x₀), where x₀ is what a parameter was before its first step.
+    """x ← x − η d_t, then x ← x − μ (x − x₀), where x₀ is a parameter before its first step.
 
-    d₀ is the first gradient, and d_t = a g_t + (1 − a) d_{t−1}: a moving average. Where `is_corrected`, the gradients
-    that come are g_t − (1 − a) g'_t already, with g'_t that of the same batch at x_{t−1}, and d_t is what they and
-    (1 − a) d_{t−1} add up to; `FedMosStepStrategy` makes them.
+    d₀ is the first gradient, and d_t = a g_t + (1 − a) d_{t−1} is a moving average. With `is_corrected`, the gradients
+    are g_t − (1 − a) g'_t, which `FedMosStepStrategy` computes, and (1 − a) d_{t−1} is added to them.
 
     Args:
         params: Parameters, or groups of them.
@@ -46,8 +45,8 @@ class FedMosOptimizer(Optimizer):
         mu: μ: how far back a step is pulled, from 0 to 1.
 
     Attributes:
-        is_corrected: Whether gradients come with their correction.
-        pulls: Whether parameters are pulled back.
+        is_corrected: True if gradients contain their correction.
+        pulls: True if parameters are pulled to x₀.
 
     Example:
         >>> weight = nn.Parameter(torch.tensor(1.0))
@@ -68,7 +67,7 @@ class FedMosOptimizer(Optimizer):
         self.pulls = True
 
     def previous(self) -> dict[Tensor, tuple[Tensor, float]]:
-        """Return x_{t−1} and a of every parameter that has made a step; nothing of those for which it is of no use."""
+        """Return x_{t−1} and a of every parameter that was stepped, except those with a = 1, which do not need it."""
         return {
             parameter: (self.state[parameter]["previous"], group["a"])
             for group in self.param_groups
@@ -81,7 +80,7 @@ class FedMosOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,14 +106,10 @@ class FedMosOptimizer(Optimizer):
 
 @dataclass(eq=False, repr=False)
 class FedMosOptimizerStrategy(Nesting, OptimizerStrategy):
-    """`FedMosOptimizer`; a learning rate of None is that of the optimizer inside, or else of the configuration.
+    """Creates a `FedMosOptimizer`; the arguments are those of `FedMos`, and `base_strategy`.
 
-    Args:
-        lr: η.
-        a: How much of the momentum is new in a step, from 0 to 1; 1 is SGD.
-        mu: μ: how far back a step is pulled, from 0 to 1.
-        base_strategy: Whose optimizer's groups and learning rates are taken, and nothing else of it; None for all
-            parameters of the model in one group.
+    If `base_strategy` is given, the groups and learning rates of its optimizer are used. None means one group with all
+    parameters, and the learning rate of the configuration if `lr` is None.
 
     Example:
         >>> FedMosOptimizerStrategy(lr=0.1, a=0.5).create_optimizer(nn.Linear(1, 1), None).defaults["a"]
@@ -143,7 +138,7 @@ class FedMosOptimizerStrategy(Nesting, OptimizerStrategy):
         return FedMosOptimizer(groups, groups[0]["lr"], self.a, self.mu)
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call the strategy inside."""
         if self.base_strategy is not None:
             self.base_strategy.on_optimizer_step(optimizer, context)
 
@@ -165,9 +160,9 @@ class FedMosOptimizerStrategyFromConfig(FedMosOptimizerStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedMosUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
-    """Lets `FedMosOptimizer` begin anew with every run: no momentum, and pulled to what the run begins with.
+    """Resets `FedMosOptimizer` at the start of every run: its momentum, and the weights that it pulls to.
 
-    While a client trains a model of its own, nothing is pulled.
+    While a client trains its personal model, nothing is pulled.
 
     Example:
         >>> FedMosUpdateStrategy()
@@ -175,29 +170,27 @@ class FedMosUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     """
 
     def capture(self, context: TrainingContext) -> bool:
-        """Forget what an optimizer remembers of another run."""
+        """Clear the state of the optimizers from another run."""
         for optimizer in context.optimizers:
             if isinstance(optimizer, FedMosOptimizer):
                 optimizer.state.clear()
         return True
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Say whether the step that follows is one of the model that is sent."""
+        """Pull only in steps of the model that is sent."""
         if isinstance(optimizer, FedMosOptimizer):
             optimizer.pulls = not context.run.is_personal
 
 
 @dataclass(eq=False, repr=False)
 class FedMosStepStrategy(NestingStepStrategy):
-    """Every batch is computed at the weights of the step before, too: d_t = g_t + (1 − a)(d_{t−1} − g'_t).
+    """Computes every batch also at the weights x_{t−1} of the last step: d_t = g_t + (1 − a)(d_{t−1} − g'_t).
 
-    One backward pass makes g_t − (1 − a) g'_t of both losses: at x_{t−1} the weights are constants plus (1 − a) times
-    a difference of the present ones with themselves. So accumulation, precision and clipping see one gradient, and
-    `FedMosOptimizer` adds (1 − a) d_{t−1}. With another optimizer it is a plain step.
+    One backward pass of both losses gives g_t − (1 − a) g'_t, so that accumulation, precision and clipping see one
+    gradient, and `FedMosOptimizer` adds (1 − a) d_{t−1}. With another optimizer it is a plain step.
 
     Args:
-        reuse_gradient: Let g_t stand for g'_t, too, which costs nothing: d_t = a g_t + (1 − a) d_{t−1}. The gradient of
-            the batch before could not: d_t − g_t = (1 − a)(d_{t−1} − g_{t−1}) is 0 for ever, and d_t that of SGD.
+        reuse_gradient: Use g_t in place of g'_t, so that a batch is computed once: d_t = a g_t + (1 − a) d_{t−1}.
         base_strategy: The step inside; None for a plain one.
 
     Example:
@@ -222,7 +215,7 @@ class FedMosStepStrategy(NestingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss of a batch; its gradient is that of the correction, too."""
+        """Return the loss of a batch; its gradient includes the correction."""
         step = (model, optimizer, examples, labels, loss_criterion, context)
         now = super().loss(*step)
         previous = optimizer.previous() if isinstance(optimizer, FedMosOptimizer) and not self.reuse_gradient else {}
@@ -233,6 +226,7 @@ class FedMosStepStrategy(NestingStepStrategy):
                 f"FedMosStepStrategy: {self.base_strategy!r} differentiates by itself, and its loss is needed at two "
                 "places; let it return the loss"
             )
+        # Constants plus (1 − a) times zero: their gradient is (1 − a) times the gradient at x_{t−1}.
         there = {}
         for name, parameter in model.named_parameters():
             if parameter in previous:
@@ -244,15 +238,15 @@ class FedMosStepStrategy(NestingStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedMos(StrategyAlgorithm):
-    """FedAvg whose clients have two momenta: one with less variance, and one to where they began (Wang et al., 2023).
+    """FedAvg with two momenta at clients: variance-reduced, and to the initial weights (Wang et al., 2023).
 
     d_t = g(x_t; ξ_t) + (1 − a)(d_{t−1} − g(x_{t−1}; ξ_t)), x ← x − η d_t, x ← x − μ (x − wᵗ).
 
     Args:
-        lr: η; None for the learning rates of the client's own optimizer, whose place this one takes.
-        a: How much of d is new in a step, from 0 to 1.
-        mu: μ, from 0 to 1; `a=1, mu=0` is FedAvg with SGD.
-        reuse_gradient: Compute every batch once only: d is then a moving average of gradients.
+        lr: η. None means the learning rates of the client's optimizer, which is replaced.
+        a: The share of the new gradient in d, from 0 to 1.
+        mu: μ, how far a step is pulled back, from 0 to 1; `a=1, mu=0` is FedAvg with SGD.
+        reuse_gradient: Compute every batch only once: d is then a moving average of gradients.
 
     Example:
         >>> FedMos(a=0.5)

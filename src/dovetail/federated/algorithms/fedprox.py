@@ -1,4 +1,4 @@
-"""FedProx: clients stay close to the model that they were sent."""
+"""FedProx: a proximal term keeps clients close to the model that they received."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ _NORMS = ("l2", "l1")
 class FedProxLossStrategy(PenalizedLossStrategy):
     """The loss of the task plus μ/2 ‖w − wᵗ‖², whose gradient is μ (w − wᵗ).
 
-    wᵗ is what the run began with: in a federation, the model that the client was sent.
-
-    Args:
-        mu: μ, at least 0.
-        norm_type: `"l2"` for the square of the distance, as in the paper; `"l1"` for the sum of absolute differences.
+    wᵗ is the model at the start of the run: in a federation, the model that the client received. The arguments are
+    those of `FedProx`, and `base_loss_fn`.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -54,9 +51,7 @@ class FedProxLossStrategy(PenalizedLossStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedProxLossStrategyFromConfig(FedProxLossStrategy):
-    """FedProx's loss with the μ of the configuration.
-
-    It is `fedprox_mu`, or `proximal_term_penalty_constant`, under `algorithm`.
+    """FedProx's loss with `fedprox_mu` or `proximal_term_penalty_constant` of the configuration, under `algorithm`.
 
     Example:
         >>> FedProxLossStrategyFromConfig()
@@ -75,7 +70,7 @@ class FedProx(StrategyAlgorithm):
 
     Args:
         mu: μ, at least 0; 0 is FedAvg.
-        norm_type: `"l2"`, or `"l1"` for another distance.
+        norm_type: `"l2"` for the square of the distance, as in the paper; `"l1"` for the sum of absolute differences.
 
     Example:
         >>> FedProx(mu=0.1)

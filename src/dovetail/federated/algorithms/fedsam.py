@@ -1,4 +1,4 @@
-"""FedSAM: clients look for flat minima."""
+"""FedSAM: clients search for flat minima with sharpness-aware steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FedSAM", "FedSAMStepStrategy"]
 
-# What the norm of a gradient is at least.
+# The smallest norm that a gradient is divided by.
 _LEAST = 1e-12
 
 
@@ -28,13 +28,8 @@ _LEAST = 1e-12
 class FedSAMStepStrategy(NestingStepStrategy):
     """The gradient of a batch is taken at w + ρ g/‖g‖, where g is the gradient of the same batch at w.
 
-    Every batch is computed twice. The loss that is told is that at the second place, and it is differentiated and
-    accumulated as any other: of accumulated batches each has a second place of its own. Statistics of BatchNorm are
-    those at w.
-
-    Args:
-        rho: ρ, at least 0; 0 for a plain step.
-        base_strategy: The step inside; None for a plain one.
+    Every batch is computed twice. The reported loss is the one at w + ρ g/‖g‖. The statistics of BatchNorm are those
+    at w. The arguments are those of `FedSAM`, and `base_strategy`, the step inside (None for a plain one).
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -64,7 +59,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss at the second place."""
+        """Return the loss at w + ρ g/‖g‖."""
         step = (model, optimizer, examples, labels, loss_criterion, context)
         here = super().loss(*step)
         if not self.rho or context.run.is_personal:
@@ -75,7 +70,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
                 "places; let it return the loss"
             )
         if context.precision is not None:
-            # Only its direction counts, and in float16 a gradient that is not scaled may vanish.
+            # An unscaled gradient may vanish in float16. Only its direction is used.
             here = context.precision.scale(here)
         moving = {name: value for name, value in model.named_parameters() if value.requires_grad}
         found = torch.autograd.grad(here.sum(), list(moving.values()), allow_unused=True)

@@ -1,4 +1,4 @@
-"""MOON: what a client sees in a sample stays close to what the global model sees in it."""
+"""MOON: a contrastive loss keeps the representations of clients close to those of the global model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _KEY = "moon"
 
 @runtime_checkable
 class Projecting(Protocol):
-    """A model that shows what it makes of inputs before it classifies them."""
+    """A model that returns a projection of its features besides its outputs."""
 
     def forward_with_projection(self, *inputs: Any) -> tuple[Any, Tensor, Any]:
         """Return features, their projection with one row per sample, and what `forward` returns."""
 
 
 class _Shown(nn.Module):
-    """Calls a model for its projection; its outputs are those of the model."""
+    """Calls a model and stores its projection; the outputs are those of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -54,17 +54,11 @@ class _Shown(nn.Module):
 class MOONStepStrategy(Anchored, NestingStepStrategy):
     """The loss of the task plus μ · CE([sim(z, z_glob), sim(z, z_prev), …] / τ, 0), with sim the cosine.
 
-    z is the model's projection of a sample, z_glob that of the model which the run began with, and z_prev those of the
-    models which the client's last runs ended with. A client without such runs has the loss of the task alone.
+    z is the projection of a sample by the model, z_glob by the model at the start of the run, and z_prev by the final
+    models of the client's last runs. Without such runs the loss is that of the task. The other models are in
+    evaluation mode, so that they ignore dropout and other samples of the batch, and keep their statistics.
 
-    The other models are in evaluation mode: what they see in a sample depends on no other sample of the batch and on no
-    dropout, and their statistics stay as they are.
-
-    Args:
-        mu: μ, at least 0.
-        temperature: τ, above 0.
-        history_size: How many models of its own a client keeps, at least 1.
-        base_strategy: The step inside; None for a plain one.
+    The arguments are those of `MOON`, and `base_strategy`, the step inside (None for a plain one).
 
     Example:
         >>> MOONStepStrategy(mu=1.0)
@@ -74,7 +68,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     mu: float = 5.0
     temperature: float = 0.5
     history_size: int = 1
-    # Made of the model of a run, for the run.
+    # Set for the duration of a run.
     _mine: _Shown | None = field(default=None, init=False)
     _other: _Shown | None = field(default=None, init=False)
 
@@ -139,14 +133,14 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class MOON(StrategyAlgorithm):
-    """FedAvg whose clients draw their representation to the global model's and away from their last (Li et al., 2021).
+    """FedAvg with a contrastive loss at clients: near the global model, away from their last ones (Li et al., 2021).
 
     The model must have `forward_with_projection(x)`, which returns features, a projection and outputs.
 
     Args:
         mu: μ, at least 0; 0 is FedAvg.
         temperature: τ, above 0.
-        history_size: How many of its last models a client keeps.
+        history_size: The number of its last models that a client keeps, at least 1.
 
     Example:
         >>> MOON(mu=1.0)

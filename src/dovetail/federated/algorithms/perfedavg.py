@@ -1,4 +1,4 @@
-"""Per-FedAvg: a model that is good after one step of a client's own."""
+"""Per-FedAvg: a model that is good after one local step of a client."""
 
 from __future__ import annotations
 
@@ -25,17 +25,13 @@ __all__ = ["PerFedAvg", "PerFedAvgStepStrategy"]
 
 @dataclass(eq=False, repr=False)
 class PerFedAvgStepStrategy(NestingStepStrategy):
-    """A step with the gradient of f at w' = w − α ∇f(w), where both are of different samples (first-order MAML).
+    """A step with the gradient of f at w' = w − α ∇f(w), each on different samples (first-order MAML).
 
-    Every batch is cut in two: ∇f(w) is of its first half, the loss and its gradient at w' are of the second. So one
-    batch is one update, as everywhere, and accumulation, schedules and counts of updates mean what they always do. A
-    batch of one sample serves as both. β is the rate of the optimizer.
+    Every batch is divided: ∇f(w) uses its first half, and the loss at w' its second half. So one batch is still one
+    update. A batch of one sample serves as both halves. β is the learning rate of the optimizer. In the
+    personalization round the step is a plain one, because a client then adapts the model to its data.
 
-    In the personalisation round the step is a plain one: a client adapts the model to its data.
-
-    Args:
-        alpha: α, at least 0; 0 is a plain step on the second halves.
-        base_strategy: The step that is made of each half; None for a plain one.
+    The arguments are those of `PerFedAvg`, and `base_strategy`, the step for each half (None for a plain one).
 
     Example:
         >>> PerFedAvgStepStrategy(alpha=0.1)
@@ -56,7 +52,7 @@ class PerFedAvgStepStrategy(NestingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss of the second half at w', which is differentiated as if at w."""
+        """Return the loss of the second half at w', whose gradient is applied to w."""
         if personalizes(context):
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
         length = batch_length((examples, labels))
@@ -64,18 +60,18 @@ class PerFedAvgStepStrategy(NestingStepStrategy):
         first = slice_batch(examples, 0, half or 1, length), slice_batch(labels, 0, half or 1, length)
         second = slice_batch(examples, half, length, length), slice_batch(labels, half, length, length)
         with context.run.personally():
-            # What belongs to the model that is sent is no part of a client's adaptation.
+            # Terms of the shared model, such as a proximal term, do not belong to the adaptation of a client.
             before = super().loss(model, optimizer, first[0], first[1], loss_criterion, context)
         adapted = WithWeights(model, self._adapted(model, before, context))
-        # What the loss is a mean of.
+        # The loss is the mean over the second half.
         context.run.num_items = length - half
         return super().loss(adapted, optimizer, second[0], second[1], loss_criterion, context)
 
     def _adapted(self, model: nn.Module, loss: Tensor, context: TrainingContext) -> dict[str, Tensor]:
-        """Return w' of w, a constant away from it."""
+        """Return w', whose difference to w is constant."""
         parameters = {name: it for name, it in model.named_parameters() if it.requires_grad}
         scaler = None if context.precision is None else context.precision.scaler
-        # Small gradients of half precision are nothing, unless the loss is scaled.
+        # Without scaling of the loss, small gradients vanish in half precision.
         loss = loss if scaler is None else scaler.scale(loss)
         rate = self.alpha / (1.0 if scaler is None else scaler.get_scale())
         slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -90,7 +86,7 @@ class PerFedAvg(StrategyAlgorithm):
     """FedAvg on F_k(w) = f_k(w − α ∇f_k(w)), with first-order gradients (Fallah, Mokhtari, Ozdaglar, 2020).
 
     Args:
-        alpha: α, the rate of the step that a client would adapt the model by; β is the rate of its optimizer.
+        alpha: α, the rate of the local step, at least 0; β is the learning rate of the client's optimizer.
 
     Example:
         >>> PerFedAvg(alpha=0.1)

@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates take the drift out of local steps."""
+"""SCAFFOLD: control variates correct the drift of local steps."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ _DELTA = "control_variate_delta"
 
 @dataclass(eq=False, repr=False)
 class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
-    """Every gradient g becomes g − c_i + c, before the optimizer steps; the new c_i is option II of the paper.
+    """Changes every gradient g to g − c_i + c before the optimizer steps; the new c_i is option II of the paper.
 
-    c_i ← c_i − c + (x − y) / Σ η_k, where x is what the run began with, y what it ended with, and η_k the rate of its
-    k-th real step: (x − y) / (K η) for a constant rate. That is the mean gradient along the way for plain SGD; with
-    momentum, or an optimizer that scales, it is an estimate.
-
-    The client keeps c_i, and sends the change of it as `control_variate_delta`. The server's c comes with the weights.
+    c_i ← c_i − c + (x − y) / Σ η_k, where x and y are the weights at the start and the end of the run, and η_k is the
+    learning rate of its k-th real step. This is the mean gradient of the run for plain SGD, and an estimate with
+    momentum or an optimizer that scales. The client keeps c_i and sends its change as `control_variate_delta`. The
+    server sends c with the weights.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -54,10 +53,10 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     vectorizes = True
 
-    # Σ η_k so far.
+    # Σ η_k of the current run.
     _travelled: Any = field(default=0.0, init=False)
     _delta: dict[str, Tensor] = field(default_factory=dict, init=False)
-    # What every optimizer steps, with the correction of its gradient; found once per run.
+    # The parameters of every optimizer with their corrections; collected once per run.
     _corrected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
 
     def on_client_start(self, context: TrainingContext) -> None:
@@ -99,7 +98,7 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             self._travelled = self._travelled + context.optimizers[0].param_groups[0]["lr"] * context.client.working
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Make the new c_i, and what is sent of it; a client that trained for itself alone keeps the one it has."""
+        """Compute the new c_i and the change to send; the personalization round keeps c_i."""
         if personalizes(context):
             return
         before = context.client.state[_KEY]
@@ -126,9 +125,9 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
-    """SCAFFOLD with option I: the new c_i is the gradient of all the client's data at the weights that it was sent.
+    """SCAFFOLD with option I: the new c_i is the gradient of all data of the client at the received weights.
 
-    That takes one more epoch in every round, after the others, in which no step is made.
+    It is computed in one more epoch at the end of every round, in which no step is made.
 
     Example:
         >>> SCAFFOLDUpdateStrategyV2()
@@ -149,10 +148,10 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
         return start
 
     def own_end(self, context: TrainingContext) -> None:
-        """Nothing: the gradients are there."""
+        """Do nothing: `on_gradients` has the sum of the gradients."""
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Correct the gradients of the model that is sent; of the look at its beginning, make a sum and no step."""
+        """Correct the gradients of the model that is sent; in the additional epoch, sum them and make no step."""
         super().on_gradients(optimizer, context)
         if not context.run.is_personal:
             return
@@ -172,11 +171,11 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
 class SCAFFOLD(Described, Algorithm):
     """Local steps with g − c_i + c, and a server that keeps c (Karimireddy et al., 2020).
 
-    x ← x + η_g · mean of Δy, every client of the round counting the same; c ← c + (1/N) Σ Δc_i, with N of all clients.
+    x ← x + η_g · mean of Δy, with equal weights; c ← c + (1/N) Σ Δc_i, where N is the number of all clients.
 
     Args:
-        option: 2 for the paper's option II, which is cheap; 1 for option I, the gradient at the beginning, which takes
-            one more pass over the data and is steadier.
+        option: 2 for the paper's option II, which is cheap; 1 for option I, the gradient at the received weights,
+            which takes one more pass over the data and is more stable.
         server_learning_rate: η_g.
 
     Example:
@@ -209,7 +208,7 @@ class SCAFFOLD(Described, Algorithm):
         return {_KEY: self.control}
 
     def check(self, update: Update) -> Fault | None:
-        """Refuse a change that c cannot be moved by: it would stay in the gradients of all clients."""
+        """Reject a change that is not finite or has other shapes: it would stay in the gradients of all clients."""
         expected = {name: value for name, value in update.sent.items() if name in self._trained}
         return check_sent(update, update.payload.get(_DELTA), expected, _DELTA)
 
@@ -231,7 +230,7 @@ def _zeros(weights: Weights) -> dict[str, Tensor]:
 def _option_two(
     control: Weights, server: Weights, start: Weights, now: Weights, travelled: Tensor
 ) -> dict[str, Tensor]:
-    # Who made no step, because a scaler skipped them all, has learned nothing of its gradient.
+    # Without a step, because a scaler skipped them all, c_i stays.
     has_moved = travelled > 0
     rate = torch.where(has_moved, travelled, 1.0)
     return {
