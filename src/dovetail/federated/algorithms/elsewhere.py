@@ -28,13 +28,7 @@ def loss_elsewhere(
 ) -> Tensor:
     """Return the result of a function while the model has other weights, which receive the gradient.
 
-    Buffers, such as the statistics of BatchNorm, do not change.
-
-    Args:
-        model: The model that the function uses.
-        weights: The weights that replace parameters, by name; other parameters stay.
-        compute: The function.
-        arguments: The arguments of the function.
+    `weights` replace the parameters of their names. Buffers, such as the statistics of BatchNorm, do not change.
 
     Example:
         >>> import torch

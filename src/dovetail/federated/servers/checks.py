@@ -50,10 +50,6 @@ def check_settings(config: FederatedConfig, outbound: Chain) -> None:
 def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
     """Return the settings that differ from their defaults but have no effect, each with the reason.
 
-    Args:
-        config: The settings.
-        backend: The backend of the server, which may have been given as an object.
-
     Example:
         >>> from dovetail.federated.backends import Sequential
         >>> idle_settings(FederatedConfig().with_settings(staleness_bound=3), Sequential())
@@ -119,12 +115,7 @@ def check_epochs(epochs: int | None) -> None:
 
 
 def check_model(name: str, model: nn.Module, datasource: Datasource) -> None:
-    """Raise if the model of a configuration does not accept a batch of its data.
-
-    Args:
-        name: The name of the model in the configuration.
-        model: The model, which is not changed.
-        datasource: The data source.
+    """Raise if the model that a configuration names does not accept a batch of its data; the model is not changed.
 
     Raises:
         ConfigError: The message has the shape of the data and the error of the model.

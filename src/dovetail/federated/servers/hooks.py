@@ -62,10 +62,7 @@ def notify(server: Server, event: str, *arguments: Any) -> None:
 def call_choose_clients(server: Server, count: int, busy: Collection[int]) -> list[int]:
     """Return the clients of a round, from `choose_clients` if a subclass overrides it, else from the selection.
 
-    Args:
-        server: The server.
-        count: The number of clients to select.
-        busy: The ids of clients that still work for an earlier round.
+    Clients that still work for an earlier round are `busy` and are not selected.
 
     Raises:
         ConfigError: The override returned a client twice, or one that cannot be selected.

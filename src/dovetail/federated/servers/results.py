@@ -6,6 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,7 @@ from dovetail.federated.records import RoundRecord
 __all__ = ["Personalized", "WriteResults", "plot_rounds", "rows_of"]
 
 # The columns of a record besides its metrics.
-_COLUMNS = (
-    "round",
-    "elapsed_time",
-    "selected",
-    "reported",
-    "faults",
-    "bytes_down",
-    "bytes_up",
-    "staleness",
-    "backend",
-)
+_COLUMNS = tuple(each.name for each in fields(RoundRecord) if each.name != "metrics")
 
 _OF_CLIENTS = ("clients_accuracy", "clients_accuracy_std", "clients_accuracy_worst")
 
@@ -91,10 +82,6 @@ class WriteResults(ServerCallback):
 def with_results(callbacks: Sequence[ServerCallback], config: ResultsConfig) -> list[ServerCallback]:
     """Return the callbacks, and one that writes results if a folder is set and no callback writes them.
 
-    Args:
-        callbacks: The callbacks of a server.
-        config: The settings of results.
-
     Example:
         >>> [type(it).__name__ for it in with_results([], ResultsConfig(result_path="out"))]
         ['WriteResults']
@@ -141,11 +128,9 @@ def ran_elsewhere(records: Sequence[RoundRecord], requested: str) -> list[RoundR
 
 
 def rows_of(records: Sequence[RoundRecord], types: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rounds as rows of a table; a metric that a round does not have is empty there.
+    """Return the rounds, at least one, as rows of a table; a metric that a round does not have is empty.
 
-    Args:
-        records: At least one.
-        types: The columns; None for all.
+    None for `types` means all columns.
 
     Raises:
         UnknownNameError: No round has such a column.
