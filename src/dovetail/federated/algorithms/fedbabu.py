@@ -1,4 +1,4 @@
-"""FedBABU: a body that is trained under a head which nobody trains, until clients fine-tune it for themselves."""
+"""FedBABU: rounds train the body under a fixed head, which clients fine-tune at the end."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _FINETUNES = ("head", "all")
 
 @dataclass(eq=False, repr=False)
 class FedBABUUpdateStrategy(Described, PersonalCopy, PartialUpdateStrategy):
-    """Trains the body in every round, and what is to be fine-tuned after the last one.
+    """Trains the body in every round, and the layers to fine-tune after the last one.
 
-    What a client has fine-tuned is its own until it takes part in a round again.
+    A client keeps its fine-tuned layers until it takes part in a round again.
 
     Args:
-        global_layer_names: Patterns of the body; none for what is not the head's.
-        local_layer_names: Patterns of the head; none for what is not the body's, or the last layer.
-        finetune: `"head"`, as in the paper; or `"all"` layers.
+        global_layer_names: Patterns of the body.
+        local_layer_names: Patterns of the head.
+        finetune: `"head"`, as in the paper, or `"all"` layers.
 
     Example:
         >>> FedBABUUpdateStrategy(local_layer_names="head", finetune="all")
@@ -56,9 +56,7 @@ class FedBABUUpdateStrategy(Described, PersonalCopy, PartialUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedBABUUpdateStrategyFromConfig(LayersFromConfig, FedBABUUpdateStrategy):
-    """FedBABU's strategy with what the configuration says.
-
-    That is `global_layer_names`, `local_layer_names` and `finetune` under `algorithm`.
+    """FedBABU's strategy with its arguments from the configuration, under `algorithm`.
 
     Example:
         >>> FedBABUUpdateStrategyFromConfig()
@@ -73,15 +71,13 @@ class FedBABUUpdateStrategyFromConfig(LayersFromConfig, FedBABUUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedBABU(PartialAlgorithm):
-    """FedAvg of the body under a head that stays as it was made; clients fine-tune it at the end (Oh et al., 2022).
+    """FedAvg of the body under the initial head; clients fine-tune at the end (Oh et al., 2022).
 
-    The head is part of the global model, and the same for all until the personalisation round.
+    The head is part of the global model, and the same for all until the personalization round. The other arguments
+    are the attributes of `PartialAlgorithm`: the layers that stay are the head.
 
     Args:
-        local_layer_names: Patterns of the head.
-        global_layer_names: Patterns of the body; what neither names is of the other kind.
-        num_local_layers: Where no names are given, the last so many layers are the head.
-        finetune: What the personalisation round trains: the `"head"`, as in the paper; or `"all"` layers.
+        finetune: The layers that the personalization round trains: the `"head"`, as in the paper, or `"all"`.
 
     Example:
         >>> FedBABU(finetune="all")
@@ -96,7 +92,7 @@ class FedBABU(PartialAlgorithm):
     client_strategies: ClassVar = {"model_update": FedBABUUpdateStrategy}
 
     def stays(self, name: str) -> bool:
-        """Nothing stays: a head that nobody trains is the same for all."""
+        """Nothing stays: the head is not trained, so it is the same for all."""
         return False
 
 

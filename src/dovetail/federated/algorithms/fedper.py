@@ -1,4 +1,4 @@
-"""FedPer: every client has a head of its own on a body that all train."""
+"""FedPer: every client has its own head on a shared body."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ __all__ = ["FedPer", "FedPerUpdateStrategy", "FedPerUpdateStrategyFromConfig"]
 class FedPerUpdateStrategy(Described, PartialUpdateStrategy):
     """Trains all layers; after the last round, the client's own alone.
 
-    Args:
-        global_layer_names: Patterns of the layers that all share; none for all but the last one.
+    `global_layer_names` are patterns of the shared layers. None means all except the last layer.
 
     Example:
         >>> FedPerUpdateStrategy(global_layer_names=["body"])
@@ -36,9 +35,7 @@ class FedPerUpdateStrategy(Described, PartialUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedPerUpdateStrategyFromConfig(LayersFromConfig, FedPerUpdateStrategy):
-    """FedPer's strategy with the layers of the configuration.
-
-    They are `global_layer_names` or `local_layer_names` under `algorithm`.
+    """FedPer's strategy with `global_layer_names` or `local_layer_names` of the configuration, under `algorithm`.
 
     Example:
         >>> FedPerUpdateStrategyFromConfig()
@@ -48,12 +45,9 @@ class FedPerUpdateStrategyFromConfig(LayersFromConfig, FedPerUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedPer(PartialAlgorithm):
-    """FedAvg of the body; the head stays with its client, and is trained along (Arivazhagan et al., 2019).
+    """FedAvg of the body; the head stays with its client and is trained with it (Arivazhagan et al., 2019).
 
-    Args:
-        local_layer_names: Patterns of the layers that stay.
-        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
-        num_local_layers: Where no names are given, the last so many layers stay.
+    The arguments are the attributes of `PartialAlgorithm`.
 
     Example:
         >>> FedPer(local_layer_names="head")

@@ -1,4 +1,4 @@
-"""FedRep: in every round first the client's own head, then the body that all share."""
+"""FedRep: every round trains first the client's own head, then the shared body."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _HEAD, _BODY = "head", "body"
 class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
     """Trains the head in the first epochs of a run, and the body in the others; after the last round, the head alone.
 
-    A round must have epochs for both. A run of a trainer on its own may end with the head: a longer `fit` goes on.
+    A round must have epochs for both. Outside of a federation, `fit` may have epochs for the head only.
 
     Args:
-        global_layer_names: Patterns of the body; none for what is not the head's.
-        local_layer_names: Patterns of the head; none for what is not the body's, or the last layer.
-        local_epochs: How many epochs are the head's.
+        global_layer_names: Patterns of the body.
+        local_layer_names: Patterns of the head.
+        local_epochs: The number of epochs that train the head.
 
     Example:
         >>> strategy = FedRepUpdateStrategy(["body"], ["head"], local_epochs=4)
@@ -76,9 +76,7 @@ class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedRepUpdateStrategyFromConfig(LayersFromConfig, FedRepUpdateStrategy):
-    """FedRep's strategy with what the configuration says.
-
-    That is `global_layer_names`, `local_layer_names` and `local_epochs` under `algorithm`.
+    """FedRep's strategy with its arguments from the configuration, under `algorithm`.
 
     Example:
         >>> FedRepUpdateStrategyFromConfig()
@@ -96,11 +94,10 @@ class FedRepUpdateStrategyFromConfig(LayersFromConfig, FedRepUpdateStrategy):
 class FedRep(PartialAlgorithm):
     """FedAvg of the body; the head stays with its client, and is trained before it (Collins et al., 2021).
 
+    The other arguments are the attributes of `PartialAlgorithm`.
+
     Args:
-        local_layer_names: Patterns of the layers that stay.
-        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
-        local_epochs: How many epochs of a round are the head's; the others are the body's.
-        num_local_layers: Where no names are given, the last so many layers stay.
+        local_epochs: The number of epochs of a round that train the head; the others train the body.
 
     Example:
         >>> FedRep(local_epochs=4)
@@ -116,7 +113,7 @@ class FedRep(PartialAlgorithm):
 
 
 def _head(epochs: int) -> Phase:
-    # Nothing of what is sent is trained then: terms that hold it back, and counts of its steps, are of the body alone.
+    # Personal, because nothing of what is sent is trained: penalties and step counts apply to the body only.
     return Phase(epochs, _HEAD, is_personal=True)
 
 
