@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.context import TrainingContext
 
 __all__ = ["personalizes"]
 

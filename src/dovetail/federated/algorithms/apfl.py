@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,12 @@ from dovetail.errors import ConfigError, UnknownNameError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, WithWeights, first_own_model
 from dovetail.federated.messages import Weights
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.pieces import twin_of
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy, Options, SplitStepStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["APFL", "APFLStepStrategy", "APFLUpdateStrategy", "APFLUpdateStrategyFromConfig"]
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Fault, Update, Weights
 from dovetail.overrides import reject_lost_overrides
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.strategies.base import Strategy
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["Algorithm", "StrategyAlgorithm"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,11 +12,9 @@ from dovetail.errors import CheckpointError, ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.averaging import Average
 from dovetail.federated.messages import Fault, Update, Weights
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.strategies.base import Strategy
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["CompositeAlgorithm"]
 

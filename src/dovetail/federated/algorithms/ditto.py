@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,12 +15,9 @@ from dovetail.federated.algorithms.own_model import ModelFunction, first_own_mod
 from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy, model_state
 from dovetail.federated.messages import Weights
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.context import Phase
+from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["Ditto", "DittoUpdateStrategy", "DittoUpdateStrategyFromConfig"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from dovetail.errors import UnknownNameError
 from dovetail.federated.algorithms.layers import LayerNames
@@ -15,10 +15,8 @@ from dovetail.federated.algorithms.partial import (
     PersonalCopy,
 )
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["FedBABU", "FedBABUUpdateStrategy", "FedBABUUpdateStrategyFromConfig"]
 

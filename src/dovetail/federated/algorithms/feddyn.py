@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from dovetail.federated.algorithms.penalty import PenalizedLossStrategy, sent
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, copied
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["FedDyn", "FedDynLossStrategy", "FedDynLossStrategyFromConfig", "FedDynUpdateStrategy"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, OptimizerStrategy, Strategy
 from dovetail.trainers.strategies.nesting import Described, Nesting
 from dovetail.trainers.strategies.optimizer import learning_rate
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = [
     "FedMos",

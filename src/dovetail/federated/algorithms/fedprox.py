@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -11,9 +11,7 @@ from dovetail.errors import UnknownNameError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.messages import Weights
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.context import TrainingContext
 
 __all__ = ["FedProx", "FedProxLossStrategy", "FedProxLossStrategyFromConfig"]
 

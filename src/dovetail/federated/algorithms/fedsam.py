@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,8 @@ from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
 from dovetail.federated.messages import Weights
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["FedSAM", "FedSAMStepStrategy"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,15 +13,13 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.layers import LayerNames, last_layers, local_names
 from dovetail.federated.algorithms.partial import DividedModel, LayersFromConfig, PartialAlgorithm
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.pieces import forward
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
+from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy, compose_steps
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["LGFedAvg", "LGFedAvgStepStrategy", "LGFedAvgStepStrategyAuto", "LGFedAvgStepStrategyFromConfig"]
 

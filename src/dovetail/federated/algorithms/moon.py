@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,10 @@ from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.pieces import forward_with
 from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["MOON", "MOONStepStrategy", "Projecting"]
 

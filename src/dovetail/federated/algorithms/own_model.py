@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.own_phase import model_state
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.pieces import as_module
 from dovetail.trainers.randomness import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["ModelFunction", "WithWeights", "first_own_model"]
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.trainers.context import Phase
+from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["OwnPhaseStrategy", "model_state", "optimizers_of", "put_back", "put_into"]
 

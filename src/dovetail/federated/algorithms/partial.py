@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -14,11 +14,9 @@ from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.layers import LayerNames, as_patterns, local_names
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Phase, Strategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["DividedModel", "LayersFromConfig", "PartialAlgorithm", "PartialUpdateStrategy", "PersonalCopy"]
 

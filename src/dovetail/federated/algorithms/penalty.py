@@ -5,18 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
 from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.nesting import Nesting
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["PenalizedLossStrategy", "sent"]
 

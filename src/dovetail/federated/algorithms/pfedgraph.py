@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,9 @@ from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, WeightedSum, Weights
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["PFedGraph", "PFedGraphLossStrategy", "PFedGraphUpdateStrategy", "onto_simplex"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,12 @@ from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Fault, Update, Weights
 from dovetail.federated.personalization import personalizes
 from dovetail.federated.validation import check_sent
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, copied
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["SCAFFOLD", "SCAFFOLDUpdateStrategy", "SCAFFOLDUpdateStrategyV2"]
 
