@@ -12,7 +12,7 @@ from dovetail.federated.algorithms import Algorithm, FedAvg
 from dovetail.federated.algorithms.registry import algorithm_of
 from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, backends
-from dovetail.federated.callbacks import ServerCallback
+from dovetail.federated.callbacks import ServerCallback, as_callback
 from dovetail.federated.clock import Speeds
 from dovetail.federated.config import FederatedConfig
 from dovetail.federated.postprocess import Chain
@@ -99,7 +99,7 @@ def read_settings(
     server = config.server
     settings = ServerSettings(
         config,
-        callbacks=with_results([_as_server_callback(it) for it in callbacks or ()], config.results),
+        callbacks=with_results([as_callback(it, ServerCallback) for it in callbacks or ()], config.results),
         algorithm=_copied(algorithm) or algorithm_of(config.algorithm),
         selection=selection or selections.get(server.selection)(server.random_seed),
         backend=backend or _build_backend(config),
@@ -141,10 +141,3 @@ def _copied(algorithm: Any) -> Algorithm | None:
     if given is not None and not isinstance(given, Algorithm):
         raise ConfigError(f"algorithm: expected a name or an Algorithm (class or instance), got {algorithm!r}")
     return copy.deepcopy(given)
-
-
-def _as_server_callback(candidate: Any) -> ServerCallback:
-    callback = candidate() if isinstance(candidate, type) else candidate
-    if not isinstance(callback, ServerCallback):
-        raise ConfigError(f"callbacks: expected a ServerCallback (class or instance), got {candidate!r}")
-    return callback
