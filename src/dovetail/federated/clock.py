@@ -125,7 +125,7 @@ class Arrival:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Arrival:
-        """Take back what `to_plain` gave."""
+        """Return the value that `to_plain` was called on."""
         is_fault = "fault" in plain
         outcome = Fault(**plain["fault"]) if is_fault else Done(Update(**plain["update"]), plain["state"])
         return cls(plain["at"], plain["order"], plain["seconds"], outcome)
@@ -188,7 +188,7 @@ class Clock:
         return {"now": self.now, "coming": [arrival.to_plain() for arrival in sorted(self._coming)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         self.now = float(state["now"])
         # A sorted list is a heap.
         self._coming = [Arrival.from_plain(plain) for plain in state["coming"]]

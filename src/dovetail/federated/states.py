@@ -68,7 +68,7 @@ class ClientStates:
         return {"states": {str(client_id): state for client_id, state in self._states.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         if "states" not in state:
             raise CheckpointError("the checkpoint keeps the states of clients in a file: give the same states_path")
         self._states = {int(client_id): dict(kept) for client_id, kept in state["states"].items()}

@@ -35,7 +35,7 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
     """Stores the personal model v of a client, and the weight α with which it is mixed with the global model w.
 
     `APFLStepStrategy` trains both. The client uses v̄ = α v + (1 − α) w: α = 1 is the personal model alone, α = 0 the
-    global one. The arguments are those of `APFL`, and `model_fn`, which builds the initial v (None for the first
+    global one. It has the arguments of `APFL`, and `model_fn`, which builds the initial v (None for the first
     received model).
 
     Example:

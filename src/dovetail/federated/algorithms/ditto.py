@@ -31,7 +31,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
     wᵗ is the model at the start of the run, which the client received. v uses the optimizer, loss and step of the
     trainer. w is trained exactly as without Ditto. In the personalization round all epochs are those of v.
 
-    The arguments are those of `Ditto`, and `model_fn`, which builds the initial v (None for the first received model).
+    It has the arguments of `Ditto`, and `model_fn`, which builds the initial v (None for the first received model).
 
     Example:
         >>> import torch

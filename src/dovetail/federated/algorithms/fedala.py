@@ -38,7 +38,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     epoch per round. In its first round a client has no last model and trains as without FedALA. Optimizers and
     schedules are reset after the adaptation.
 
-    The arguments are those of `FedALA`.
+    It has the arguments of `FedALA`.
 
     Example:
         >>> FedALAUpdateStrategy(layer_idx=2)

@@ -33,7 +33,7 @@ class FedDynLossStrategy(PenalizedLossStrategy):
     """The loss of the task plus α⟨θ, λ_k⟩ + α/2 ‖θ − θᵗ‖², whose gradient is α (λ_k + θ − θᵗ).
 
     θᵗ is the model at the start of the run, and λ_k the sum of the client's differences so far, which
-    `FedDynUpdateStrategy` updates; without that strategy λ_k stays 0. The arguments are those of `FedDyn`, and
+    `FedDynUpdateStrategy` updates; without that strategy λ_k stays 0. It has the arguments of `FedDyn`, and
     `base_loss_fn`. Outside of a federation, `adaptive_alpha` has no effect.
 
     Example:

@@ -27,7 +27,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
     """The gradient of a batch is taken at w + ρ g/‖g‖, where g is the gradient of the same batch at w.
 
     Every batch is computed twice. The reported loss is the one at w + ρ g/‖g‖. The statistics of BatchNorm are those
-    at w. The arguments are those of `FedSAM`, and `base_strategy`, the step inside (None for a plain one).
+    at w. It has the arguments of `FedSAM`, and `base_strategy`, the step inside (None for a plain one).
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext

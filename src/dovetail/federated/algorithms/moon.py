@@ -56,7 +56,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     models of the client's last runs. Without such runs the loss is that of the task. The other models are in
     evaluation mode, so that they ignore dropout and other samples of the batch, and keep their statistics.
 
-    The arguments are those of `MOON`, and `base_strategy`, the step inside (None for a plain one).
+    It has the arguments of `MOON`, and `base_strategy`, the step inside (None for a plain one).
 
     Example:
         >>> MOONStepStrategy(mu=1.0)

@@ -29,7 +29,7 @@ class PerFedAvgStepStrategy(NestingStepStrategy):
     update. A batch of one sample serves as both halves. β is the learning rate of the optimizer. In the
     personalization round the step is a plain one, because a client then adapts the model to its data.
 
-    The arguments are those of `PerFedAvg`, and `base_strategy`, the step for each half (None for a plain one).
+    It has the arguments of `PerFedAvg`, and `base_strategy`, the step for each half (None for a plain one).
 
     Example:
         >>> PerFedAvgStepStrategy(alpha=0.1)

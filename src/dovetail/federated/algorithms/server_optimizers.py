@@ -178,7 +178,7 @@ class FedAdam(AdaptiveServer):
 class FedYogi(FedAdam):
     """v ← v − (1 − β₂) Δ² sign(v − Δ²): as FedAdam, but v shrinks no faster than by Δ² (Reddi et al., 2021).
 
-    The arguments are those of `FedAdam`.
+    It has the arguments of `FedAdam`.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean

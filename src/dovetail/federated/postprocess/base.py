@@ -117,7 +117,7 @@ class Postprocessor:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
 
 
 class Codec(Postprocessor, ABC):

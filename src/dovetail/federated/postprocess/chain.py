@@ -142,7 +142,7 @@ class Chain:
         return {position: state for position, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         for position, own in state.items():
             self.steps[int(position)].load_state_dict(own)
 

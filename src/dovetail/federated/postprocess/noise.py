@@ -74,7 +74,7 @@ class PrivacyAccountant:
         return {"history": [list(row) for row in self._history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         self._history = [(float(noise), float(rate), int(rounds)) for noise, rate, rounds in state["history"]]
 
 
