@@ -1,4 +1,4 @@
-"""Fewer bits per number."""
+"""Quantization of updates: fewer bits per number."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Quantization(TensorCodec):
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         low, high = tensor.aminmax()
         step = self._step(low, high)
-        # A tensor that is the same everywhere has no steps; NaN has to stay NaN, in the range.
+        # A constant tensor has no steps. NaN stays NaN, in the range.
         exact = torch.where(step != 0, (tensor.to(step) - low) / step, 0.0)
         levels = _rounded(exact, generator if self.stochastic else None)
         levels = levels.clamp(0, 2**self.bits - 1).to(torch.uint8)
@@ -99,7 +99,7 @@ class QSGD(TensorCodec):
         norm = torch.linalg.vector_norm(exact)
         shares = torch.where(norm != 0, exact.abs() * (self.levels / norm), 0.0)
         levels = _rounded(shares, generator).clamp(max=self.levels) * exact.sign()
-        # A tensor without elements tells the type for nothing.
+        # A tensor without elements has the type, and no bytes.
         return {"levels": levels.to(torch.int8), "norm": norm, "type": tensor.new_empty(0)}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -125,7 +125,7 @@ class Bfloat16(TensorCodec):
 
 
 def _rounded(exact: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Round to the nearest, or by the dice of a generator."""
+    """Round to the nearest number, or at random with a generator."""
     if generator is None:
         return exact.round()
     dice = torch.rand(exact.shape, generator=generator, dtype=exact.dtype)

@@ -1,4 +1,4 @@
-"""Only the numbers that matter."""
+"""Sparsification of updates: only the largest numbers are sent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TopK(TensorCodec):
         expect(0 < self.ratio <= 1, "ratio", "a number above 0 and at most 1", self.ratio)
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Pack the update's difference, and with error feedback what is left of earlier ones."""
+        """Pack the difference of the update; with error feedback, plus the rest of earlier ones."""
         if not self.error_feedback:
             return super().encode(update, upload)
         left = upload.state.get("left", {})
@@ -53,7 +53,7 @@ class TopK(TensorCodec):
         return update.with_delta(packed)
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the largest numbers of a tensor in the order of their places, and those places."""
+        """Return the largest numbers of a tensor in the order of their positions, and the positions."""
         flat = tensor.flatten()
         indices = flat.abs().topk(self._num_kept(flat.numel()), sorted=False).indices.sort().values
         shape = torch.tensor(tensor.shape, dtype=torch.int64)
@@ -61,7 +61,7 @@ class TopK(TensorCodec):
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
         values, shape = parts["values"], parts["shape"].tolist()
-        # Whoever sends little cannot make the server set aside much.
+        # Reject a small message that claims a huge tensor (memory exhaustion).
         if len(values) != self._num_kept(math.prod(shape)):
             raise DataError(f"{len(values)} values are not the share of {self.ratio} of a tensor of {shape}")
         flat = values.new_zeros(math.prod(shape))

@@ -1,4 +1,4 @@
-"""How much an update counts."""
+"""Weights of updates in the mean."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Weighting"]
 
 @dataclass(frozen=True)
 class Weighting(Postprocessor):
-    """Let an update count by something else than its samples. What it counts stands in `num_samples`.
+    """Replaces the weight of an update, which is its `num_samples`.
 
-    The server makes sure of `"uniform"` and of the cap itself; a function is the client's word.
+    The server enforces `"uniform"` and the cap; it cannot check a function.
 
     Args:
-        rule: `"samples"`, `"uniform"` for 1 each that has any, or a function of the update that returns a whole number.
-            Only the proportions matter.
-        cap: The most that one client can count.
+        rule: `"samples"`, `"uniform"` for 1 per client with samples, or a function of the update that returns a whole
+            number. Only proportions matter.
+        cap: The largest weight of a client.
 
     Example:
         >>> from dovetail.federated.messages import Task
@@ -45,7 +45,7 @@ class Weighting(Postprocessor):
         return self._capped(update, self.rule(update) if callable(self.rule) else update.num_samples)
 
     def decode(self, update: Update, gathering: Gathering) -> Update:
-        """Count the update by what the server can know of the rule."""
+        """Apply the part of the rule that the server can check."""
         return update if update.client_id == EVERYONE else self._capped(update, update.num_samples)
 
     def _capped(self, update: Update, weight: int) -> Update:
