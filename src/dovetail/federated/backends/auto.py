@@ -1,4 +1,4 @@
-"""The backend that suits the work."""
+"""Backend that is picked by the work and the machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Auto"]
 
 _log = logging.getLogger("dovetail.federated")
 
-# Seconds of a step beside its arithmetic, and of one operation, on a core of our days. It need not be exact: where it
-# matters the answer is a matter of a hundred.
+# Seconds of a step besides its arithmetic, and of one operation, on a current core. A rough estimate is enough: the
+# decision differs by a factor of a hundred.
 _STEP, _OPERATION = 200e-6, 1e-10
 # Forward, and backward twice as much, for a multiplication and an addition each.
 _OPERATIONS_PER_WEIGHT = 6
 _BATCH_SIZE = 32
-# Seconds of work in a round from which on it pays to start processes.
+# Seconds of work in a round for which processes are worth their start.
 _WORTHWHILE = 0.1
 
 
@@ -37,7 +37,7 @@ class Auto(Backend):
     repeated has the same backend and the same bits.
 
     Attributes:
-        choice: What was picked, and why; empty before the first round. The log `dovetail.federated` has it, too.
+        choice: The picked backend and the reason; empty before the first round. It is also logged.
 
     Example:
         >>> Auto().choice

@@ -1,4 +1,4 @@
-"""One client after the other, in this process."""
+"""Sequential backend: one client after the other, in this process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ __all__ = ["Sequential", "attempted", "fault"]
 
 
 class Sequential(Backend):
-    """Runs clients one after the other. There is nothing to start, and nothing to send.
-
-    Nothing can stop a client here, so `timeout` means nothing.
+    """Runs clients one after the other. It cannot stop a client, so `timeout` has no effect.
 
     Example:
         >>> Sequential().num_workers is None
@@ -29,7 +27,7 @@ class Sequential(Backend):
 
 
 def attempted(worker: Worker, work: Work) -> Outcome:
-    """Do the work of one client; an error of its own is a fault, and not the end of the round."""
+    """Return the outcome of one client; its error is a fault and does not end the round."""
     task, state = work
     try:
         return Done(*worker.work(task, state))
@@ -38,5 +36,5 @@ def attempted(worker: Worker, work: Work) -> Outcome:
 
 
 def fault(task: Task, error: Exception) -> Fault:
-    """Return what an error of a client is to the others: who, and the last line of its traceback."""
+    """Return the fault of a client's error, with the last line of its traceback."""
     return Fault(task.client_id, task.round, "crashed", f"{type(error).__name__}: {error}")

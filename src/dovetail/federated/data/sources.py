@@ -1,4 +1,4 @@
-"""The data of a federation: which client has what, without holding more of it than is asked for."""
+"""Data sources of a federation: the training and test data of each client, loaded on demand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Rows: TypeAlias = "tuple[Tensor, ...] | Dataset[Any]"
 
 
 class Datasource(ABC):
-    """What every client of a federation learns from, and what the server tests with. Client ids count from 1.
+    """The training data of every client, and the test data of the server. Client ids count from 1.
 
     A worker process gets it once, pickled. `train_data` must be a function of the client id alone.
 
@@ -76,11 +76,11 @@ class Datasource(ABC):
         return sum(batch_length(batch) for batch in as_loader(data, batch_size=1))
 
     def test_data(self, client_id: int) -> Any | None:
-        """Return what a client tests on; None where it has nothing of its own."""
+        """Return the test data of a client. None means that it has none."""
         return None
 
     def central_test_data(self) -> Any | None:
-        """Return what the server tests on; None where it has nothing."""
+        """Return the test data of the server. None means that it has none."""
         return None
 
     def default_model(self) -> nn.Module:
@@ -96,14 +96,13 @@ class PartitionedData(Datasource):
     Args:
         dataset: Tensors or arrays, a tuple of them, or a dataset of torch. Clients get tensors of data in memory, and a
             `Subset` of any other dataset.
-        partition: Who has which of its samples.
-        test: What the server tests on, in the same forms.
+        partition: The samples of each client.
+        test: The test data of the server, in the same forms.
         test_partition: Which samples of `test` each client has for its own tests.
-        held_out: Which share of its own samples each client tests on, rather than train on them.
-        model: Makes the model that fits these data.
-        seed: Decides which samples are held out.
-        keep: How many clients' tensors are kept, those of the ones asked for last, so that they need not be gathered
-            again.
+        held_out: The share of its samples that each client uses for tests instead of training.
+        model: Builds a model that fits these data.
+        seed: The seed of the samples that are held out.
+        keep: The number of clients, the last ones, whose tensors are cached.
 
     Example:
         >>> from dovetail.federated.data.partition import iid
@@ -183,7 +182,7 @@ class PartitionedData(Datasource):
         count = self._num_held_out(len(indices))
         if not count:
             return indices, indices[:0]
-        # The last number tells this use of seed and id from that of overlapping partitions.
+        # The last number distinguishes these generators from the ones of overlapping partitions.
         order = torch.from_numpy(np.random.default_rng((self.seed, client_id, 1)).permutation(len(indices)))
         return indices[order[count:].sort().values], indices[order[:count].sort().values]
 

@@ -39,11 +39,12 @@ def server_app(
     """Return a ServerApp that runs a server, whose clients are at the nodes of the federation.
 
     Args:
-        server: The server, or a function of Flower's context that makes it.
-        client: The client, where the server takes model or data from it; it does no work here.
-        num_nodes: How many nodes there must be before the first round; None for the clients of a round.
-        patience: Seconds in which they must have come.
-        states: Where clients' states are kept, at the `nodes` or by the `server`; see `FlowerBackend`.
+        server: The server, or a function of Flower's context that builds it.
+        client: The client, if the server takes its model or data from it; it does no work here.
+        num_nodes: The number of nodes that must be connected before the first round. None means one per client of a
+            round.
+        patience: See `FlowerBackend`, as for `states`.
+        states: `nodes` or `server`, which stores the states of clients.
 
     Example:
         >>> from dovetail.federated.clients import simple
@@ -69,16 +70,15 @@ def server_app(
 def client_app(
     client: Client | Callable[[Context], Client], server: Server | Callable[[Context], Server] | None = None
 ) -> ClientApp:
-    """Return a ClientApp that does the work of the clients that live at a node.
+    """Return a ClientApp that does the work of the clients of a node.
 
-    A node with `partition-id` i is client i + 1. With `num-partitions` n it also is the clients i + 1 + n, i + 1 + 2n
-    and so on, of which there are none if there are n clients.
+    A node with `partition-id` i is client i + 1. With `num-partitions` n it is also the clients i + 1 + n, i + 1 + 2n
+    and so on.
 
     Args:
-        client: The client, or a function of Flower's context that makes it.
-        server: The server of the same federation. It does not run here: it says what model, algorithm and
-            postprocessors there are, so that server and clients begin alike. None for a client that brings its own
-            model, datasource and algorithm.
+        client: The client, or a function of Flower's context that builds it.
+        server: The server of the same federation. It does not run here, but has the model, the algorithm and the
+            postprocessors. None is for a client with its own model, datasource and algorithm.
 
     Example:
         >>> from dovetail.federated.clients import simple
@@ -93,7 +93,7 @@ def client_app(
         if server is None:
             return _begun_alone(mine)
         described = copy.copy(_made(server, context))
-        # Whatever the server keeps is not here.
+        # The files of the server are not on this node.
         described.config = described.config.with_settings(checkpoint_path=None, states_path=None)
         described.prepare(mine)
         return described.worker
@@ -105,7 +105,7 @@ def worker_app(make: Callable[[Context], Worker]) -> ClientApp:
     """Return a ClientApp around any worker.
 
     Args:
-        make: Makes the worker, when the first task comes.
+        make: Builds the worker when the first task is received.
 
     Example:
         >>> from dovetail.federated.clients import simple
@@ -151,9 +151,9 @@ class _Node:
 
 
 class _Kept:
-    """A client's states, which stay at the node: the one that the server counts on, and the one after it.
+    """The states of a client at its node: the one of the last used update, and the one after it.
 
-    The server keeps the round of the state. If it does not use an update, it goes on with the round before.
+    The server stores the round of the state. If it does not use an update, it continues with the round before.
     """
 
     def __init__(self, context: Context, client_id: int) -> None:
@@ -194,7 +194,7 @@ def _place(context: Context) -> Place:
 
 
 def _attempted(message: Message, answer: Callable[[], Message]) -> Message:
-    """Return the answer; an error of the client is an answer, too."""
+    """Return the answer; an error of the client becomes an error message."""
     try:
         return answer()
     except Exception as error:
