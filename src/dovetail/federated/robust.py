@@ -50,7 +50,7 @@ class RobustAverage(ABC):
 
     @abstractmethod
     def reduce(self, stacked: Weights) -> Weights:
-        """Return tensors without the first dimension, which is that of the updates.
+        """Return tensors without the first dimension, which counts the updates.
 
         Whole numbers count for no distance: how many batches a client has seen says nothing of its honesty.
         """
@@ -76,7 +76,7 @@ class TrimmedMean(RobustAverage):
     """The mean of every number by itself, without the largest and the smallest.
 
     Args:
-        share: Of the updates, to leave out at either end: as many bad ones are harmless. Rounded down.
+        share: The share of updates to leave out at either end, rounded down. As many bad updates are harmless.
 
     Example:
         >>> updates = [Update(k, 1, 1, delta={"w": torch.tensor([v])}) for k, v in enumerate((1.0, 2.0, 3.0, 1e30))]
@@ -171,7 +171,7 @@ class GeometricMedian(RobustAverage):
         for _ in range(self.max_iterations):
             distances = _distances(real, point)
             scale = distances.median()
-            # A point that is an update itself would stay there for ever: its pull would have no end.
+            # Otherwise a point that equals an update would never move, because its weight is infinite.
             pulls = 1 / distances.clamp(min=max(float(scale) * 1e-6, 1e-150))
             pulls = pulls / pulls.sum()
             nearer = {name: torch.tensordot(pulls.to(each.device), each, dims=1) for name, each in exact.items()}

@@ -27,10 +27,9 @@ class FedAtt(Described, ParameterAware):
 
     Args:
         epsilon: ε, the step.
-        magnitude: The standard deviation of the noise; 0 for none. It protects nobody by itself: for differential
-            privacy, updates have to be clipped, as the `gaussian_noise` postprocessor does.
-        seed: The noise is drawn anew in every round from this seed and the number of the round, which is part of the
-            server's checkpoints: a run that is repeated or resumed has the same noise.
+        magnitude: The standard deviation of the noise; 0 for none. It gives no differential privacy, for which the
+            `gaussian_noise` postprocessor also clips updates.
+        seed: The seed of the noise, with the number of the round: a repeated or resumed run has the same noise.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean

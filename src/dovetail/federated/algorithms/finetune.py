@@ -24,7 +24,7 @@ class FinetuneUpdateStrategy(Described, PersonalCopy):
 
 @dataclass(eq=False, repr=False)
 class FedAvgFinetune(StrategyAlgorithm):
-    """FedAvg whose clients fine-tune the global model for themselves, and use what came of it.
+    """FedAvg whose clients fine-tune the global model and use the result.
 
     Example:
         >>> FedAvgFinetune()

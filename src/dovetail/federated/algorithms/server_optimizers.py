@@ -1,4 +1,4 @@
-"""Servers that take the mean of updates for a gradient, and step as an optimizer would."""
+"""Server optimizers: the mean of updates is used as a gradient."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dovetail.trainers.strategies.nesting import Described
 
 __all__ = ["AdaptiveServer", "FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerOptimizer"]
 
-# What a server remembers of one tensor: its moments by name; nothing before the first round.
+# The moments of one tensor by name; empty before the first round.
 Moments = Mapping[str, Tensor]
 
 
 class ServerOptimizer(Described, ParameterAware, ABC):
-    """Steps along Δ, the mean of a round's updates, with moments that it keeps from round to round.
+    """Steps along Δ, the mean of a round's updates, with moments that are kept from round to round.
 
-    Only floating parameters are stepped. Buffers, such as the statistics of BatchNorm, move by the mean: a step for
-    which they were never the gradient would make variances negative.
+    Only floating parameters are stepped. Buffers, such as the statistics of BatchNorm, are averaged, because steps
+    could make variances negative.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean
@@ -55,8 +55,8 @@ class ServerOptimizer(Described, ParameterAware, ABC):
         """Return how far a tensor moves, and its new moments.
 
         Args:
-            change: Its Δ.
-            moments: What the step before returned; nothing in the first round.
+            change: Δ of the tensor.
+            moments: The moments that the last step returned; empty in the first round.
         """
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
@@ -101,8 +101,7 @@ class FedAvgM(ServerOptimizer):
 class AdaptiveServer(ServerOptimizer):
     """m ← β₁ m + (1 − β₁) Δ, w ← w + η m / (√v + τ), for every number by itself (Reddi et al., 2021).
 
-    What v is of Δ² is for subclasses to say. It begins at τ², the least that the paper allows, m at 0; as in the paper,
-    nothing is corrected for that.
+    Subclasses compute v from Δ². As in the paper, v starts at τ² and m at 0, without a bias correction.
 
     Example:
         >>> isinstance(FedYogi(), AdaptiveServer), isinstance(FedAvgM(), AdaptiveServer)

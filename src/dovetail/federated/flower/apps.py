@@ -128,6 +128,7 @@ class _Node:
         self._workers: dict[int, Worker] = {}
 
     def introduce(self, message: Message, context: Context) -> Message:
+        """Reply with the partition of this node."""
         return _attempted(message, lambda: Message(to_records(_introduction(context)), reply_to=message))
 
     def work(self, message: Message, context: Context) -> Message:
