@@ -61,8 +61,8 @@ MOST_LINES = 500
 LONG_FILES = {
     "checkpoint/store.py": 555,
     "data/loader.py": 657,
-    "federated/clients/simple.py": 573,
-    "federated/data/partition.py": 661,
+    "federated/clients/simple.py": 557,
+    "federated/data/partition.py": 658,
     "pytorch/adapter.py": 678,
     "pytorch/context.py": 640,
     "search/runner.py": 743,
