@@ -130,7 +130,7 @@ class StrategyAlgorithm(Described, Algorithm):
         client_strategies: The classes of the strategies, by role.
     """
 
-    client_strategies: ClassVar[Mapping[str, type[Any]]]
+    client_strategies: ClassVar[Mapping[str, type[Any]]] = {}
 
     def __post_init__(self) -> None:
         for kind in self.client_strategies.values():
