@@ -129,17 +129,23 @@ class _Node:
 
     def introduce(self, message: Message, context: Context) -> Message:
         """Reply with the partition of this node."""
-        return _attempted(message, lambda: Message(to_records(_introduction(context)), reply_to=message))
+        return _attempted(message, lambda: self._introduced(message, context))
 
     def work(self, message: Message, context: Context) -> Message:
         return _attempted(message, lambda: self._done(message, context))
+
+    def _introduced(self, message: Message, context: Context) -> Message:
+        place = Place.of(context.node_config)
+        content = {"partition-id": place.partition, "num-partitions": place.partitions}
+        return Message(to_records(content), reply_to=message)
 
     def _done(self, message: Message, context: Context) -> Message:
         content = from_records(message.content)
         given, stays = content.pop("state"), content.pop("states") == "nodes"
         task = Task(**content)
-        if not _place(context).has(task.client_id):
-            raise ConfigError(f"client {task.client_id} does not live at the node of {_place(context)}")
+        place = Place.of(context.node_config)
+        if not place.has(task.client_id):
+            raise ConfigError(f"client {task.client_id} does not live at the node of {place}")
         if context.run_id not in self._workers:
             self._workers = {context.run_id: self._make(context)}
         kept = _Kept(context, task.client_id)
@@ -183,15 +189,6 @@ class _Kept:
 
     def _under(self, round: int) -> str:
         return f"{self._prefix}{round}: "
-
-
-def _introduction(context: Context) -> dict[str, int]:
-    place = _place(context)
-    return {"partition-id": place.partition, "num-partitions": place.partitions}
-
-
-def _place(context: Context) -> Place:
-    return Place.of(context.node_config)
 
 
 def _attempted(message: Message, answer: Callable[[], Message]) -> Message:
