@@ -1,4 +1,4 @@
-"""What a key of a configuration may hold, and all mistakes at once."""
+"""Checks of the keys of a configuration, which report all mistakes at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import difflib
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ __all__ = [
     "Problem",
     "Problems",
     "Refused",
+    "check_items",
     "flag",
     "list_of",
     "mapping",
@@ -38,20 +39,20 @@ __all__ = [
 _Keys = tuple[str | int, ...]
 
 Check = Callable[[Any], Any]
-"""Returns the value of a key as the program wants it, or raises `Refused` with what was expected."""
+"""Returns the value of a key in its final type, or raises `Refused` with what was expected."""
 
 
 _MAX_SHOWN = 50
 
 LIMIT = 2**53
-"""Up to here floats hold every whole number, and so does a study."""
+"""The largest number up to which floats represent every whole number."""
 
 
 class ConfigErrors(ConfigError):  # noqa: N818 - it is several
-    r"""All that is wrong with a configuration.
+    r"""All mistakes of a configuration.
 
     Attributes:
-        problems: One sentence each, with file, line and column where the value is of a file.
+        problems: One sentence per mistake, with file, line and column if the value is from a file.
 
     Example:
         >>> str(ConfigErrors(["a.yaml:1:1: name: expected text, got 1", "a.yaml:2:1: searcher: missing"]))
@@ -69,11 +70,11 @@ class ConfigErrors(ConfigError):  # noqa: N818 - it is several
 
 
 class Refused(ValueError):  # noqa: N818 - a word in a sentence: the value is refused
-    """Raised by a check; the text says what was expected."""
+    """Raised by a check; the text is what was expected."""
 
 
 class Problem(NamedTuple):
-    """A mistake, and the way to it from the top of the configuration.
+    """A mistake, with its keys from the top of the configuration.
 
     Example:
         >>> Problem(("searcher", "max_trials"), "missing").keys
@@ -88,8 +89,8 @@ class Problems:
     """The mistakes found so far in one configuration.
 
     Args:
-        config: Knows the places of its keys when it is of a file.
-        given: The texts that the command line has set keys by: their place is the text itself.
+        config: The configuration, which has the places of its keys if it is from a file.
+        given: The texts with which the command line has set keys; the place of such a key is its text.
 
     Example:
         >>> problems = Problems({})
@@ -106,17 +107,17 @@ class Problems:
         self._found: list[str] = []
 
     def add(self, keys: _Keys, sentence: str) -> None:
-        """Note a mistake."""
+        """Add a mistake."""
         for length in range(len(keys), 0, -1):
             if (setting := self._given.get(keys[:length])) is not None:
-                # The text says the whole way, or where the rest of it begins.
+                # The text has all keys, or the first ones.
                 path = "" if length == len(keys) else f"{'.'.join(map(str, keys))}: "
                 self._found.append(f"{setting}: {path}{sentence}")
                 return
         self._found.append(f"{locate(self._config, *keys)}: {sentence}" if keys else sentence)
 
     def extend(self, problems: Iterable[Problem], *above: str) -> None:
-        """Note mistakes of a section that stands below some keys."""
+        """Add the mistakes of a section below some keys."""
         for problem in problems:
             self.add((*above, *problem.keys), problem.sentence)
 
@@ -130,17 +131,17 @@ class Problems:
 
 
 REQUIRED: Any = object()
-"""The default of a key that has to be given."""
+"""The default of a required key."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a key may hold.
+    """The check and the default of a key.
 
     Attributes:
         check: Returns the value that is used, or raises `Refused`.
-        default: What it is when it is not given, or null.
-        hint: What to do when it is required and missing.
+        default: The value of a key that is missing or null.
+        hint: The advice if the key is required and missing.
 
     Example:
         >>> Key(whole(1), default=16).check(4)
@@ -155,13 +156,13 @@ class Key:
 def read_section(
     section: Mapping[str, Any], keys: Mapping[str, Key], problems: list[Problem], ignored: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return the values of a section, with defaults; what is wrong is noted and has its default, or is left out.
+    """Return the values of a section, with defaults; an invalid value is replaced by its default or left out.
 
     Args:
-        section: As it is in the file.
-        keys: What may be in it.
-        problems: Where mistakes are noted.
-        ignored: Keys that may be in it and are not looked at.
+        section: The section of the file.
+        keys: The keys that it may have.
+        problems: The list to which mistakes are added.
+        ignored: Other keys that are accepted and not checked.
 
     Example:
         >>> problems = []
@@ -191,7 +192,7 @@ def read_section(
 
 
 def unknown_key(name: str, known: Iterable[str]) -> Problem:
-    """Return the sentence about a key that is not known, with the nearest that is."""
+    """Return the problem of an unknown key, with the nearest known key."""
     names = sorted(known)
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f": did you mean {nearest[0]!r}?" if nearest else ""
@@ -199,12 +200,12 @@ def unknown_key(name: str, known: Iterable[str]) -> Problem:
 
 
 def override(config: Any, setting: str, given: dict[_Keys, str]) -> list[Problem]:
-    """Set one key of a configuration by a text such as `trainer.rounds=4`, and remember by which.
+    """Set one key of a configuration by a text such as `trainer.rounds=4`, and return the problems.
 
     Args:
-        config: Is changed.
-        setting: Dotted keys, and a value as a file would have it.
-        given: Is told the text that a key was set by.
+        config: The configuration, which is changed.
+        setting: Dotted keys, and a value as in a file.
+        given: The texts of keys, to which this one is added.
 
     Example:
         >>> config, given = {}, {}
@@ -218,7 +219,7 @@ def override(config: Any, setting: str, given: dict[_Keys, str]) -> list[Problem
     if not equals or not all(keys):
         return [Problem((), f"{setting}: expected a setting such as section.key=4, got {setting!r}")]
     try:
-        # On a line of its own: a value may be a block, as in a file.
+        # On a separate line, because a value may be a block, as in a file.
         parsed = dict(parse_config(f"value: {value}\n", setting))
     except ConfigError:
         parsed = {}
@@ -308,18 +309,18 @@ def one_of(*names: str) -> Check:
 
 
 def list_of(check: Check, least: int = 0) -> Check:
-    """Accept lists, of so many items at least, of what another check accepts."""
+    """Accept lists with a smallest length, whose items another check accepts."""
 
     def check_all(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) < least:
             raise Refused(f"expected a list of at least {least}" if least else "expected a list")
-        return list(_checked(value, check))
+        return list(check_items(value, check))
 
     return check_all
 
 
 def unit(least: int) -> Check:
-    """Accept lengths such as `{epochs: 3}`; a bare number is of batches."""
+    """Accept lengths such as `{epochs: 3}`; a bare number counts batches."""
 
     def check(value: Any) -> TrainUnit:
         given = value if isinstance(value, Mapping) else {"batches": value}
@@ -334,7 +335,8 @@ def unit(least: int) -> Check:
     return check
 
 
-def _checked(values: list[Any], check: Check) -> Iterator[Any]:
+def check_items(values: Sequence[Any], check: Check) -> Iterator[Any]:
+    """Yield the items of a list as a check returns them; an error has the position of the item."""
     for position, value in enumerate(values):
         try:
             yield check(value)

@@ -1,6 +1,6 @@
-"""Configuration files: YAML that can say only plain values, each with the place where it stands.
+"""Configuration files: YAML with plain values only, and the line and column of each value.
 
-This module starts without torch: the command line reads files before it needs any tensor.
+This module does not import torch, because the command line reads files before it needs tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 
 __all__ = ["Config", "hyperparameters", "load_config", "locate", "parse_config", "parse_scalar"]
 
-# Far beyond any configuration. PyYAML reads about 20,000 keys and values in a second, and the checks that follow
-# take as long again.
+# Far beyond any configuration. PyYAML reads about 20,000 keys and values in a second, and the checks take as long.
 _MAX_BYTES = 1 << 18
 _MAX_DEPTH = 64
 _MAX_VALUES = 10_000
@@ -32,7 +31,7 @@ _SEARCHED = ("categorical", "double", "int", "log")
 
 
 class Config(dict[str, Any]):
-    r"""The values of a file, and where in it each of them stands.
+    r"""The values of a file, with the line and column of each.
 
     Example:
         >>> config = parse_config("name: demo\nhyperparameters:\n  lr: 1e-3\n", "experiment.yaml")
@@ -46,10 +45,10 @@ class Config(dict[str, Any]):
         self._place = place
 
     def where(self, *keys: str | int) -> str:
-        """Return the place of a key as `file:line:column`; of what it would stand in, when it is not there.
+        """Return the place of a key as `file:line:column`; of its section if the key is missing.
 
         Args:
-            keys: The way from the top: names, and numbers for the items of a list.
+            keys: The path from the top: names, and numbers for the items of a list.
         """
         place = self._place
         for key in keys:
@@ -60,13 +59,13 @@ class Config(dict[str, Any]):
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
-    """Return the mapping that a YAML file in UTF-8 holds.
+    """Return the mapping of a YAML file in UTF-8.
 
-    Names and numbers are read as YAML 1.2 reads them: `1e-3` is a number, `no`, `on` and dates are text. A tag, a key
-    that occurs twice, a key that is not text, and a file that is large beyond reason, also by its aliases, are refused.
+    Names and numbers are read as in YAML 1.2: `1e-3` is a number, `no`, `on` and dates are text. Tags, duplicate keys,
+    keys that are not text, and huge files, also through aliases, are rejected.
 
     Raises:
-        ConfigError: The file cannot be understood; one sentence that begins with file, line and column.
+        ConfigError: The file is invalid; the message starts with file, line and column.
     """
     file = os.fspath(path)
     with Path(path).open("rb") as stream:
@@ -82,12 +81,7 @@ def load_config(path: str | os.PathLike[str]) -> Config:
 
 
 def parse_config(text: str, name: str = "config") -> Config:
-    """Return the mapping that a YAML text holds, as `load_config` does.
-
-    Args:
-        text: The text.
-        name: What its places begin with, in place of a file.
-    """
+    """Return the mapping of a YAML text, as `load_config` does; places start with `name` instead of a file."""
     document = _Reader(text, name).document()
     if not isinstance(document.value, dict):
         place = document.place
@@ -98,7 +92,7 @@ def parse_config(text: str, name: str = "config") -> Config:
 
 
 def parse_scalar(text: str) -> Any:
-    """Return one value as a configuration file would have it: a number, true or false, null, or text.
+    """Return one value as in a configuration file: a number, true or false, null, or text.
 
     Example:
         >>> [parse_scalar(text) for text in ("1e-3", "64", "true", "relu", "'64'")]
@@ -114,7 +108,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def locate(config: Mapping[str, Any], *keys: str | int) -> str:
-    """Return what a sentence about a key begins with: its place, where `config` is of a file, and its dotted name.
+    """Return the start of a message about a key: its place, if `config` is from a file, and its dotted name.
 
     Example:
         >>> locate(parse_config("searcher: {name: grid}", "experiment.yaml"), "searcher", "name")
@@ -168,7 +162,7 @@ def _constant(config: Mapping[str, Any], keys: tuple[str, ...], value: Any) -> A
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a key or an item stands, counted from 1, and where what is in it does."""
+    """The line and column of a key or an item, counted from 1, and the places of its parts."""
 
     line: int
     column: int
@@ -177,7 +171,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A value of the document, and what it costs to have it once more."""
+    """A value of the document, with its size and depth, which its aliases repeat."""
 
     value: Any
     place: _Place
@@ -186,7 +180,7 @@ class _Part:
 
 
 class _Reader:
-    """Makes values of the events of PyYAML's safe parser: mappings, lists and scalars, and nothing else."""
+    """Builds mappings, lists and scalars from the events of PyYAML's safe parser."""
 
     def __init__(self, text: str, name: str) -> None:
         self._text = text
@@ -196,7 +190,7 @@ class _Reader:
         self._num_values = 0
 
     def document(self) -> _Part:
-        """Return the one document of the text; None when there is none."""
+        """Return the only document of the text; its value is None if the text is empty."""
         try:
             next(self._events)
             if isinstance(next(self._events), yaml.StreamEndEvent):
@@ -243,7 +237,7 @@ class _Reader:
         if depth + part.depth - 1 > _MAX_DEPTH:
             self._refuse(event, f"expected at most {_MAX_DEPTH} levels, got more")
         self._count(event, part.num_values)
-        # Whoever changes one of them must not change the other.
+        # Copied, so that a change of one value does not change the other.
         return _Part(copy.deepcopy(part.value), part.place, part.num_values, part.depth)
 
     def _list(self, start: Any, depth: int) -> _Part:
@@ -276,7 +270,7 @@ class _Reader:
         return _joined(values, _place(start, places), parts, num_keys=len(parts))
 
     def _merged(self, event: Any, part: _Part) -> list[tuple[str, Any, _Place]]:
-        """Return the entries of one mapping or a list of them, which the mapping around takes where it has none."""
+        """Return the entries of one mapping or a list of mappings, the defaults of the mapping around."""
         if isinstance(part.value, dict):
             sources: list[tuple[Any, _Place]] = [(part.value, part.place)]
         else:
@@ -350,7 +344,7 @@ def _joined(value: Any, place: _Place, parts: list[_Part], num_keys: int = 0) ->
 
 
 def _position(before: str) -> str:
-    """Return line and column of what comes after a text."""
+    """Return the line and column after a text."""
     return f"{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "NonFiniteLossError",
     "UnknownNameError",
     "add_note",
+    "expect",
 ]
 
 
@@ -78,6 +79,28 @@ class FederationError(DovetailError, RuntimeError):
 
 class MissingExtraError(DovetailError, ImportError):
     """A feature needs a package that is not installed; the message names the extra that brings it."""
+
+
+def expect(is_valid: bool, name: str, expected: str, given: object) -> None:
+    """Raise an error about a value that is not valid.
+
+    Args:
+        is_valid: The result of the check.
+        name: The name of the argument or of the setting.
+        expected: The values that are accepted.
+        given: The value.
+
+    Raises:
+        ConfigError: The value is not valid.
+
+    Example:
+        >>> expect(1.5 <= 1, "momentum", "a number from 0 to 1", 1.5)
+        Traceback (most recent call last):
+        ...
+        dovetail.errors.ConfigError: momentum: expected a number from 0 to 1, got 1.5
+    """
+    if not is_valid:
+        raise ConfigError(f"{name}: expected {expected}, got {given!r}")
 
 
 def add_note(error: BaseException, note: str) -> None:

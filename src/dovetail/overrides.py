@@ -11,14 +11,14 @@ __all__ = ["defines", "is_ours", "reject_lost_overrides"]
 
 
 def reject_lost_overrides(kind: type[Any], answers: Mapping[str, str]) -> None:
-    """Raise if a class defines a method that no class of this library defines, and that nothing here calls.
+    """Raise if a class defines or inherits a method from outside of this library that is never called here.
 
     Args:
-        kind: The class; also what it inherits from classes outside of this library counts.
-        answers: By the name of such a method, what to use instead.
+        kind: The class.
+        answers: The replacement of each such method, by its name.
 
     Raises:
-        ConfigError: With the class, the method and what to use instead.
+        ConfigError: The message has the class, the method and the replacement.
 
     Example:
         >>> class Server:

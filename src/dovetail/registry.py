@@ -1,4 +1,4 @@
-"""Names for pieces: what a configuration may call them, and how to add your own."""
+"""Registry of named objects, for configurations and for additions by users."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ P = TypeVar("P")
 
 
 class Registry(Generic[T]):
-    """A table of pieces of one kind, by name.
+    """A table of objects of one kind, by name.
 
     Args:
-        kind: What the pieces are, for messages.
-        built_in: Returns the pieces that are there from the start; called when a name is first asked for.
-        answers: What to say to those who use another library's names, by these: a name of a piece, or a sentence.
+        kind: The kind of the objects, for messages.
+        built_in: Returns the objects of this library; called when a name is first used.
+        answers: Replacements for names of other libraries: a name of this registry, or a sentence.
 
     Example:
         >>> colours = Registry("colour", lambda: {"red": 1})
@@ -43,7 +43,7 @@ class Registry(Generic[T]):
     @overload
     def register(self, name: str) -> Callable[[P], P]: ...
     def register(self, name: str, piece: Any = None) -> Any:
-        """Give a piece a name; without the piece, do so as a decorator.
+        """Register an object under a name; without the object, return a decorator.
 
         Raises:
             ConfigError: The name is taken.
@@ -56,10 +56,10 @@ class Registry(Generic[T]):
         return piece
 
     def get(self, name: str) -> T:
-        """Return the piece of a name.
+        """Return the object of a name.
 
         Raises:
-            UnknownNameError: There is none; the message names the nearest.
+            UnknownNameError: The name is unknown; the message has the nearest one.
         """
         for table in (self._own, self._built_in()):
             if name in table:

@@ -1,18 +1,34 @@
-"""Who watches a federation: plato's callbacks of servers and clients."""
+"""Callbacks of servers and clients, as in plato."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["ClientCallback", "ServerCallback"]
+from dovetail.errors import ConfigError
+
+__all__ = ["ClientCallback", "ServerCallback", "as_callback"]
+
+T = TypeVar("T")
+
+
+def as_callback(candidate: Any, kind: type[T]) -> T:
+    """Return a callback that is given as an instance or as a class.
+
+    Raises:
+        ConfigError: It is of another kind.
+    """
+    made = candidate() if isinstance(candidate, type) else candidate
+    if not isinstance(made, kind):
+        raise ConfigError(f"callbacks: expected a {kind.__name__} (class or instance), got {candidate!r}")
+    return made
 
 
 class ServerCallback:
-    """Hears what happens at a server. Override what you want to hear.
+    """Base of callbacks of a server. Every method does nothing; override those that you need.
 
     Example:
-        >>> class Tell(ServerCallback):
+        >>> class Printing(ServerCallback):
         ...     def on_clients_selected(self, server, selected_clients, **kwargs):
         ...         print(f"round {server.current_round}: {selected_clients}")
     """
@@ -21,32 +37,32 @@ class ServerCallback:
         """Before the first round of a run."""
 
     def on_clients_selected(self, server: Any, selected_clients: Sequence[int], **kwargs: Any) -> None:
-        """After the clients of a round are chosen."""
+        """After the clients of a round are selected."""
 
     def on_weights_received(self, server: Any, weights_received: Sequence[Any]) -> None:
-        """When a round's updates are there, with the weights that each client has trained."""
+        """After the updates of a round are received, with the weights that each client has trained."""
 
     def on_weights_aggregated(self, server: Any, updates: Sequence[Any]) -> None:
-        """When the new global weights are there, with the updates that went into them."""
+        """After the global weights are updated, with the updates that were used."""
 
     def on_clients_processed(self, server: Any) -> None:
-        """After a round: `server.records[-1]` tells what it brought."""
+        """After a round: `server.records[-1]` is its record."""
 
     def on_clients_personalized(self, server: Any) -> None:
-        """When clients have trained for themselves: `server.personalized` tells how good each of them is."""
+        """After the personalization round: `server.personalized` has the metrics of each client."""
 
     def on_server_will_close(self, server: Any) -> None:
         """After the last round of a run; also after an error."""
 
 
 class ClientCallback:
-    """Hears what happens at a client, in the process where it works. Override what you want to hear."""
+    """Base of callbacks of a client, which run in its process. Every method does nothing; override those you need."""
 
     def on_inbound_received(self, client: Any, inbound_processor: Any) -> None:
-        """When a task has come, before its processors undo what they did to the weights."""
+        """After a task is received, before the postprocessors decode its weights."""
 
     def on_inbound_processed(self, client: Any, data: Any) -> None:
-        """When the task is ready to be worked on."""
+        """After the weights of a task are decoded."""
 
     def on_outbound_ready(self, client: Any, report: Any, outbound_processor: Any) -> None:
-        """When the update is ready, before its processors change it."""
+        """After training, before the postprocessors encode the update."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, UnknownNameError, expect
 from dovetail.federated.backends.base import Done, Outcome
 from dovetail.federated.config import ClientsConfig, ServerConfig
 from dovetail.federated.messages import Fault, Update
@@ -29,13 +29,13 @@ _SLOWEST = 60.0
 
 
 class Speeds:
-    """How long each client takes, in simulated seconds. Without a simulation all are equally fast.
+    """The simulated speeds of clients. Without a simulation all are equally fast.
 
-    A client's speed is drawn from its id alone, when it is asked for: a million clients cost nothing.
+    The speed of a client is drawn when it is needed, from its id alone.
 
     Args:
-        config: What the clients' section says.
-        server: What the server's section says: the bandwidths.
+        config: The settings of clients.
+        server: The settings of the server: the bandwidths.
 
     Raises:
         ConfigError: The distribution lacks a number, has one that it does not know or cannot draw with, or a bandwidth
@@ -51,8 +51,7 @@ class Speeds:
         self._server = server or ServerConfig()
         self._numbers: dict[str, float] = {}
         for name in ("downlink_bandwidth", "uplink_bandwidth"):
-            if not getattr(self._server, name) > 0:
-                raise ConfigError(f"{name}: expected a number above 0, got {getattr(self._server, name)!r}")
+            expect(getattr(self._server, name) > 0, name, "a number above 0", getattr(self._server, name))
         if config.speed_simulation:
             self._numbers = _numbers(config.simulation_distribution)
             try:
@@ -62,17 +61,11 @@ class Speeds:
                 raise ConfigError(f"simulation_distribution: {error}, got {given}") from None
 
     def work(self, client_id: int, epochs: float, share: float = 1.0) -> float:
-        """Return how long a client trains.
-
-        Args:
-            client_id: Who.
-            epochs: How many epochs.
-            share: How many samples it has, beside an average client.
-        """
+        """Return the simulated seconds of training; `share` is the number of samples divided by the average."""
         return (self._config.avg_training_time * share + self.slowness(client_id)) * epochs
 
     def slowness(self, client_id: int) -> float:
-        """Return how many seconds longer than others a client takes for an epoch: from 0 to 60."""
+        """Return the additional seconds of a client for an epoch, from 0 to 60."""
         if not self._numbers:
             return 0.0
         draw = _DISTRIBUTIONS[self._config.simulation_distribution["distribution"].lower()][1]
@@ -80,7 +73,7 @@ class Speeds:
         return float(min(max(draw(random, **self._numbers), 0.0), _SLOWEST))
 
     def transfer(self, down: int, up: int) -> float:
-        """Return how long it takes to send so many bytes to a client, and so many back."""
+        """Return the simulated seconds for the bytes to a client and back."""
         if not self._config.comm_simulation:
             return 0.0
         bits = 8e-6
@@ -89,13 +82,13 @@ class Speeds:
 
 @dataclass(frozen=True, order=True)
 class Arrival:
-    """A client's answer on its way.
+    """An answer that has not arrived yet.
 
     Attributes:
-        at: When it arrives.
-        order: Who was asked earlier comes first.
-        seconds: How long the client took.
-        outcome: What the server then learns.
+        at: The time of its arrival.
+        order: The order of selection, for answers that arrive at the same time.
+        seconds: The duration of the client's work.
+        outcome: The answer or fault.
     """
 
     at: float
@@ -105,12 +98,12 @@ class Arrival:
 
     @property
     def client_id(self) -> int:
-        """Whose it is."""
+        """The client."""
         return self._about.client_id
 
     @property
     def round(self) -> int:
-        """The round in which the client was asked."""
+        """The round of its task."""
         return self._about.round
 
     @property
@@ -118,7 +111,7 @@ class Arrival:
         return self.outcome.update if isinstance(self.outcome, Done) else self.outcome
 
     def to_plain(self) -> dict[str, Any]:
-        """Return tensors and plain values only; nothing is copied."""
+        """Return the arrival as a dictionary of tensors and plain values; nothing is copied."""
         plain: dict[str, Any] = {"at": self.at, "order": self.order, "seconds": self.seconds}
         if isinstance(self.outcome, Done):
             return {**plain, "update": self.outcome.update.to_plain(), "state": self.outcome.state}
@@ -126,14 +119,14 @@ class Arrival:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Arrival:
-        """Take back what `to_plain` gave."""
+        """Return the value that `to_plain` was called on."""
         is_fault = "fault" in plain
         outcome = Fault(**plain["fault"]) if is_fault else Done(Update(**plain["update"]), plain["state"])
         return cls(plain["at"], plain["order"], plain["seconds"], outcome)
 
 
 class Clock:
-    """What time it is, and who is still at work.
+    """The simulated time, and the answers that have not arrived yet.
 
     Example:
         >>> clock = Clock()
@@ -149,19 +142,19 @@ class Clock:
         self._coming: list[Arrival] = []
 
     def busy(self) -> set[int]:
-        """Return the ids of the clients whose answers are on their way."""
+        """Return the ids of the clients whose answers have not arrived yet."""
         return {arrival.client_id for arrival in self._coming}
 
     def expect(self, arrival: Arrival) -> None:
-        """Put an answer on its way."""
+        """Add an answer that arrives later."""
         heapq.heappush(self._coming, arrival)
 
     def gather(self, round: int, config: ServerConfig) -> list[Arrival]:
-        """Wait for the answers that a round is for, and return them in the order in which their clients were asked.
+        """Advance the time to the end of a round, and return its answers in the order of selection.
 
-        A synchronous round waits for all. Any other waits for `minimum_clients_aggregated` updates, for those that were
-        asked more than `staleness_bound` rounds ago, and with `periodic_interval` for the server's next look; whatever
-        has arrived by then is taken along.
+        A synchronous round waits for all. Any other waits for `minimum_clients_aggregated` updates, for tasks that are
+        more than `staleness_bound` rounds old, and with `periodic_interval` for the server's next check. All answers
+        that have arrived by then are returned.
         """
         taken: list[Arrival] = []
         updates = sum(isinstance(arrival.outcome, Done) for arrival in self._coming)
@@ -185,11 +178,11 @@ class Clock:
         return sorted(taken, key=lambda arrival: arrival.order)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the time, and all that is on its way."""
+        """Return the time, and the answers that have not arrived yet."""
         return {"now": self.now, "coming": [arrival.to_plain() for arrival in sorted(self._coming)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         self.now = float(state["now"])
         # A sorted list is a heap.
         self._coming = [Arrival.from_plain(plain) for plain in state["coming"]]

@@ -1,4 +1,4 @@
-"""What a federation is told: one value with plato's sections, passed to whoever needs it and kept nowhere else."""
+"""Settings of a federation: one frozen value with plato's sections."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ClientsConfig:
-    """Who takes part.
+    """Settings of clients.
 
     Attributes:
         type: The kind of client.
-        total_clients: How many there are.
-        per_round: How many are asked in a round.
-        do_test: Whether a client tests its trained model on its own test data.
-        test_interval: At every n-th round.
-        random_seed: Decides which clients are fast.
-        speed_simulation: Whether clients differ in speed, by `simulation_distribution`.
-        simulation_distribution: How: `distribution` (normal, pareto, zipf, uniform) and its numbers: by how many
-            seconds a client takes longer for an epoch.
-        avg_training_time: Simulated seconds that a client with an average number of samples takes for an epoch.
-        comm_simulation: Whether simulated time counts what sending takes, too.
-        inbound_processors: What becomes of the weights on the way down, by name, in order.
-        outbound_processors: What becomes of an update on the way up, by name, in order.
+        total_clients: The number of clients.
+        per_round: The number of clients that are selected in a round.
+        do_test: Test the trained model of a client on its own test data.
+        test_interval: The number of rounds from one such test to the next.
+        random_seed: The seed of the speeds of clients.
+        speed_simulation: Simulate clients of different speed, by `simulation_distribution`.
+        simulation_distribution: `distribution` (normal, pareto, zipf, uniform) and its parameters; a sample is the
+            number of additional seconds of a client for an epoch.
+        avg_training_time: Simulated seconds of an epoch, for a client with an average number of samples.
+        comm_simulation: Include the duration of transfers in simulated time.
+        inbound_processors: The postprocessors of the weights that are sent to clients, by name, in order.
+        outbound_processors: The postprocessors of the updates that clients send, by name, in order.
     """
 
     type: str = "simple"
@@ -57,31 +57,29 @@ class ClientsConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How rounds go.
+    """Settings of the server and of rounds.
 
     Attributes:
         type: The kind of server.
-        synchronous: Whether a round waits for all its clients.
-        minimum_clients_aggregated: How many reports a round waits for, where it is not synchronous.
-        staleness_bound: A client that was asked more than so many rounds ago is waited for, where rounds are not
-            synchronous.
-        simulate_wall_time: Whether time is simulated; rounds that are not synchronous always are.
-        periodic_interval: Simulated seconds between two looks at who has reported, where rounds are not synchronous; 0
-            for no such rhythm.
-        request_update: Whether a client whose report is too old is asked for what it has.
-        do_test: Whether the server tests the global model.
-        random_seed: All randomness of a federation comes from it.
-        checkpoint_path: Where the server keeps a checkpoint of every round, or None.
-        states_path: The folder in which the states of clients are kept; None for the one of checkpoints, or without
-            such for memory.
+        synchronous: Wait in every round for all its clients. The next two settings and `periodic_interval` apply to
+            asynchronous rounds only.
+        minimum_clients_aggregated: The number of reports that a round waits for.
+        staleness_bound: A round also waits for clients that were selected more than this number of rounds ago.
+        simulate_wall_time: Simulate time; asynchronous rounds always do.
+        periodic_interval: Simulated seconds between two checks for reports. 0 means no period.
+        request_update: Request the unfinished update of a client whose report is too old.
+        do_test: Test the global model at the server.
+        random_seed: The seed of all random numbers of a federation.
+        checkpoint_path: The folder of checkpoints, one after every round. None means no checkpoints.
+        states_path: The folder of the states of clients. None means the folder of checkpoints, or memory without one.
         downlink_bandwidth: Megabits per second, of a simulated network.
         uplink_bandwidth: Megabits per second, of a simulated network.
-        backend: Where clients run.
-        num_workers: How many at once, where that is a choice; None for one per core.
-        min_clients: A round with fewer usable updates changes nothing.
-        timeout: Seconds, simulated ones where time is, after which a client is left out; None for no limit.
-        selection: Who is asked: by name.
-        aggregator: How updates become one: by name, or one name with what it takes.
+        backend: The backend that runs clients, by name.
+        num_workers: The number of workers of the backend. None means one per core.
+        min_clients: A round with fewer usable updates does not change the weights.
+        timeout: Seconds, or simulated seconds, after which a client is left out. None means no limit.
+        selection: The selection of clients, by name.
+        aggregator: The aggregation of updates: a name, or one name with its arguments.
     """
 
     type: str = "fedavg"
@@ -112,15 +110,15 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What clients learn from.
+    """Settings of the data.
 
     Attributes:
         datasource: The data, by name.
-        sampler: How they are dealt out, by name; None where the data come client by client.
-        testset_sampler: How the test data are dealt out; None for the server alone.
-        testset_size: How many test samples there are; None for all.
-        random_seed: Decides who gets what.
-        options: What else the sampler or the data source takes, such as `concentration` or `partition_size`.
+        sampler: The partition of the data, by name. None is for data that are generated per client.
+        testset_sampler: The partition of the test data. None means that only the server has test data.
+        testset_size: The number of test samples. None means all.
+        random_seed: The seed of the partition.
+        options: Other arguments of the sampler or the data source, such as `concentration` or `partition_size`.
     """
 
     datasource: str = "digits"
@@ -133,22 +131,22 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """How clients train; what is None is the trainer's own business.
+    """Settings of local training. None means the setting of the trainer.
 
     Attributes:
         type: The kind of trainer.
-        rounds: How many rounds there are.
+        rounds: The number of rounds.
         epochs: Local epochs.
         batch_size: Local samples per batch.
         optimizer: By name.
         lr_scheduler: By name.
         loss_criterion: By name.
-        global_lr_scheduler: Whether the rate goes on from round to round as if it were one training.
-        model_type: The model, by name; None for the one that fits the data.
-        model_name: A label, by which nothing is chosen.
+        global_lr_scheduler: Continue the learning rate schedule from round to round.
+        model_type: The model, by name. None means a model that fits the data.
+        model_name: A label without effect.
         max_concurrency: Plato's name for `num_workers` of the backend `process`.
-        target_accuracy: Where training ends early.
-        target_perplexity: Where training ends early, for language.
+        target_accuracy: The accuracy at which the run ends early.
+        target_perplexity: The perplexity at which the run ends early.
     """
 
     type: str = "composable"
@@ -171,13 +169,12 @@ class AlgorithmConfig:
     """The federated algorithm.
 
     Attributes:
-        type: By name; or several, each a name or one name with what it takes, which then work together.
-        personalization: Whether clients train for themselves after the last round, and for how many `epochs`; empty for
-            no.
-        cross_silo: Whether edge servers stand between clients and server.
-        total_silos: How many edge servers.
-        local_rounds: Rounds that an edge server makes before it reports.
-        options: What the algorithm takes.
+        type: The name; or several names, some with arguments, of algorithms that are combined.
+        personalization: The `epochs` of the personalization round after the last round. Empty means no such round.
+        cross_silo: Use edge servers between clients and server.
+        total_silos: The number of edge servers.
+        local_rounds: The number of rounds of an edge server before it reports.
+        options: The arguments of the algorithm.
     """
 
     type: str | tuple[Any, ...] = "fedavg"
@@ -190,14 +187,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class ParametersConfig:
-    """Arguments of what `TrainerConfig` names.
-
-    Attributes:
-        model: Of the model.
-        optimizer: Of the optimizer.
-        learning_rate: Of the schedule.
-        loss_criterion: Of the loss.
-    """
+    """Arguments of the model, optimizer, schedule (`learning_rate`) and loss that `TrainerConfig` names."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -207,12 +197,12 @@ class ParametersConfig:
 
 @dataclass(frozen=True)
 class ResultsConfig:
-    """What is written down.
+    """Settings of results.
 
     Attributes:
         types: The columns of the table, in order.
-        result_path: The folder of table and picture, or None for neither.
-        record_clients_accuracy: Whether the spread over clients has columns, too.
+        result_path: The folder of the table and the figure. None means that neither is written.
+        record_clients_accuracy: Add columns for the accuracy of clients.
     """
 
     types: tuple[str, ...] = ("round", "accuracy", "elapsed_time")
@@ -222,7 +212,7 @@ class ResultsConfig:
 
 @dataclass(frozen=True)
 class FederatedConfig:
-    """All of it. Every setting has a default, so a federation runs without a file.
+    """All settings. Every setting has a default, so that a federation runs without a file.
 
     Example:
         >>> config = FederatedConfig().with_settings(rounds=3, total_clients=20)
@@ -242,8 +232,8 @@ class FederatedConfig:
         """Return a copy with some settings changed.
 
         Args:
-            settings: By their names where only one section has it; `seed` is the server's `random_seed`, and a section
-                may be given as a whole.
+            settings: Values by the names of settings that only one section has; `seed` is the server's `random_seed`.
+                A whole section can be given, too.
 
         Raises:
             ConfigError: No section, or more than one, has a setting of that name.

@@ -1,4 +1,4 @@
-"""What servers and clients send each other: frozen values with a size, and sums of them that add up."""
+"""Messages between server and clients: tasks, updates, faults and weighted sums."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from torch import Tensor
 
 __all__ = ["REPORT", "SERVER_RESPONSE", "Fault", "Task", "Update", "WeightedSum", "Weights", "num_bytes"]
 
-# Under these keys of their payloads, an update has what `customize_report` has added, and a task has what
-# `customize_server_response` returned.
+# The keys of payloads: an update has the additions of `customize_report`, and a task has the result of
+# `customize_server_response`.
 REPORT, SERVER_RESPONSE = "report", "server_response"
-# The state of a model, or a difference of two, by the names of its state dict.
+# The state of a model, or the difference of two states, by name.
 Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a server asks of one client in one round.
-
-    Tasks of the same round hold the very same `weights`, so whoever carries them need carry those only once.
+    """The task of one client in one round. Tasks of a round share `weights`, so that a backend transfers them once.
 
     Attributes:
         round: The round, counted from 1.
-        client_id: Who is asked, counted from 1.
-        weights: The global model, less what stays with clients.
-        seed: All randomness of the work comes from it: order of the data, dropout, noise.
-        kind: Train and send an update; or judge the model on the client's test data; or train for the client alone,
-            after all rounds, and judge what came of it.
-        payload: What the server's half of the algorithm sends besides the weights.
-        config: What the client's trainer is told in this round: `epochs`, `batch_size`, and what strategies read.
+        client_id: The client, counted from 1.
+        weights: The global model, without the layers that stay with clients.
+        seed: The seed of all random numbers of the task: order of the data, dropout, noise.
+        kind: Train and send an update; or evaluate the model on the client's test data; or train for the client alone,
+            after all rounds, and evaluate the result.
+        payload: What the algorithm sends besides the weights.
+        config: The settings of the client's trainer in this round: `epochs`, `batch_size` and others.
     """
 
     round: int
@@ -46,25 +44,25 @@ class Task:
 
     @property
     def num_bytes(self) -> int:
-        """The size of what is sent, as tensors and bytes."""
+        """The number of bytes that are sent."""
         return num_bytes(self.weights) + num_bytes(self.payload)
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a client sends back.
+    """The answer of a client.
 
     Attributes:
-        client_id: Whose it is.
-        round: The round of the task it answers.
-        num_samples: Training samples of the client: how much the update counts.
-        num_updates: Optimizer steps that were made: SCAFFOLD's K, FedNova's τ.
-        delta: Trained weights less received ones, by name.
-        payload: What the client's half of the algorithm sends besides.
-        metrics: What the client measured: `loss`, and `accuracy` where it tested.
-        seconds: How long the work took here. Nothing is computed from it.
-        staleness: Rounds between sending the task and taking the update; the server says so.
-        sent: The weights that the client began with; the server says so, no client sends them back.
+        client_id: The client.
+        round: The round of its task.
+        num_samples: The training samples of the client, by which the update is weighted.
+        num_updates: The number of optimizer steps: SCAFFOLD's K, FedNova's τ.
+        delta: The trained weights less the received ones, by name.
+        payload: What the algorithm sends besides the weights.
+        metrics: The metrics of the client: `loss`, and `accuracy` if it tested.
+        seconds: The duration of the work, for information only.
+        staleness: The rounds from sending the task to receiving the update; set by the server.
+        sent: The weights that the client received; set by the server, no client sends them back.
     """
 
     client_id: int
@@ -80,12 +78,12 @@ class Update:
 
     @property
     def num_bytes(self) -> int:
-        """The size of what is sent, as tensors and bytes."""
+        """The number of bytes that are sent."""
         return num_bytes(self.delta) + num_bytes(self.payload)
 
     @property
     def report(self) -> SimpleNamespace:
-        """Plato's report of a client, with what its `customize_report` has added.
+        """Plato's report of a client, with the additions of its `customize_report`.
 
         Example:
             >>> Update(3, 1, num_samples=10, payload={"report": {"valuation": 0.5}}).report.valuation
@@ -103,7 +101,7 @@ class Update:
         )
 
     def with_report(self, report: SimpleNamespace) -> Update:
-        """Return the update with what a report says: its samples, its accuracy, and all that was added to it."""
+        """Return the update with the samples, the accuracy and the additions of a report."""
         before = vars(replace(self, payload={}).report)
         added = {name: value for name, value in vars(report).items() if name not in before}
         metrics = dict(self.metrics)
@@ -122,7 +120,7 @@ class Update:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
 
     def weighted(self, weight: float | None = None) -> WeightedSum:
-        """Return the update as a sum of one, counted by its samples unless a weight is given."""
+        """Return the update as a sum of one, weighted by its samples unless a weight is given."""
         weight = float(self.num_samples) if weight is None else weight
         return WeightedSum(weight, {name: _real(value) * weight for name, value in self.delta.items()})
 
@@ -133,12 +131,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a client is left out of a round.
+    """The reason why a client is left out of a round.
 
     Attributes:
-        client_id: Whom it concerns.
+        client_id: The client.
         round: The round of the task.
-        kind: What happened: an error of the client, no answer in time, an update that cannot be used, or one too many.
+        kind: An error of the client, no answer in time, an invalid update, or one update too many.
         reason: One sentence.
     """
 
@@ -164,7 +162,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Weighted sums of updates. They add up in any grouping: over clients, edge servers, processes.
+    """Weighted sums of updates, which can be added in any grouping: clients, edge servers, processes.
 
     Attributes:
         weight: The sum of the weights.
@@ -181,12 +179,12 @@ class WeightedSum:
 
     @classmethod
     def of(cls, updates: Iterable[Update]) -> WeightedSum:
-        """Return the sum over updates, each counted by its samples, added in their order."""
+        """Return the sum of updates weighted by samples, added in their order."""
         weight, sums = 0.0, dict[str, Tensor]()
         for update in updates:
             weight += update.num_samples
             for name, value in update.delta.items():
-                # In place: to find memory for every term takes longer than to add it.
+                # In place, because allocating every term takes longer than adding it.
                 if name in sums:
                     sums[name].add_(_real(value), alpha=update.num_samples)
                 else:
@@ -200,7 +198,7 @@ class WeightedSum:
         return WeightedSum(self.weight + other.weight, sums)
 
     def mean(self) -> dict[str, Tensor]:
-        """Return the weighted mean; nothing where all weights are 0, since nobody has seen a sample."""
+        """Return the weighted mean; zeros if all weights are 0."""
         if self.weight == 0:
             return {name: torch.zeros_like(value) for name, value in self.sums.items()}
         return {name: value / self.weight for name, value in self.sums.items()}

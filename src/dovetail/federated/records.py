@@ -1,4 +1,4 @@
-"""What a round has brought."""
+"""Records of rounds and of evaluations by clients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["ClientsEvaluation", "RoundRecord", "Spread", "accuracy_of_clients", 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a number differs from client to client.
+    """The spread of a metric over clients.
 
     Attributes:
-        mean: Every client counted once.
+        mean: The mean, every client with the same weight.
         deviation: The standard deviation.
-        worst: The mean of the worst tenth, at least one client.
+        worst: The mean over the worst tenth, at least one client.
 
     Example:
         >>> Spread.of([0.5, 0.75, 1.0])
@@ -41,18 +41,18 @@ class Spread:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round, as the server saw it.
+    """The record of one round.
 
     Attributes:
         round: The round, counted from 1.
-        elapsed_time: Seconds since the first round began: simulated ones, where time is.
-        selected: Who was asked.
-        reported: Whose updates were used.
-        faults: Who was left out, and why; of edge servers also whom they have left out.
-        metrics: `accuracy` and `loss` of the global model, `train_loss` of the clients, and what else was measured.
-        bytes_down: What was sent to clients.
-        bytes_up: What was sent by clients.
-        staleness: The largest one of an update that was used.
+        elapsed_time: Seconds since the start of the first round, or simulated seconds.
+        selected: The clients that were selected.
+        reported: The clients whose updates were used.
+        faults: The clients that were left out, with the reasons; also those that edge servers have left out.
+        metrics: `accuracy` and `loss` of the global model, `train_loss` of the clients, and others.
+        bytes_down: The bytes that were sent to clients.
+        bytes_up: The bytes that clients sent.
+        staleness: The largest staleness of an update that was used.
         backend: The backend that trained the clients of this round; `sequential` if `vectorized` was requested and
             could not train them at once. Empty in records from before there was this field.
     """
@@ -76,7 +76,7 @@ class RoundRecord:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RoundRecord:
-        """Take back what `to_plain` gave."""
+        """Return the value that `to_plain` was called on."""
         changed = {
             "selected": tuple(plain["selected"]),
             "reported": tuple(plain["reported"]),
@@ -87,12 +87,12 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class ClientsEvaluation:
-    """How good a model is for each client.
+    """The metrics of a model at each client.
 
     Attributes:
-        metrics: Of each client that has test data, by its id.
-        num_samples: Training samples of each of them, by its id.
-        faults: Who could not be asked, and why.
+        metrics: The metrics of each client with test data, by its id.
+        num_samples: The training samples of each of them, by its id.
+        faults: The clients that failed, with the reasons.
 
     Example:
         >>> found = ClientsEvaluation({1: {"accuracy": 0.5}, 2: {"accuracy": 1.0}}, {1: 10, 2: 30})
@@ -105,7 +105,7 @@ class ClientsEvaluation:
     faults: tuple[Fault, ...] = ()
 
     def spread(self, name: str) -> Spread:
-        """Return how a metric differs from client to client; of a loss, the largest are the worst."""
+        """Return the spread of a metric; the worst losses are the largest."""
         return Spread.of([each[name] for each in self.metrics.values()], larger_is_better="loss" not in name)
 
     def to_plain(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class ClientsEvaluation:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ClientsEvaluation:
-        """Take back what `to_plain` gave."""
+        """Return the value that `to_plain` was called on."""
         return cls(
             {int(client_id): each for client_id, each in plain["metrics"].items()},
             {int(client_id): number for client_id, number in plain["num_samples"].items()},
@@ -131,7 +131,7 @@ class ClientsEvaluation:
 
 
 def client_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return what clients measured: the training loss by samples, and the mean and the spread of what they tested."""
+    """Return the training loss by samples, and the mean and the spread of the test accuracy of clients."""
     found: dict[str, float] = {}
     trained = [(it.num_samples, it.metrics["loss"]) for it in updates if "loss" in it.metrics]
     if trained:
@@ -148,13 +148,13 @@ def client_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def accuracy_of_clients(updates: Sequence[Update]) -> dict[str, float]:
-    """Return the accuracy that clients measured, each counted by its samples, where a server can measure none."""
+    """Return the mean test accuracy of clients by samples, for a server without test data."""
     tested = [(it.num_samples, it.metrics["test_accuracy"]) for it in updates if "test_accuracy" in it.metrics]
     return {"accuracy": _mean(tested)} if tested else {}
 
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:
-    """Return the weighted mean; the plain one where all weights are 0."""
+    """Return the weighted mean; the plain one if all weights are 0."""
     total = sum(weight for weight, _ in weighted)
     if not total:
         return statistics.fmean(value for _, value in weighted)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.averaging import Average, weighted_mean
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.clipping import clip, norm
@@ -50,7 +50,7 @@ class RobustAverage(ABC):
 
     @abstractmethod
     def reduce(self, stacked: Weights) -> Weights:
-        """Return tensors without the first dimension, which is that of the updates.
+        """Return tensors without the first dimension, which counts the updates.
 
         Whole numbers count for no distance: how many batches a client has seen says nothing of its honesty.
         """
@@ -76,7 +76,7 @@ class TrimmedMean(RobustAverage):
     """The mean of every number by itself, without the largest and the smallest.
 
     Args:
-        share: Of the updates, to leave out at either end: as many bad ones are harmless. Rounded down.
+        share: The share of updates to leave out at either end, rounded down. As many bad updates are harmless.
 
     Example:
         >>> updates = [Update(k, 1, 1, delta={"w": torch.tensor([v])}) for k, v in enumerate((1.0, 2.0, 3.0, 1e30))]
@@ -87,11 +87,9 @@ class TrimmedMean(RobustAverage):
     share: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share < 0.5:
-            raise ConfigError(f"share: expected a number from 0 and below 0.5, got {self.share!r}")
+        expect(0 <= self.share < 0.5, "share", "a number from 0 and below 0.5", self.share)
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
-        """Return the trimmed means."""
         # The smallest bit more, so that a share of 0.29 of 100 is 29.
         return {name: _middle(value, int(self.share * len(value) + 1e-9)) for name, value in stacked.items()}
 
@@ -117,13 +115,11 @@ class Krum(RobustAverage):
     num_chosen: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.num_attackers < 0:
-            raise ConfigError(f"num_attackers: expected a number that is not negative, got {self.num_attackers!r}")
+        expect(self.num_attackers >= 0, "num_attackers", "a number that is not negative", self.num_attackers)
         if self.num_chosen is not None and self.num_chosen < 1:
             raise ConfigError(f"num_chosen: expected a number of at least 1, or None, got {self.num_chosen!r}")
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
-        """Return the mean of the updates in whose neighbourhood there are most."""
         chosen = self._chosen(stacked)
         return {name: _exact(value[chosen]).mean(dim=0) for name, value in stacked.items()}
 
@@ -166,18 +162,16 @@ class GeometricMedian(RobustAverage):
             raise ConfigError(
                 f"max_iterations: expected a whole number from 1 to {_MAX_ITERATIONS}, got {self.max_iterations!r}"
             )
-        if not self.tolerance >= 0:
-            raise ConfigError(f"tolerance: expected a number that is at least 0, got {self.tolerance!r}")
+        expect(self.tolerance >= 0, "tolerance", "a number that is at least 0", self.tolerance)
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
-        """Return the geometric median of the updates as wholes."""
         exact = {name: value.double() for name, value in stacked.items()}
         real = _real(stacked)
         point = CoordinateMedian().reduce(stacked)
         for _ in range(self.max_iterations):
             distances = _distances(real, point)
             scale = distances.median()
-            # A point that is an update itself would stay there for ever: its pull would have no end.
+            # Otherwise a point that equals an update would never move, because its weight is infinite.
             pulls = 1 / distances.clamp(min=max(float(scale) * 1e-6, 1e-150))
             pulls = pulls / pulls.sum()
             nearer = {name: torch.tensordot(pulls.to(each.device), each, dims=1) for name, each in exact.items()}
@@ -204,8 +198,7 @@ class NormBound:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ConfigError(f"max_norm: expected a number above 0, or None, got {self.max_norm!r}")
+        expect(self.max_norm is None or self.max_norm > 0, "max_norm", "a number above 0, or None", self.max_norm)
 
     def __call__(self, updates: Sequence[Update]) -> Weights:
         """Return the difference that the weights move by."""

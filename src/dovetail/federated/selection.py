@@ -1,4 +1,4 @@
-"""Who is asked in a round."""
+"""Selection of the clients of a round."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.messages import Update
 from dovetail.registry import Registry
 from dovetail.runtime.seeds import derive_seed
@@ -18,15 +19,15 @@ from dovetail.runtime.seeds import derive_seed
 __all__ = ["AFLSelection", "ClientSelection", "OortSelection", "RandomSelection", "RoundRobinSelection", "selections"]
 
 
+@dataclass(eq=False, repr=False)
 class ClientSelection(ABC):
-    """Chooses the clients of a round, and may learn from what they report.
+    """Selects the clients of a round, and may learn from their reports.
 
     Args:
-        seed: All its randomness comes from it.
+        seed: The seed of all its random numbers.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    seed: int = 0
 
     @abstractmethod
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
@@ -34,36 +35,36 @@ class ClientSelection(ABC):
 
         Args:
             round: The round, counted from 1.
-            clients: The ids of all, mostly a `range`: there may be millions, so do not go through them.
-            count: How many are wanted.
-            busy: Who is still at work for an earlier round.
+            clients: The ids of all clients, usually a `range`. There may be millions, so do not iterate over them.
+            count: The number of clients to select.
+            busy: The clients that still work for an earlier round.
         """
 
     def observe(  # noqa: B027 - most learn nothing
         self, round: int, updates: Sequence[Update], seconds: Mapping[int, float]
     ) -> None:
-        """Hear what the clients of a round have reported.
+        """Receive the reports of a round.
 
         Args:
             round: The round, counted from 1.
-            updates: The ones that were used.
-            seconds: How long each client took, in simulated time.
+            updates: The updates that were used.
+            seconds: The simulated seconds that each client took.
         """
 
     def generator(self, round: int) -> random.Random:
-        """Return the generator of a round: the same for the same seed and round, whatever happened before."""
+        """Return the generator of a round, which depends on the seed and the round only."""
         return random.Random(derive_seed(self.seed, "selection", round))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned: tensors and plain values."""
+        """Return the state between two rounds: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most learn nothing
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
 
 
 class RandomSelection(ClientSelection):
-    """Every client with the same chance, in a time that does not depend on how many there are.
+    """Selects every client with the same probability, in a time that does not depend on their number.
 
     Example:
         >>> RandomSelection(seed=1).select(1, range(1, 1_000_001), count=3)
@@ -71,12 +72,11 @@ class RandomSelection(ClientSelection):
     """
 
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
-        """Return clients that were drawn without replacement."""
         return _drawn(self.generator(round), clients, count, busy)
 
 
 class RoundRobinSelection(ClientSelection):
-    """One after the other, from the first to the last and again.
+    """Selects clients in turn, from the first to the last and again; busy clients are skipped.
 
     Example:
         >>> selection = RoundRobinSelection()
@@ -84,12 +84,9 @@ class RoundRobinSelection(ClientSelection):
         ([1, 2, 3], [4, 5, 1])
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
-        self._next = 0
+    _next = 0
 
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
-        """Return the clients that follow on those of the last round; whoever is busy is passed over."""
         taken = set(busy)
         chosen: list[int] = []
         for _ in range(min(len(clients), count + len(taken))):
@@ -102,26 +99,19 @@ class RoundRobinSelection(ClientSelection):
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands."""
         return {"next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._next = int(state["next"])
 
 
+@dataclass(eq=False, repr=False)
 class AFLSelection(ClientSelection):
-    """Active federated learning: clients whose data the model fits badly come more often (Goetz et al., 2019).
+    """Active federated learning: selects clients with a high loss more often (Goetz et al., 2019).
 
-    A client is worth the sum of its losses over the root of its samples. The share `alpha1` of the clients that are
-    worth least counts as nothing, the others by exp(alpha2 · worth); of a round, the share `alpha3` is drawn from all
-    evenly, which is how clients that were never asked come in.
-
-    Args:
-        seed: All its randomness comes from it.
-        alpha1: See above.
-        alpha2: See above.
-        alpha3: See above.
+    The value of a client is its mean loss times the root of the number of its samples. The share `alpha1` of clients
+    with the lowest values has no weight, the others exp(alpha2 · value). The share `alpha3` of a round is drawn evenly
+    from all clients, so that new clients are selected, too.
 
     Example:
         >>> selection = AFLSelection(alpha1=0.5, alpha2=10.0, alpha3=0.0)
@@ -131,22 +121,23 @@ class AFLSelection(ClientSelection):
         [9, 10]
     """
 
-    def __init__(self, seed: int = 0, alpha1: float = 0.75, alpha2: float = 0.01, alpha3: float = 0.1) -> None:
-        super().__init__(seed)
-        for name, share in (("alpha1", alpha1), ("alpha3", alpha3)):
-            if not 0 <= share <= 1:
-                raise ConfigError(f"{name}: expected a share from 0 to 1, got {share!r}")
-        self.alpha1, self.alpha2, self.alpha3 = alpha1, alpha2, alpha3
-        self._worth: dict[int, float] = {}
+    alpha1: float = 0.75
+    alpha2: float = 0.01
+    alpha3: float = 0.1
+    _worth: dict[int, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("alpha1", "alpha3"):
+            share = getattr(self, name)
+            expect(0 <= share <= 1, name, "a share from 0 to 1", share)
 
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
-        """Return clients by worth, and some by chance."""
         generator = self.generator(round)
         worth = {client_id: worth for client_id, worth in self._worth.items() if client_id not in busy}
         ordered = sorted(worth, key=lambda client_id: (worth[client_id], client_id))
         ignored = set(ordered[: math.floor(self.alpha1 * len(ordered))])
         top = max(worth.values(), default=0.0)
-        # Only proportions matter: without the largest exponent, none overflows.
+        # Only proportions matter. Without the largest exponent, no exponential overflows.
         chances = {
             client_id: (0.0 if client_id in ignored else math.exp(self.alpha2 * (value - top)))
             + 0.01 * math.exp(-min(self.alpha2 * top, 700.0))
@@ -156,39 +147,36 @@ class AFLSelection(ClientSelection):
         return chosen + _drawn(generator, clients, count - len(chosen), {*busy, *chosen})
 
     def observe(self, round: int, updates: Sequence[Update], seconds: Mapping[int, float]) -> None:
-        """Take the losses that clients had in training."""
         for update in updates:
             if _has_loss(update):
                 self._worth[update.client_id] = update.metrics["loss"] * math.sqrt(update.num_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what every client is worth."""
         return {"clients": torch.tensor(list(self._worth)), "worth": _column(self._worth.values())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._worth = dict(zip(state["clients"].tolist(), state["worth"].tolist(), strict=True))
 
 
+@dataclass(eq=False, repr=False)
 class OortSelection(ClientSelection):
-    """Oort: clients that help the model most for the time they take (Lai et al., 2021).
+    """Oort: selects clients with a high utility for the time that they take (Lai et al., 2021).
 
-    A client's use is its samples times its loss, and more the longer it was not asked; one that takes longer than the
-    preferred duration loses (duration / preferred)^-penalty of it. The pacer lengthens that duration when rounds help
-    less than those before. A share of every round, less and less, goes to clients that were never asked; who was asked
-    `blacklist_rounds` times is not asked again. The loss of a client is the mean of its training, where the paper has
-    the root mean square over its samples.
+    The utility of a client is its samples times its loss, plus a term that grows while it is not selected. A client
+    that takes longer than the preferred duration has its utility multiplied by (duration / preferred)^-penalty. The
+    pacer increases that duration when rounds gain less than those before. A decreasing share of every round goes to
+    new clients. The loss is the mean training loss; the paper uses the root mean square over samples.
 
     Args:
-        seed: All its randomness comes from it.
+        seed: The seed of all its random numbers.
         exploration: The share of new clients in the first round.
-        exploration_decay: What is left of that share from round to round.
-        min_exploration: The least share.
-        penalty: The exponent of slow clients.
-        cutoff: Drawn by their use are clients that have at least this share of that of the last one in the ranking.
-        step_window: Rounds over which the pacer looks.
-        pacer_step: Simulated seconds by which it goes.
-        blacklist_rounds: How often a client is asked at most; None for ever.
+        exploration_decay: The factor of that share from round to round.
+        min_exploration: The smallest share.
+        penalty: The exponent for slow clients.
+        cutoff: Clients are drawn if their utility is at least this share of the utility of the last ranked one.
+        step_window: The number of rounds that the pacer compares.
+        pacer_step: The simulated seconds that the pacer adds.
+        blacklist_rounds: The most rounds for which a client is selected. None means no limit.
 
     Example:
         >>> selection = OortSelection(exploration=0.0, min_exploration=0.0)
@@ -198,29 +186,20 @@ class OortSelection(ClientSelection):
         [9, 10]
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        exploration: float = 0.9,
-        exploration_decay: float = 0.98,
-        min_exploration: float = 0.2,
-        penalty: float = 2.0,
-        cutoff: float = 0.95,
-        step_window: int = 20,
-        pacer_step: float = 10.0,
-        blacklist_rounds: int | None = 10,
-    ) -> None:
-        super().__init__(seed)
-        self.exploration, self.exploration_decay, self.min_exploration = exploration, exploration_decay, min_exploration
-        self.penalty, self.cutoff = penalty, cutoff
-        self.step_window, self.pacer_step, self.blacklist_rounds = step_window, pacer_step, blacklist_rounds
-        # By client: its use, the round of its last report, how long it took, and how often it was asked.
-        self._known: dict[int, tuple[float, int, float, int]] = {}
-        self._gains: list[float] = []
-        self._preferred = 0.0
+    exploration: float = 0.9
+    exploration_decay: float = 0.98
+    min_exploration: float = 0.2
+    penalty: float = 2.0
+    cutoff: float = 0.95
+    step_window: int = 20
+    pacer_step: float = 10.0
+    blacklist_rounds: int | None = 10
+    # By client: its utility, the round of its last report, its duration, and how often it was selected.
+    _known: dict[int, tuple[float, int, float, int]] = field(default_factory=dict, init=False)
+    _gains: list[float] = field(default_factory=list, init=False)
+    _preferred: float = field(default=0.0, init=False)
 
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
-        """Return clients by their use, and some that were never asked."""
         generator = self.generator(round)
         usable = {
             client_id: self._use(client_id, round)
@@ -236,11 +215,10 @@ class OortSelection(ClientSelection):
             usable = {client_id: use for client_id, use in usable.items() if use >= limit}
         chosen = _by_chance(generator, usable, wanted)
         chosen += _drawn(generator, clients, count - len(chosen), {*busy, *chosen, *self._known})
-        # Where all have been asked, those who were asked too often are better than nobody.
+        # If too few are left, select clients again that have reached the limit.
         return chosen + _drawn(generator, clients, count - len(chosen), {*busy, *chosen})
 
     def observe(self, round: int, updates: Sequence[Update], seconds: Mapping[int, float]) -> None:
-        """Take losses and durations, and let the pacer look back."""
         for update in updates:
             if _has_loss(update):
                 use = update.num_samples * abs(update.metrics["loss"])
@@ -258,7 +236,6 @@ class OortSelection(ClientSelection):
         self._gains = self._gains[-2 * window :] if len(self._gains) % window == 0 else self._gains
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of clients, and where the pacer stands."""
         rows = list(self._known.values())
         return {
             "clients": torch.tensor(list(self._known)),
@@ -268,7 +245,6 @@ class OortSelection(ClientSelection):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         columns = (state[name].tolist() for name in _OORT_COLUMNS)
         rows = ((use, int(last), took, int(asked)) for use, last, took, asked in zip(*columns, strict=True))
         self._known = dict(zip(state["clients"].tolist(), rows, strict=True))
@@ -296,14 +272,14 @@ selections: Registry[type[ClientSelection]] = Registry(
 
 
 def _drawn(generator: random.Random, clients: Sequence[int], count: int, taken: Collection[int]) -> list[int]:
-    """Draw clients evenly and without replacement, and none that are taken."""
+    """Draw clients evenly and without replacement, except those that are taken."""
     taken = set(taken)
     drawn = generator.sample(clients, min(len(clients), max(count, 0) + len(taken)))
     return [client_id for client_id in drawn if client_id not in taken][: max(count, 0)]
 
 
 def _by_chance(generator: random.Random, chances: Mapping[int, float], count: int) -> list[int]:
-    """Draw clients by their chances and without replacement: the largest of u^(1/chance), u even in 0 to 1."""
+    """Draw weighted clients without replacement: those with the largest u^(1/chance), where u is uniform in 0 to 1."""
     keys = {client_id: _key(generator.random(), chance) for client_id, chance in sorted(chances.items())}
     return sorted(keys, key=lambda client_id: (-keys[client_id], client_id))[:count]
 

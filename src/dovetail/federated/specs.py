@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dovetail.checks import Check, Problem, Refused, flag, one_of, whole
+from dovetail.checks import Check, Problem, Refused, check_items, flag, one_of, whole
 from dovetail.errors import ConfigError, MissingExtraError, UnknownNameError
 from dovetail.registry import Registry
 
@@ -38,13 +38,9 @@ def prepared(registry: Registry[Callable[..., T]], spec: str | Mapping[str, Any]
         ConfigError: They are not.
     """
     name, maker, given = _resolve(registry, spec)
-    arguments = {}
-    checks = checks_of(maker)
-    for argument, value in given.items():
-        try:
-            arguments[argument] = checks[argument](value) if argument in checks else value
-        except Refused as refusal:
-            raise ConfigError(f"{registry.kind} {name!r}: {argument}: {refusal}, got {value!r}") from None
+    arguments, refused = _converted(maker, given)
+    if refused:
+        raise ConfigError(f"{registry.kind} {name!r}: {refused[0][0]}: {refused[0][1]}")
     return partial(maker, **arguments)
 
 
@@ -63,16 +59,9 @@ def spec_problems(registry: Registry[Callable[..., Any]], spec: str | Mapping[st
     except ConfigError as error:
         yield Problem((), str(error))
         return
-    checks = checks_of(maker)
-    arguments = {}
-    is_good = True
-    for argument, value in given.items():
-        try:
-            arguments[argument] = checks[argument](value) if argument in checks else value
-        except Refused as refusal:
-            is_good = False
-            yield Problem((name, argument), f"{refusal}, got {value!r}")
-    if is_good:
+    arguments, refused = _converted(maker, given)
+    yield from (Problem((name, argument), sentence) for argument, sentence in refused)
+    if not refused:
         yield from build_problems(partial(maker, **arguments), arguments, (name,))
 
 
@@ -124,6 +113,17 @@ def _resolve(registry: Registry[Callable[..., T]], spec: Any) -> tuple[str, Call
     return name, maker, arguments
 
 
+def _converted(maker: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the arguments as their annotated types, and the names of the invalid ones with a sentence each."""
+    checks, arguments, refused = checks_of(maker), {}, []
+    for argument, value in given.items():
+        try:
+            arguments[argument] = checks[argument](value) if argument in checks else value
+        except Refused as refusal:
+            refused.append((argument, f"{refusal}, got {value!r}"))
+    return arguments, refused
+
+
 # Checks from annotations
 
 
@@ -171,21 +171,13 @@ def _as(hint: Any, value: Any) -> Any:
             return value
     elif origin in (Sequence, list, tuple):
         if isinstance(value, (list, tuple)):
-            return type(value)(_items((get_args(hint) or (Any,))[0], value))
+            return type(value)(check_items(value, partial(_checked, (get_args(hint) or (Any,))[0])))
     elif origin is Callable:
         if callable(value):
             return value
     elif not isinstance(origin, type) or isinstance(value, origin):
         return value
     raise Refused(f"expected {_described(hint)}")
-
-
-def _items(hint: Any, values: Sequence[Any]) -> Iterator[Any]:
-    for position, value in enumerate(values):
-        try:
-            yield _checked(hint, value)
-        except Refused as refusal:
-            raise Refused(f"{refusal} as item {position + 1}") from None
 
 
 def _described(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""What clients keep from round to round, by their ids: in memory, or in a file beside the server's checkpoints."""
+"""States of clients by their ids, in memory or in a file beside the server's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dovetail.errors import CheckpointError
 
 __all__ = ["ClientState", "ClientStates", "StoredClientStates"]
 
-# Tensors and plain values, nested as the algorithm likes.
+# Nested tensors and plain values.
 ClientState = dict[str, Any]
 
 
 class ClientStates:
-    """The states of the clients that have one, in memory. Those that were never asked cost nothing.
+    """The states of clients, in memory. Clients that were never selected use no memory.
 
     Example:
         >>> states = ClientStates()
@@ -32,7 +32,7 @@ class ClientStates:
 
     def __init__(self) -> None:
         self._states: dict[int, ClientState] = {}
-        # What was there before the round, of those who were put since.
+        # The states before the current round, of clients whose state has changed since.
         self._before: dict[int, ClientState] = {}
 
     def get(self, client_id: int) -> ClientState:
@@ -45,11 +45,11 @@ class ClientStates:
         self._keep(client_id, state)
 
     def commit(self) -> None:
-        """End a round: what was put since the last one belongs to the checkpoint that follows."""
+        """End a round: its states belong to the next checkpoint."""
         self._before.clear()
 
     def rollback(self) -> None:
-        """Forget what was put since the last round has ended."""
+        """Restore the states of the end of the last round."""
         for client_id, state in self._before.items():
             self._keep(client_id, state)
         self._before.clear()
@@ -59,16 +59,16 @@ class ClientStates:
         return len(self._states)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Delete all states."""
         self._states.clear()
         self._before.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep."""
+        """Return the states for a checkpoint."""
         return {"states": {str(client_id): state for client_id, state in self._states.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         if "states" not in state:
             raise CheckpointError("the checkpoint keeps the states of clients in a file: give the same states_path")
         self._states = {int(client_id): dict(kept) for client_id, kept in state["states"].items()}
@@ -82,19 +82,19 @@ class ClientStates:
 
 
 class StoredClientStates(ClientStates):
-    """The states of clients in a file: memory does not grow with the number of clients that have one.
+    """The states of clients in a file, so that memory does not grow with the number of clients.
 
-    Every state is kept with the round in which it was put, and the one before it for as long as a checkpoint needs it.
-    A checkpoint holds a round only. Whatever was put after that round is forgotten when it is loaded: a server that
-    died between the two goes on with states and weights of the same round. Nothing in the file is ever unpickled.
+    Every state is stored with its round, and the state before it as long as a checkpoint needs it. A checkpoint has
+    only the number of its round. Loading it deletes later states, so that a server that was killed resumes with states
+    and weights of the same round. Nothing in the file is ever unpickled.
 
-    Every state has a SHA-256, which is compared when the state is read, and a checkpoint has the sum of the checksums
-    of all newest states, so that a state that is damaged or missing is never used. Older files without checksums can
-    be read: their states get one when they are put again.
+    Every state has a SHA-256, which is compared when the state is read. A checkpoint has the sum of the checksums of
+    all newest states, so that damaged or missing states are never used. Older files without checksums can be read:
+    a state gets its checksum when it is written again.
 
     Args:
-        path: The file, an SQLite database; made if it is not there.
-        num_checkpoints: To how many rounds before the last one it must be possible to go back.
+        path: The file, an SQLite database; created if it does not exist.
+        num_checkpoints: The number of rounds before the last one that can be restored.
 
     Example:
         >>> import tempfile
@@ -124,7 +124,6 @@ class StoredClientStates(ClientStates):
         self._sum = 0
 
     def get(self, client_id: int) -> ClientState:
-        """Return the state of a client; an empty one for a client that has none."""
         found = self._run(
             "SELECT round, text, tensors, sha256 FROM states WHERE client = ? ORDER BY round DESC LIMIT 1", client_id
         )
@@ -133,7 +132,7 @@ class StoredClientStates(ClientStates):
         round, text, tensors, sha256 = found[0]
         where = f"{self.path}, client {client_id}"
         is_whole = isinstance(text, bytes | None) and isinstance(tensors, bytes | None)
-        # In a file from before there were checksums, a state may have none.
+        # In a file of an older version, a state may have no checksum.
         is_known = sha256 is not None or self._has_checksums
         if not is_whole or (is_known and sha256 != _sha256(client_id, round, text, tensors)):
             raise CheckpointError(
@@ -167,12 +166,10 @@ class StoredClientStates(ClientStates):
         )
 
     def commit(self) -> None:
-        """End a round: what was put since the last one belongs to the checkpoint that follows."""
         self._database.commit()
         self._round += 1
 
     def rollback(self) -> None:
-        """Forget what was put since the last round has ended."""
         self._go_back(self._round)
 
     def __len__(self) -> int:
@@ -180,15 +177,14 @@ class StoredClientStates(ClientStates):
         return self._count
 
     def clear(self) -> None:
-        """Forget all."""
         self._go_back(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep: the round, how many clients there are, and the sum of their checksums."""
+        """Return the round, the number of clients with a state, and the sum of the checksums, for a checkpoint."""
         return {"round": self._round, "count": self._count, "sha256": f"{self._sum % _MODULUS:064x}"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to where `state_dict` was taken.
+        """Restore the states of the round of `state_dict`.
 
         Raises:
             CheckpointError: The file is not the one that belongs to the checkpoint.
@@ -201,7 +197,7 @@ class StoredClientStates(ClientStates):
                 f"{self.path}: expected the states of {state['count']} clients after round {state['round']}, "
                 f"found {self._count}: the file does not belong to the checkpoint, or is damaged"
             )
-        # Checkpoints from before there were checksums have no sum.
+        # Checkpoints of an older version have no sum.
         if state.get("sha256", self.state_dict()["sha256"]) != self.state_dict()["sha256"]:
             raise CheckpointError(
                 f"{self.path}: the states of clients after round {state['round']} do not match the checkpoint: "
@@ -209,7 +205,7 @@ class StoredClientStates(ClientStates):
             )
 
     def _make_table(self) -> bool:
-        """Make the table, or add the column of checksums to an old one; return whether every state has a checksum."""
+        """Create the table, or add the checksums to an old one; return whether every state has a checksum."""
         run = self._database.execute
         run("PRAGMA synchronous = FULL")
         columns = [row[1] for row in run("PRAGMA table_info(states)")]
@@ -251,7 +247,7 @@ _MODULUS = 2**256
 
 
 def _sha256(client_id: int, round: int, text: bytes | None, tensors: bytes | None) -> str:
-    """Return the checksum of a state, with whose it is and since when: a state in the wrong row is damaged, too."""
+    """Return the checksum of a state, its client and its round, so that a state in a wrong row is damaged, too."""
     digest = Digest()
     sizes = [None if part is None else len(part) for part in (text, tensors)]
     digest.update(f"{client_id} {round} {sizes}".encode())

@@ -1,4 +1,4 @@
-"""Which updates a server takes, and what it says of the others."""
+"""Validation of updates: which ones a server accepts, and the faults of the others."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from dovetail.federated.messages import Fault, Update, Weights
 
 __all__ = ["MAX_SAMPLES", "admit", "check_sent", "check_update"]
 
-# Nobody has more. An update that counts more than all others together is a mistake or an attack.
+# An update with more samples is a mistake or an attack, because it would outweigh all others.
 MAX_SAMPLES = 10**12
 
 
 def admit(
     updates: Iterable[Update], expected: Collection[int], current_round: int, *, max_staleness: int = 0
 ) -> tuple[list[Update], list[Fault]]:
-    """Sort out whose reports count, without a look at what they hold.
+    """Return the first report of every client that was asked and is not late, and a fault for every other report.
 
     Args:
-        updates: What has come, in the order in which it did.
+        updates: The reports, in the order of their arrival; their content is not checked.
         expected: The ids of the clients that were asked.
-        current_round: The round that is being gathered.
-        max_staleness: How many rounds old the task of an update may be.
-
-    Returns:
-        The first report of every client that was asked and is not late, in the order given; a fault for every other.
+        current_round: The current round.
+        max_staleness: The number of rounds that the task of an update may be old.
 
     Example:
         >>> updates = [Update(1, 3, 10), Update(2, 2, 10), Update(1, 3, 10)]
@@ -57,11 +54,7 @@ def admit(
 
 
 def check_update(update: Update, weights: Weights) -> Fault | None:
-    """Return why an update cannot be added to weights, or None if it can.
-
-    Args:
-        update: A decoded update.
-        weights: The weights that were sent.
+    """Return why a decoded update cannot be added to the weights that were sent. None means that it can.
 
     Example:
         >>> import torch
@@ -79,13 +72,13 @@ def check_update(update: Update, weights: Weights) -> Fault | None:
 
 
 def check_sent(update: Update, found: Any, expected: Weights, what: str = "") -> Fault | None:
-    """Return why tensors that came with an update cannot be added to others, or None if they can.
+    """Return why tensors of an update cannot be added to others. None means that they can.
 
     Args:
-        update: What they came with.
-        found: What should be tensors by their names.
-        expected: Tensors of the same names, shapes and types.
-        what: The name of these tensors; empty for the update's difference.
+        update: The update.
+        found: The tensors, by name, if they are valid.
+        expected: Tensors with the names, shapes and types that are accepted.
+        what: The name of these tensors in messages; empty for the update's difference.
 
     Example:
         >>> import torch
@@ -116,7 +109,7 @@ def _misfit(found: Any, expected: Weights) -> str | None:
             return f"{name!r}: expected a tensor, got {type(value).__name__}"
         if value.shape != like.shape:
             return f"{name!r}: expected the shape {list(like.shape)}, got {list(value.shape)}"
-        # A mean of whole numbers, as masks give it, is not whole.
+        # Masks turn whole numbers into their mean, which is not whole.
         if value.dtype != like.dtype and not (value.is_floating_point() and not like.is_floating_point()):
             return f"{name!r}: expected {like.dtype}, got {value.dtype}"
     return None
@@ -124,8 +117,8 @@ def _misfit(found: Any, expected: Weights) -> str | None:
 
 def _not_finite(delta: Weights) -> str | None:
     real = [value for value in delta.values() if value.is_floating_point() or value.is_complex()]
-    # One pass over all tensors: whatever is not finite makes the norm so.
+    # One pass over all tensors: a value that is not finite makes the norm not finite.
     if math.isfinite(float(get_total_norm(real))):
         return None
-    # The norm of large numbers can be infinite too.
+    # The norm of large finite numbers can be infinite, too.
     return next((f"{name!r} is not finite" for name, value in delta.items() if not bool(value.isfinite().all())), None)

@@ -1,10 +1,10 @@
-"""APFL: a client uses a mixture of the model that it sends and of one of its own."""
+"""APFL: each client uses a mixture of the global model and of a personal one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,39 +12,31 @@ from torch.func import functional_call
 from torch.optim import SGD, Optimizer
 
 from dovetail.data.batches import map_tensors
-from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.errors import ConfigError, UnknownNameError, expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, WithWeights, first_own_model
 from dovetail.federated.messages import Weights
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.optimizers import twin_of
 from dovetail.trainers.strategies.anchored import trained
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy, Options, SplitStepStrategy
 
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
-
 __all__ = ["APFL", "APFLStepStrategy", "APFLUpdateStrategy", "APFLUpdateStrategyFromConfig"]
 
-# Under this key a client keeps v and α, and under this one the strategies of a run agree whether α moves.
+# The keys of v and α in the state of a client, and of whether α is trained in the state of a run.
 _KEY, _ADAPTS = "apfl", "apfl_adapts_alpha"
 _MIXES = ("parameters", "outputs")
 
 
 @dataclass(eq=False, repr=False)
 class APFLUpdateStrategy(Described, ModelUpdateStrategy):
-    """What a client of APFL keeps: its own model v, and α, by which it is mixed with the one that is sent.
+    """Stores the personal model v of a client, and the weight α with which it is mixed with the global model w.
 
-    It goes together with `APFLStepStrategy`, which trains both. The client uses v̄ = α v + (1 − α) w: α = 1 is its own
-    model alone, α = 0 the one of all.
-
-    Args:
-        alpha: The α that a client begins with, from 0 to 1.
-        adaptive_alpha: Whether α follows its own gradient, by one step in every round.
-        model_fn: Makes the v that a client begins with; None for the first model that it is sent.
+    `APFLStepStrategy` trains both. The client uses v̄ = α v + (1 − α) w: α = 1 is the personal model alone, α = 0 the
+    global one. It has the arguments of `APFL`, and `model_fn`, which builds the initial v (None for the first
+    received model).
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -63,8 +55,7 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
     model_fn: ModelFunction | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha: expected a number from 0 to 1, got {self.alpha!r}")
+        expect(0 <= self.alpha <= 1, "alpha", "a number from 0 to 1", self.alpha)
 
     def on_prepare(self, context: TrainingContext) -> None:
         """A client begins with v = w."""
@@ -76,7 +67,6 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
             context.client.state[_KEY] = {"v": own, "alpha": torch.tensor(self.alpha, dtype=dtype, device=first.device)}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Say whether α moves."""
         context.state[_ADAPTS] = self.adaptive_alpha
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
@@ -108,17 +98,16 @@ class APFLUpdateStrategyFromConfig(APFLUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class APFLStepStrategy(NestingStepStrategy):
-    """Trains w by ∇f(w) and v by α ∇f(v̄), on the same batch; v̄ = α v + (1 − α) w, with the w of before the step.
+    """Trains w by ∇f(w) and v by α ∇f(v̄) on the same batch, where v̄ = α v + (1 − α) w before the step.
 
-    With the first update of a round, α ← α − η ⟨v − w, ∇f(v̄)⟩, held between 0 and 1, if the `APFLUpdateStrategy`
-    beside this one says so. w is trained exactly as without APFL, by a model that draws no random numbers.
-
-    v has an optimizer like that of w, with the same rate, which begins anew in every round.
+    With `adaptive_alpha` of `APFLUpdateStrategy`, the first update of a round also trains α: α ← α − η ⟨v − w, ∇f(v̄)⟩,
+    clamped to 0…1. w is trained exactly as without APFL if the model draws no random numbers. v has an optimizer like
+    that of w, with the same rate, which is new in every round.
 
     Args:
         mix: `"parameters"`, as in the paper, or `"outputs"`: α v(x) + (1 − α) w(x).
-        base_strategy: The step that both models make; None for a plain one. It is called with w and with v̄, and what
-            it does besides must follow from the loss that it returns.
+        base_strategy: The step of both models; None for a plain one. It is called with w and with v̄, so it must have
+            no effect besides the loss that it returns.
 
     Example:
         >>> APFLStepStrategy(mix="outputs")
@@ -129,12 +118,12 @@ class APFLStepStrategy(NestingStepStrategy):
 
     mix: Literal["parameters", "outputs"] = "parameters"
 
-    # v and α as leaves, which share their memory with what the client keeps, and what steps them.
+    # v and α as leaf tensors, which share the memory of the client's state, and their optimizers.
     _own: dict[str, Tensor] = field(default_factory=dict, init=False)
     _alpha: Tensor = field(default_factory=lambda: torch.zeros(1), init=False)
     _twins: list[Optimizer] = field(default_factory=list, init=False)
     _alpha_optimizer: SGD | None = field(default=None, init=False)
-    # What a checkpoint says of the twins, until a run goes on with it.
+    # The states of the twins from a checkpoint, until a run resumes with them.
     _loaded: list[Any] | None = field(default=None, init=False)
     _run_id: str = field(default="", init=False)
 
@@ -143,10 +132,10 @@ class APFLStepStrategy(NestingStepStrategy):
             raise UnknownNameError("mix", self.mix, _MIXES)
 
     def setup(self, context: TrainingContext) -> None:
-        """Look at the step inside.
+        """Set up the step inside.
 
         Raises:
-            ConfigError: It cannot be asked for the loss of two models.
+            ConfigError: It cannot compute the losses of two models.
         """
         base = self.base_strategy
         if base is not None and not isinstance(base, SplitStepStrategy):
@@ -157,7 +146,6 @@ class APFLStepStrategy(NestingStepStrategy):
         super().setup(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Make v and α what optimizers step, and make these."""
         super().on_train_start(context)
         if _KEY not in context.client.state:
             raise ConfigError(f"{self!r}: give the trainer an APFLUpdateStrategy, too, which keeps v and α")
@@ -191,7 +179,7 @@ class APFLStepStrategy(NestingStepStrategy):
         with context.run.detached():
             mixture = self._mixture(model, context)
             own = super().loss(mixture, optimizer, examples, labels, loss_criterion, context)
-        # What is added is 0. Its gradient is not.
+        # The second term is 0, but its gradient is not.
         return sent + (own - own.detach())
 
     def differentiate(
@@ -202,7 +190,7 @@ class APFLStepStrategy(NestingStepStrategy):
         context: TrainingContext,
         options: Options,
     ) -> None:
-        """Differentiate both losses at once, and step w, v and, with the first update, α."""
+        """Differentiate both losses at once, and step w, v and, in the first update, α."""
         super().differentiate(model, optimizer, loss, context, options)
         if not context.run.batch.optimized:
             context.backward(loss)
@@ -212,12 +200,11 @@ class APFLStepStrategy(NestingStepStrategy):
             self._alpha.clamp_(0, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run in its middle needs to go on; v and α are in the client's state."""
+        """Return what an interrupted run needs to resume; v and α are in the client's state."""
         own = {"run_id": self._run_id, "twins": self._states()} if self._run_id else {}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         if "run_id" in state:
             self._run_id, self._loaded = state["run_id"], list(state["twins"])
@@ -226,11 +213,11 @@ class APFLStepStrategy(NestingStepStrategy):
         return [twin.state_dict() for twin in self._twins] if self._loaded is None else self._loaded
 
     def _adapts(self, context: TrainingContext) -> bool:
-        """Whether α moves with the running update."""
+        """Return whether the current update trains α."""
         return bool(context.state[_ADAPTS]) and context.progress.updates == 0
 
     def _following(self, context: TrainingContext) -> list[Optimizer]:
-        """The optimizers of v, and of α where it moves, with the settings that those of w have now."""
+        """Return the optimizers of v, and of α if it is trained, with the current settings of those of w."""
         for optimizer, twin in zip(context.optimizers, self._twins, strict=True):
             for group, own in zip(optimizer.param_groups, twin.param_groups, strict=True):
                 own.update({name: value for name, value in group.items() if name != "params"})
@@ -250,12 +237,12 @@ class APFLStepStrategy(NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class APFL(Described, Algorithm):
-    """FedAvg whose clients use α v + (1 − α) w, with a v and an α of their own (Deng et al., 2020).
+class APFL(StrategyAlgorithm):
+    """FedAvg whose clients use α v + (1 − α) w, with a personal v and α (Deng et al., 2020).
 
     Args:
-        alpha: The α that clients begin with, from 0 to 1.
-        adaptive_alpha: Whether α follows its own gradient, by one step in every round.
+        alpha: The initial α, from 0 to 1.
+        adaptive_alpha: Train α by one gradient step in every round.
         mix: `"parameters"`, as in the paper, or `"outputs"`.
 
     Example:
@@ -268,23 +255,11 @@ class APFL(Described, Algorithm):
     mix: Literal["parameters", "outputs"] = "parameters"
 
     decides = ("the client's own model", "how a batch is computed")
-
-    def __post_init__(self) -> None:
-        # Say at once what is wrong.
-        APFLUpdateStrategy(self.alpha)
-        APFLStepStrategy(self.mix)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Give clients a model of their own, and a step that trains it."""
-        kept = APFLUpdateStrategy(self.alpha, self.adaptive_alpha)
-        return {
-            "model_update": beside(kept, strategies.model_update),
-            "training_step": APFLStepStrategy(self.mix, base_strategy=strategies.training_step),
-        }
+    client_strategies: ClassVar = {"model_update": APFLUpdateStrategy, "training_step": APFLStepStrategy}
 
 
 class _OutputMixture(WithWeights):
-    """Mixes what v says with what w says."""
+    """Mixes the outputs of v with the outputs of w."""
 
     def __init__(self, model: nn.Module, weights: Weights, alpha: Tensor, context: TrainingContext) -> None:
         super().__init__(model, weights)
@@ -294,7 +269,7 @@ class _OutputMixture(WithWeights):
         own = super().forward(*args, **kwargs)
         (model,) = self._model
         with torch.no_grad():
-            # w has seen this batch: its statistics must not count it twice.
+            # Copies of the buffers: w has seen this batch, and its statistics must not count it twice.
             sent = functional_call(model, {name: it.clone() for name, it in model.named_buffers()}, args, kwargs)
         return self._context.client.each(_mixed_tensor, own, sent, self._alpha)
 

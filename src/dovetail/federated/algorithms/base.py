@@ -1,24 +1,26 @@
-"""A federated algorithm: the client's half is strategies, the server's half is here."""
+"""Base classes of federated algorithms: strategies for the clients, and aggregation for the server."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Fault, Update, Weights
 from dovetail.overrides import reject_lost_overrides
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.nesting import Described
 
-if TYPE_CHECKING:
-    from dovetail.trainers.strategies.base import Strategy
-    from dovetail.trainers.strategies.bundle import Strategies
-
-__all__ = ["Algorithm"]
+__all__ = ["Algorithm", "StrategyAlgorithm"]
 
 _AGGREGATE = "override aggregate(weights, updates, average), which returns the new weights"
-# What plato's algorithms define and nothing here calls.
+# Methods of plato's algorithms that are never called here, each with its replacement.
 _INSTEAD = {
     "aggregate_weights": _AGGREGATE,
     "aggregate_deltas": _AGGREGATE,
@@ -30,17 +32,18 @@ _INSTEAD = {
 
 
 class Algorithm:
-    """What clients do besides training, and what a server makes of their updates. This one is FedAvg.
+    """The strategies that clients add to their trainer, and the aggregation of their updates. This class is FedAvg.
 
-    Override what differs. An algorithm's client half works on `context.client.state`, which belongs to the client,
-    and on `context.client.payload`, which the server sent; its server half keeps what it needs on itself.
+    Override what differs. The strategies of a client use `context.client.state`, which belongs to the client, and
+    `context.client.payload`, which the server sent. The server's state is stored in attributes of the algorithm.
 
     Attributes:
-        decides: What at most one of several algorithms can decide, such as which layers stay with clients; one that
-            decides the same is refused beside it.
-        needs_each_update: Whether the server's half makes more of updates than what `average` returns: a sum of masked
-            updates is of no use to it, and noise in the mean does not protect what else it has seen.
-        num_clients: How many clients there are; known from `begin` on.
+        decides: Topics that at most one of several combined algorithms can decide, such as which layers stay with
+            clients. Two algorithms that decide the same topic are rejected.
+        needs_each_update: True if `aggregate` uses more than the result of `average`. Such an algorithm cannot use
+            masked updates, of which the server sees only the sum, nor noise that protects only the mean.
+        saved: The attributes that `state_dict` returns.
+        num_clients: The number of clients; set by `begin`.
 
     Example:
         >>> import torch
@@ -52,6 +55,7 @@ class Algorithm:
 
     decides: tuple[str, ...] = ()
     needs_each_update: bool = False
+    saved: ClassVar[tuple[str, ...]] = ()
     num_clients: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -60,35 +64,36 @@ class Algorithm:
 
     @property
     def title(self) -> str:
-        """What it is called in checkpoints and messages."""
+        """The name in checkpoints and messages."""
         return type(self).__name__
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Look at what will be trained, before the first round; called by the server, and by every client.
+        """Read the model before the first round; called by the server and by every client.
 
         Args:
-            model: As it is before the first round. Nothing may be changed.
-            num_clients: How many clients there are, whether they are asked or not.
+            model: The initial model, which must not be changed.
+            num_clients: The number of all clients, selected or not.
         """
         self.num_clients = num_clients
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Return the strategies that take the place of a client trainer's own, by role; they may wrap those."""
+        """Return the strategies, by role, that replace those of a client's trainer; they may wrap those."""
         return {}
 
     def stays(self, name: str) -> bool:
-        """Whether an entry of the model's state stays with each client, and is never sent."""
+        """Return whether an entry of the model's state stays with each client and is never sent."""
         return False
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return what a client gets besides the weights; tensors are not copied, so never change them in place."""
+        """Return what a client receives besides the weights; tensors are not copied, so never change them in place."""
         return {}
 
     def check(self, update: Update) -> Fault | None:
-        """Return why what a client has sent besides its weights is of no use, or None if nothing is wrong with it.
+        """Return why the payload of an update is invalid. None means that it is valid.
 
         Args:
-            update: Of a client with samples, whose weights are in order; `update.sent` are those that it was sent.
+            update: The update of a client with samples, whose weights are valid; `update.sent` are the weights that
+                the client received.
         """
         return None
 
@@ -96,18 +101,59 @@ class Algorithm:
         """Return the new global weights.
 
         Args:
-            weights: The present ones.
-            updates: Of this round, in the order in which their clients were asked; at least one.
-            average: Makes one difference of many: the mean by samples, or whatever robust form the server uses.
+            weights: The current global weights.
+            updates: The updates of this round, in the order in which their clients were selected; at least one.
+            average: Turns many differences into one: the mean by samples, or the server's robust aggregator.
         """
         return moved(weights, average(updates))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the server's half keeps from round to round: tensors and plain values."""
-        return {}
+        """Return the server's state between two rounds: tensors and plain values."""
+        return {name: copy.copy(getattr(self, name)) for name in self.saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
+        for name in self.saved:
+            setattr(self, name, copy.copy(state[name]))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+class StrategyAlgorithm(Described, Algorithm):
+    """A dataclass of arguments that it passes to the strategies of its clients.
+
+    Each strategy receives the arguments of the algorithm that it has itself, and wraps the strategy of the client's
+    trainer. The strategies are also built once with the algorithm, so that invalid arguments raise at once.
+
+    Attributes:
+        client_strategies: The classes of the strategies, by role.
+    """
+
+    client_strategies: ClassVar[Mapping[str, type[Any]]] = {}
+
+    def __post_init__(self) -> None:
+        for kind in self.client_strategies.values():
+            self._build(kind)
+
+    def strategy_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the algorithm, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}  # type: ignore[arg-type]
+
+    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
+        present = {role: getattr(strategies, role) for role in self.client_strategies}
+        if "optimizer" not in strategies.given:
+            # The options of a trainer describe another kind of optimizer, so nothing of it is kept inside.
+            present = {role: None if role == "optimizer" else strategy for role, strategy in present.items()}
+        return {role: self._wrap(role, strategy) for role, strategy in present.items()}
+
+    def _wrap(self, role: str, present: Any) -> Any:
+        kind = self.client_strategies[role]
+        if role == "model_update":
+            return beside(self._build(kind), present)
+        return self._build(kind, **{"base_loss_fn" if role == "loss" else "base_strategy": present})
+
+    def _build(self, kind: type[Any], **inside: Any) -> Any:
+        accepted = {each.name for each in fields(kind) if each.init}
+        given = {name: value for name, value in self.strategy_arguments().items() if name in accepted}
+        return kind(**given, **inside)

@@ -1,10 +1,10 @@
-"""Several algorithms at once."""
+"""Combination of several algorithms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,27 +12,25 @@ from dovetail.errors import CheckpointError, ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.averaging import Average
 from dovetail.federated.messages import Fault, Update, Weights
+from dovetail.trainers.strategies.base import Strategy
+from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.strategies.base import Strategy
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["CompositeAlgorithm"]
 
 
 @dataclass(eq=False, repr=False)
 class CompositeAlgorithm(Described, Algorithm):
-    """Algorithms that work together: each is put around what those before it have made.
+    """Several algorithms combined; each wraps the ones before it.
 
-    Clients get the strategies of all. At the server, the change that one makes of a round's updates is what the next
-    one steps with: `CompositeAlgorithm([SCAFFOLD(), FedAdam()])` lets Adam step with SCAFFOLD's change.
+    Clients use the strategies of all. At the server, each algorithm receives the change that the one before it
+    computed: `CompositeAlgorithm([SCAFFOLD(), FedAdam()])` lets Adam step with SCAFFOLD's change.
 
     Args:
-        algorithms: At least one, in this order.
+        algorithms: At least one algorithm, in this order.
 
     Raises:
-        ConfigError: Two of them decide the same.
+        ConfigError: Two of them decide the same topic.
 
     Example:
         >>> from dovetail.federated.algorithms import FedProx, SCAFFOLD
@@ -53,34 +51,29 @@ class CompositeAlgorithm(Described, Algorithm):
                         f"algorithms: {known[matter].title} and {algorithm.title} both decide {matter}; use one of them"
                     )
                 known[matter] = algorithm
-        # Of the class for a single algorithm; here, of what there is.
         self.decides = tuple(known)
         self.needs_each_update = any(it.needs_each_update for it in self.algorithms)
 
     @property
     def title(self) -> str:
-        """The names of all."""
         return " + ".join(algorithm.title for algorithm in self.algorithms)
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Let all of them look."""
         super().begin(model, num_clients)
         for algorithm in self.algorithms:
             algorithm.begin(model, num_clients)
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Return the strategies of all, each around those before it."""
+        """Return the strategies of all; each wraps those before it."""
         made: dict[str, Any] = {}
         for algorithm in self.algorithms:
             made |= algorithm.equip(replace(strategies, **made))
         return made
 
     def stays(self, name: str) -> bool:
-        """Whether one of them keeps an entry with clients."""
         return any(algorithm.stays(name) for algorithm in self.algorithms)
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return what all of them send."""
         sent: dict[str, Any] = {}
         for algorithm in self.algorithms:
             added = algorithm.payload(client_id)
@@ -90,12 +83,11 @@ class CompositeAlgorithm(Described, Algorithm):
         return sent
 
     def check(self, update: Update) -> Fault | None:
-        """Return what the first of them finds that has a complaint."""
         return next((fault for algorithm in self.algorithms if (fault := algorithm.check(update))), None)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Let every one step with the change that the one before it makes."""
-        # Whoever has nothing to say at the server is not asked: a difference of a sum is not to the bit what was added.
+        """Return the weights of the last algorithm; each one steps with the change of the one before it."""
+        # Skip algorithms without an aggregation: (w + change) − w does not equal the change bit for bit.
         speaking = [it for it in self.algorithms if type(it).aggregate is not Algorithm.aggregate]
         for algorithm in speaking[:-1]:
             average = _change_by(algorithm, weights, average)
@@ -103,11 +95,9 @@ class CompositeAlgorithm(Described, Algorithm):
         return last.aggregate(weights, updates, average)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all, in their order."""
         return {"parts": [algorithm.state_dict() for algorithm in self.algorithms]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         if len(state["parts"]) != len(self.algorithms):
             raise CheckpointError(
                 f"{self!r} is of {len(self.algorithms)} algorithms, and the checkpoint has {len(state['parts'])}"

@@ -1,29 +1,23 @@
-"""Ditto: beside the model that it sends, every client trains one of its own, not far from it."""
+"""Ditto: each client also trains a personal model that stays close to the global one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.errors import ConfigError, expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_model import ModelFunction, first_own_model
 from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy, model_state
 from dovetail.federated.messages import Weights
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.context import Phase
+from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.anchored import trained
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["Ditto", "DittoUpdateStrategy", "DittoUpdateStrategyFromConfig"]
 
@@ -32,17 +26,12 @@ _KEY = "ditto"
 
 @dataclass(eq=False, repr=False)
 class DittoUpdateStrategy(Described, OwnPhaseStrategy):
-    """After the epochs of w come some of the client's own model v: every gradient g of it becomes g + λ (v − wᵗ).
+    """Adds epochs for the personal model v after those of w, in which each gradient g becomes g + λ (v − wᵗ).
 
-    wᵗ is what the run began with: in a federation, the model that the client was sent. Optimizer, loss and step are
-    those of the trainer, and the epochs are those of its loop. w is trained exactly as without Ditto.
+    wᵗ is the model at the start of the run, which the client received. v uses the optimizer, loss and step of the
+    trainer. w is trained exactly as without Ditto. In the personalization round all epochs are those of v.
 
-    In the personalisation round nothing is sent, so all its epochs are those of v.
-
-    Args:
-        ditto_lambda: λ, at least 0; 0 trains v alone, without a look at w.
-        personalization_epochs: Epochs of v in every round.
-        model_fn: Makes the v that a client begins with; None for the first model that it is sent.
+    It has the arguments of `Ditto`, and `model_fn`, which builds the initial v (None for the first received model).
 
     Example:
         >>> import torch
@@ -63,8 +52,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
     phase_name = _KEY
 
     def __post_init__(self) -> None:
-        if not self.ditto_lambda >= 0:
-            raise ConfigError(f"ditto_lambda: expected a number that is at least 0, got {self.ditto_lambda!r}")
+        expect(self.ditto_lambda >= 0, "ditto_lambda", "a number that is at least 0", self.ditto_lambda)
         if self.personalization_epochs < 0:
             raise ConfigError(
                 f"personalization_epochs: expected a whole number that is at least 0, got {self.personalization_epochs}"
@@ -82,20 +70,16 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
         return super().phases(epochs, context)
 
     def own_epochs(self, context: TrainingContext) -> int:
-        """Return how many epochs v gets."""
         return self.personalization_epochs
 
     def own_start(self, context: TrainingContext) -> Weights:
-        """Go on with v as it is."""
         own: Weights = context.client.state[_KEY]
         return own
 
     def own_end(self, context: TrainingContext) -> None:
-        """Keep v."""
         context.client.state[_KEY] = model_state(context)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Pull v to wᵗ."""
         if not context.run.is_detached:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -111,9 +95,7 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
 
 @dataclass(eq=False, repr=False)
 class DittoUpdateStrategyFromConfig(DittoUpdateStrategy):
-    """Ditto with the settings of the configuration, under `algorithm`.
-
-    They are `ditto_lambda` and `personalization_epochs`, or `epochs` under `personalization`.
+    """Ditto with `ditto_lambda` and `personalization_epochs` (or `personalization.epochs`) of the configuration.
 
     Example:
         >>> DittoUpdateStrategyFromConfig()
@@ -130,12 +112,12 @@ class DittoUpdateStrategyFromConfig(DittoUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class Ditto(Described, Algorithm):
+class Ditto(StrategyAlgorithm):
     """FedAvg whose clients also minimise F_k(v) + λ/2 ‖v − wᵗ‖² for themselves (Li et al., 2021).
 
     Args:
-        ditto_lambda: λ, at least 0.
-        personalization_epochs: Epochs of v in every round, after those of w.
+        ditto_lambda: λ, at least 0; with 0, v is trained independently of w.
+        personalization_epochs: The epochs of v in every round, after those of w.
 
     Example:
         >>> Ditto(ditto_lambda=1.0)
@@ -146,12 +128,4 @@ class Ditto(Described, Algorithm):
     personalization_epochs: int = 5
 
     decides = ("the client's own model",)
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        DittoUpdateStrategy(self.ditto_lambda, self.personalization_epochs)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Give clients a model of their own."""
-        added = DittoUpdateStrategy(self.ditto_lambda, self.personalization_epochs)
-        return {"model_update": beside(added, strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": DittoUpdateStrategy}

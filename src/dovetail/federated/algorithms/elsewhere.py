@@ -1,4 +1,4 @@
-"""A loss at other weights than those of the model."""
+"""Loss of a model at other weights than its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["loss_elsewhere"]
 
 
 class _WholeLoss(nn.Module):
-    """The model with all that is made of it, so that other weights are seen by every part: a penalty of them, too."""
+    """A model with its whole loss, so that every part sees the other weights, also a penalty."""
 
     def __init__(self, model: nn.Module, compute: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -26,15 +26,9 @@ class _WholeLoss(nn.Module):
 def loss_elsewhere(
     model: nn.Module, weights: Mapping[str, Tensor], compute: Callable[..., Tensor], *arguments: Any
 ) -> Tensor:
-    """Return what a function computes while the model has other weights; its gradient flows into those.
+    """Return the result of a function while the model has other weights, which receive the gradient.
 
-    Buffers stay as they are: statistics that BatchNorm keeps are of the model's own weights.
-
-    Args:
-        model: Whose weights the function looks at.
-        weights: By name, in place of the model's parameters; those that are not named are its own.
-        compute: The function.
-        arguments: Of the function.
+    `weights` replace the parameters of their names. Buffers, such as the statistics of BatchNorm, do not change.
 
     Example:
         >>> import torch

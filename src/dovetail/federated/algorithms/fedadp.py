@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.averaging import Average, moved, weighted_mean
 from dovetail.federated.messages import Update, Weights
@@ -48,17 +47,16 @@ class FedAdp(Described, ParameterAware):
 
     decides = ("how much each update counts",)
     needs_each_update = True
+    saved = ("angles", "rounds")
 
     def __post_init__(self) -> None:
-        if not self.alpha > 0:
-            raise ConfigError(f"alpha: expected a number above 0, got {self.alpha!r}")
+        expect(self.alpha > 0, "alpha", "a number above 0", self.alpha)
 
     def contribution(self, angle: float) -> float:
         """Return f(θ), from 0 to α."""
         return self.alpha * -math.expm1(-math.exp(min(self.alpha * (1 - angle), _MOST)))
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights moved by the mean in which updates count by samples and angles."""
         mean = self.parameters_of(weighted_mean(updates))
         found = [self.contribution(self._smoothed(update, mean)) for update in updates]
         # Only how they compare counts, and differences do not overflow.
@@ -67,14 +65,6 @@ class FedAdp(Described, ParameterAware):
         total = sum(n * factor for n, factor in zip(samples, factors, strict=True))
         scales = [factor * sum(samples) / total if total else 1.0 for factor in factors]
         return moved(weights, average([_scaled(update, scale) for update, scale in zip(updates, scales, strict=True)]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the angles of clients."""
-        return {"angles": dict(self.angles), "rounds": dict(self.rounds)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.angles, self.rounds = dict(state["angles"]), dict(state["rounds"])
 
     def _smoothed(self, update: Update, mean: Weights) -> float:
         """Count the angle of an update, and return the mean of its client's."""

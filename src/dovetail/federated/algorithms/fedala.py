@@ -1,4 +1,4 @@
-"""FedALA: a client takes over from the model of all what is good for its own data, element by element."""
+"""FedALA: each client learns, element by element, how much of the global model it takes over."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import pstdev
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.data import num_batches
-from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.errors import ConfigError, expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_phase import model_state, optimizers_of, put_back, put_into
 from dovetail.federated.messages import Weights
-from dovetail.trainers.context import Phase
+from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, trained
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedALA", "FedALAUpdateStrategy"]
 
@@ -36,20 +31,14 @@ _FIRST_EPOCHS = 20
 
 @dataclass(eq=False, repr=False)
 class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
-    """Before it is trained, the model becomes θ̂ = θ_l + (θ_g − θ_l) ⊙ W: between the client's last one and the new one.
+    """Before training, the model becomes θ̂ = θ_l + (θ_g − θ_l) ⊙ W, between the client's last model and the new one.
 
-    W is learned, in epochs of the same loop that come first and in which nothing else moves:
-    W ← W − η ∇θ̂ ⊙ (θ_g − θ_l), held between 0 and 1. The first time a client adapts, it does so until the loss settles,
-    for 20 epochs at most; from then on, for one epoch in every round. In its first round it has no last model, and
-    trains as without FedALA. What comes after begins with optimizers and schedules as new.
+    W is learned in the first epochs of the run, in which nothing else changes: W ← W − η ∇θ̂ ⊙ (θ_g − θ_l), clamped
+    to 0…1. The first adaptation of a client ends when the loss settles, after 20 epochs at most; later ones have one
+    epoch per round. In its first round a client has no last model and trains as without FedALA. Optimizers and
+    schedules are reset after the adaptation.
 
-    Args:
-        eta: η of W.
-        rand_percent: How many percent of an epoch's updates move W: the first ones. They are of random samples if the
-            loader shuffles.
-        layer_idx: How many of the last parameters are adapted; 0 for all. The others are those of the new model.
-        threshold: The first adaptation ends where the standard deviation of the last losses is below this.
-        num_pre_loss: How many losses those are, each the mean of an epoch.
+    It has the arguments of `FedALA`.
 
     Example:
         >>> FedALAUpdateStrategy(layer_idx=2)
@@ -63,20 +52,16 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     num_pre_loss: int = 10
 
     def __post_init__(self) -> None:
-        if not self.eta > 0:
-            raise ConfigError(f"eta: expected a number above 0, got {self.eta!r}")
-        if not 0 < self.rand_percent <= 100:
-            raise ConfigError(f"rand_percent: expected a number above 0 and up to 100, got {self.rand_percent!r}")
+        expect(self.eta > 0, "eta", "a number above 0", self.eta)
+        expect(0 < self.rand_percent <= 100, "rand_percent", "a number above 0 and up to 100", self.rand_percent)
         for name, least in (("layer_idx", 0), ("threshold", 0), ("num_pre_loss", 1)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name}: expected a number that is at least {least}, got {getattr(self, name)!r}")
+            expect(getattr(self, name) >= least, name, f"a number that is at least {least}", getattr(self, name))
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return the epochs of W, if there is something to adapt, and those of the model."""
         return Phase(self._adaptation(context), "adapt", is_detached=True), Phase(epochs)
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep the new model, W, and optimizers and schedules as they are before the first step."""
         known = context.client.state.get(_KEY)
         adapted = self._adapted(context)
         return {
@@ -88,12 +73,11 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         }
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture, or go on where a run was left."""
         super().on_train_start(context)
         context.run.is_detached = context.run.phase_at(context.progress.epoch).is_detached
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        """Adapt, or train what came of it."""
+        """Start the adaptation, or the training of the adapted model."""
         if phase.is_detached:
             put_into(
                 context, self._between(context.client.state[_KEY]["local"], self.kept["received"], self.kept["mix"])
@@ -104,7 +88,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             put_back(context, self.kept)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """While W is learned, move it in place of the model."""
+        """In the adaptation, update W instead of the model."""
         if not context.run.is_detached:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -114,14 +98,14 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             if id(parameter) not in stepped or parameter.grad is None:
                 continue
             if counts and name in mix:
-                # What half precision has overflowed would be NaN in W for ever.
+                # Otherwise an overflow in half precision would leave NaN in W.
                 slope = parameter.grad.nan_to_num(0.0, 0.0, 0.0) * (received[name] - local[name])
                 mix[name] = (mix[name] - self.eta * slope).clamp(0, 1)
             parameter.grad = None
         put_into(context, self._between(local, received, mix))
 
     def on_epoch_end(self, context: TrainingContext) -> None:
-        """Go on with the training once the loss has settled."""
+        """End the adaptation when the loss has settled."""
         if not context.run.is_detached:
             return
         losses = self.kept["losses"]
@@ -130,7 +114,6 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             context.progress.epoch = self.kept["adaptation"]
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Keep the client's model, and W."""
         super().on_train_end(context)
         context.run.is_detached = False
         context.client.state[_KEY] = {
@@ -148,15 +131,14 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         return {**now, **self._between(known["local"], now, known["mix"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         if isinstance(self.kept, Mapping):
             self.kept = {**self.kept, "mix": dict(self.kept["mix"]), "losses": list(self.kept["losses"])}
 
     def _adaptation(self, context: TrainingContext) -> int:
-        """Return the epochs of W in the run that is planned."""
+        """Return the epochs of W in the planned run."""
         if context.progress.batches and context.run.id == self._run_id:
-            # A run that goes on is what it was, though the client has a model by now.
+            # A resumed run keeps its plan, although the client has a model by now.
             return int(self.kept["adaptation"])
         known = context.client.state.get(_KEY)
         return 0 if known is None else 1 if known["has_adapted"] else _FIRST_EPOCHS
@@ -171,7 +153,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         return {name: every[name].detach() for name in list(every)[-self.layer_idx :]}
 
     def _counts(self, context: TrainingContext) -> bool:
-        """Whether the running update moves W."""
+        """Return whether the current update changes W."""
         total, size = num_batches(context.state["train_loader"]), context.run.window.size
         return total is None or context.progress.batch // size * 100 < self.rand_percent * math.ceil(total / size)
 
@@ -180,15 +162,15 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedALA(Described, Algorithm):
-    """FedAvg whose clients begin between their last model and the new one, as suits their data (Zhang et al., 2023).
+class FedALA(StrategyAlgorithm):
+    """FedAvg whose clients start between their last model and the new one, as suits their data (Zhang et al., 2023).
 
     Args:
-        eta: η of W.
-        rand_percent: How many percent of an epoch's updates move W.
-        layer_idx: How many of the last parameters are adapted; 0 for all.
-        threshold: A client's first adaptation ends where the standard deviation of its last losses is below this.
-        num_pre_loss: How many losses those are.
+        eta: η, the learning rate of W.
+        rand_percent: The percentage of an epoch's updates that change W, the first ones.
+        layer_idx: The number of last parameters that are adapted; 0 for all. The others are those of the new model.
+        threshold: A client's first adaptation ends if the standard deviation of its last losses is below this.
+        num_pre_loss: The number of these losses, each the mean of an epoch.
 
     Example:
         >>> FedALA(eta=0.5)
@@ -202,20 +184,10 @@ class FedALA(Described, Algorithm):
     num_pre_loss: int = 10
 
     decides = ("the client's own model", "where a client's steps begin")
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        self._strategy()
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Let clients adapt before they train."""
-        return {"model_update": beside(self._strategy(), strategies.model_update)}
-
-    def _strategy(self) -> FedALAUpdateStrategy:
-        return FedALAUpdateStrategy(self.eta, self.rand_percent, self.layer_idx, self.threshold, self.num_pre_loss)
+    client_strategies: ClassVar = {"model_update": FedALAUpdateStrategy}
 
 
 def _adaptation_of(context: TrainingContext) -> int:
-    """Return the epochs of W in the running run."""
+    """Return the epochs of W in the current run."""
     first = context.run.phases[0]
     return first.epochs if first.is_detached else 0

@@ -48,7 +48,7 @@ class FedAsync(Algorithm):
 
     Args:
         mixing_hyperparameter: m, above 0 and at most 1.
-        adaptive_mixing: Whether m is multiplied, for each update anew, by a weight for its staleness.
+        adaptive_mixing: Multiply m by a weight for the staleness of each update.
         staleness_weighting_function: That weight: `"constant"`, `"polynomial"` or `"hinge"`, or a mapping with such a
             `type` and its numbers `a` and `b`.
 
@@ -80,11 +80,10 @@ class FedAsync(Algorithm):
         self._weight = _weight(staleness_weighting_function or ("polynomial" if adaptive_mixing else "constant"))
 
     def mixing(self, staleness: int) -> float:
-        """Return how much of an update goes into the model."""
+        """Return the mixing weight of an update."""
         return self.mixing_hyperparameter * self._weight(staleness)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights with every update mixed in."""
         mixed = dict(weights)
         for update in updates:
             delta = average([update])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
@@ -28,10 +27,9 @@ class FedAtt(Described, ParameterAware):
 
     Args:
         epsilon: ε, the step.
-        magnitude: The standard deviation of the noise; 0 for none. It protects nobody by itself: for differential
-            privacy, updates have to be clipped, as the `gaussian_noise` postprocessor does.
-        seed: The noise is drawn anew in every round from this seed and the number of the round, which is part of the
-            server's checkpoints: a run that is repeated or resumed has the same noise.
+        magnitude: The standard deviation of the noise; 0 for none. It gives no differential privacy, for which the
+            `gaussian_noise` postprocessor also clips updates.
+        seed: The seed of the noise, with the number of the round: a repeated or resumed run has the same noise.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean
@@ -47,15 +45,13 @@ class FedAtt(Described, ParameterAware):
 
     decides = ("how much each update counts", "how the server steps")
     needs_each_update = True
+    saved = ("rounds",)
 
     def __post_init__(self) -> None:
-        if not self.epsilon > 0:
-            raise ConfigError(f"epsilon: expected a number above 0, got {self.epsilon!r}")
-        if not self.magnitude >= 0:
-            raise ConfigError(f"magnitude: expected a number that is at least 0, got {self.magnitude!r}")
+        expect(self.epsilon > 0, "epsilon", "a number above 0", self.epsilon)
+        expect(self.magnitude >= 0, "magnitude", "a number that is at least 0", self.magnitude)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights a step nearer to the clients, the farthest first."""
         self.rounds += 1
         own = [self.parameters_of(update.delta) for update in updates]
         norms = {name: torch.stack([delta[name].double().norm() for delta in own]) for name in own[0]}
@@ -73,14 +69,6 @@ class FedAtt(Described, ParameterAware):
             noise = torch.randn(steps[name].shape, generator=generator, dtype=steps[name].dtype)
             steps[name] = steps[name] + self.magnitude * noise.to(steps[name].device)
         return moved(weights, {**mean, **steps})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of rounds."""
-        return {"rounds": self.rounds}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.rounds = int(state["rounds"])
 
 
 def _scaled(delta: Weights, scales: Mapping[str, list[float]], place: int) -> dict[str, Tensor]:

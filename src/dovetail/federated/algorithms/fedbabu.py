@@ -1,10 +1,9 @@
-"""FedBABU: a body that is trained under a head which nobody trains, until clients fine-tune it for themselves."""
+"""FedBABU: rounds train the body under a fixed head, which clients fine-tune at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal
 
 from dovetail.errors import UnknownNameError
 from dovetail.federated.algorithms.layers import LayerNames
@@ -16,13 +15,8 @@ from dovetail.federated.algorithms.partial import (
     PersonalCopy,
 )
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedBABU", "FedBABUUpdateStrategy", "FedBABUUpdateStrategyFromConfig"]
 
@@ -31,14 +25,14 @@ _FINETUNES = ("head", "all")
 
 @dataclass(eq=False, repr=False)
 class FedBABUUpdateStrategy(Described, PersonalCopy, PartialUpdateStrategy):
-    """Trains the body in every round, and what is to be fine-tuned after the last one.
+    """Trains the body in every round, and the layers to fine-tune after the last one.
 
-    What a client has fine-tuned is its own until it takes part in a round again.
+    A client keeps its fine-tuned layers until it takes part in a round again.
 
     Args:
-        global_layer_names: Patterns of the body; none for what is not the head's.
-        local_layer_names: Patterns of the head; none for what is not the body's, or the last layer.
-        finetune: `"head"`, as in the paper; or `"all"` layers.
+        global_layer_names: Patterns of the body.
+        local_layer_names: Patterns of the head.
+        finetune: `"head"`, as in the paper, or `"all"` layers.
 
     Example:
         >>> FedBABUUpdateStrategy(local_layer_names="head", finetune="all")
@@ -53,7 +47,6 @@ class FedBABUUpdateStrategy(Described, PersonalCopy, PartialUpdateStrategy):
         _check(self.finetune)
 
     def still(self, context: TrainingContext) -> Part | None:
-        """Return the head; after the last round, the body, or nothing."""
         if not personalizes(context):
             return "local"
         return "global" if self.finetune == "head" else None
@@ -61,9 +54,7 @@ class FedBABUUpdateStrategy(Described, PersonalCopy, PartialUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedBABUUpdateStrategyFromConfig(LayersFromConfig, FedBABUUpdateStrategy):
-    """FedBABU's strategy with what the configuration says.
-
-    That is `global_layer_names`, `local_layer_names` and `finetune` under `algorithm`.
+    """FedBABU's strategy with its arguments from the configuration, under `algorithm`.
 
     Example:
         >>> FedBABUUpdateStrategyFromConfig()
@@ -71,23 +62,20 @@ class FedBABUUpdateStrategyFromConfig(LayersFromConfig, FedBABUUpdateStrategy):
     """
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
         self.finetune = context.config.get("algorithm", {}).get("finetune", self.finetune)
         _check(self.finetune)
         super().on_train_start(context)
 
 
 @dataclass(eq=False, repr=False)
-class FedBABU(Described, PartialAlgorithm):
-    """FedAvg of the body under a head that stays as it was made; clients fine-tune it at the end (Oh et al., 2022).
+class FedBABU(PartialAlgorithm):
+    """FedAvg of the body under the initial head; clients fine-tune at the end (Oh et al., 2022).
 
-    The head is part of the global model, and the same for all until the personalisation round.
+    The head is part of the global model, and the same for all until the personalization round. The other arguments
+    are the attributes of `PartialAlgorithm`: the layers that stay are the head.
 
     Args:
-        local_layer_names: Patterns of the head.
-        global_layer_names: Patterns of the body; what neither names is of the other kind.
-        num_local_layers: Where no names are given, the last so many layers are the head.
-        finetune: What the personalisation round trains: the `"head"`, as in the paper; or `"all"` layers.
+        finetune: The layers that the personalization round trains: the `"head"`, as in the paper, or `"all"`.
 
     Example:
         >>> FedBABU(finetune="all")
@@ -99,17 +87,10 @@ class FedBABU(Described, PartialAlgorithm):
     num_local_layers: int = 1
     finetune: Literal["head", "all"] = "head"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.finetune)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Freeze the head of clients."""
-        own = FedBABUUpdateStrategy(self._global, finetune=self.finetune)
-        return {"model_update": beside(own, strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": FedBABUUpdateStrategy}
 
     def stays(self, name: str) -> bool:
-        """Nothing stays: a head that nobody trains is the same for all."""
+        """Nothing stays: the head is not trained, so it is the same for all."""
         return False
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
@@ -36,13 +36,11 @@ class FedBuff(Algorithm):
     """
 
     def __init__(self, server_learning_rate: float = 1.0, scale_stale_updates: bool = False) -> None:
-        if not server_learning_rate > 0:
-            raise ConfigError(f"server_learning_rate: expected a number above 0, got {server_learning_rate!r}")
+        expect(server_learning_rate > 0, "server_learning_rate", "a number above 0", server_learning_rate)
         self.server_learning_rate = server_learning_rate
         self.scale_stale_updates = scale_stale_updates
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return weights that have moved by the mean of the buffer."""
         buffer = [replace(update, num_samples=1, delta=self._scaled(update)) for update in updates]
         return moved(weights, average(buffer), self.server_learning_rate)
 

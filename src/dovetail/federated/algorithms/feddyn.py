@@ -1,32 +1,29 @@
-"""FedDyn: a linear term moves every client's minimum to that of all."""
+"""FedDyn: dynamic regularization moves the minimum of every client to the global one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy, sent
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, copied
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedDyn", "FedDynLossStrategy", "FedDynLossStrategyFromConfig", "FedDynUpdateStrategy"]
 
-# Where a client keeps λ_k, and where the server says how large a client is.
+# The keys of λ_k in the state of a client, and of the relative size of a client in the server's payload.
 _KEY = "feddyn"
 _SIZE = "relative_size"
 
@@ -35,13 +32,9 @@ _SIZE = "relative_size"
 class FedDynLossStrategy(PenalizedLossStrategy):
     """The loss of the task plus α⟨θ, λ_k⟩ + α/2 ‖θ − θᵗ‖², whose gradient is α (λ_k + θ − θᵗ).
 
-    θᵗ is what the run began with, and λ_k what the client keeps: the sum of all its differences so far, which
-    `FedDynUpdateStrategy` makes. Without that one, λ_k stays 0.
-
-    Args:
-        alpha: α, above 0.
-        adaptive_alpha: Divide α by N n_k / n, how many times the samples of an average client this one has. A server
-            says so; without one, the client is an average one.
+    θᵗ is the model at the start of the run, and λ_k the sum of the client's differences so far, which
+    `FedDynUpdateStrategy` updates; without that strategy λ_k stays 0. It has the arguments of `FedDyn`, and
+    `base_loss_fn`. Outside of a federation, `adaptive_alpha` has no effect.
 
     Example:
         >>> FedDynLossStrategy(alpha=0.1)
@@ -56,12 +49,10 @@ class FedDynLossStrategy(PenalizedLossStrategy):
         super().__post_init__()
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep θᵗ, λ_k, and the size of the client if α depends on it."""
         told = context.client.payload.get(_KEY, {}) if self.adaptive_alpha else {}
         return _beginning(context) | {name: value.to(context.device) for name, value in told.items()}
 
     def penalty(self, weights: Weights, kept: Any) -> Tensor:
-        """Return both terms."""
         start, pull = kept["start"], kept["pull"]
         terms = [
             (value * pull[name]).sum() + (value - start[name]).square().sum() / 2 for name, value in weights.items()
@@ -74,9 +65,7 @@ class FedDynLossStrategy(PenalizedLossStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedDynLossStrategyFromConfig(FedDynLossStrategy):
-    """FedDyn's loss with the α of the configuration.
-
-    It is `feddyn_alpha`, or `alpha_coef`, under `algorithm`.
+    """FedDyn's loss with `feddyn_alpha` or `alpha_coef` of the configuration, under `algorithm`.
 
     Example:
         >>> FedDynLossStrategyFromConfig()
@@ -84,7 +73,6 @@ class FedDynLossStrategyFromConfig(FedDynLossStrategy):
     """
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
         told = context.config.get("algorithm", {})
         self.alpha = float(told.get("feddyn_alpha", told.get("alpha_coef", self.alpha)))
         _check(self.alpha)
@@ -93,9 +81,7 @@ class FedDynLossStrategyFromConfig(FedDynLossStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
-    """Makes λ_k ← λ_k + θ_k − θᵗ at the end of a run.
-
-    λ_k is the client's, `context.client.state["feddyn"]`. The loss that uses it is `FedDynLossStrategy`.
+    """Updates λ_k ← λ_k + θ_k − θᵗ at the end of a run; it is stored as `context.client.state["feddyn"]`.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -118,13 +104,12 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             context.client.state[_KEY] = _zeros(context)
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep θᵗ and λ_k."""
         return _beginning(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Make the new λ_k of the one at the beginning, so that a run that goes on counts once."""
+        """Compute λ_k from its value at the start of the run, so that a resumed run counts once."""
         if personalizes(context):
-            # The server hears nothing of this run, and the mean of all λ_k is what its h stands for.
+            # The server receives no update of this run, and its h must stay the mean of all λ_k.
             return
         start, pull = self.kept["start"], self.kept["pull"]
         context.client.state[_KEY] = {
@@ -133,19 +118,18 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedDyn(Described, ParameterAware):
+class FedDyn(StrategyAlgorithm, ParameterAware):
     """Clients minimise F_k(θ) + α⟨θ, λ_k⟩ + α/2 ‖θ − θᵗ‖², and the server keeps h (Acar et al., 2021).
 
     h ← h − (α/N) Σ (θ_k − θᵗ), with N of all clients; θ ← mean of θ_k − h/α, every client of the round counting the
     same. Buffers, such as the statistics of BatchNorm, are averaged as they are.
 
-    What is reached is the minimum of the mean of all F_k; with `adaptive_alpha`, of their mean by samples.
+    It converges to the minimum of the mean of all F_k; with `adaptive_alpha`, of their mean by samples.
 
     Args:
         alpha: α, above 0.
-        adaptive_alpha: Whether α of a client is α / (N n_k / n), with n_k its samples, and N and n of all clients. The
-            server knows of a client's samples once it has heard of it: it counts those whom it knows, and a client that
-            it does not know has α.
+        adaptive_alpha: Use α / (N n_k / n) for a client with n_k samples, where N clients have n samples. The server
+            counts the clients that have reported; a client that has not reported has α.
 
     Example:
         >>> FedDyn(alpha=0.1)
@@ -155,25 +139,16 @@ class FedDyn(Described, ParameterAware):
     alpha: float = 0.01
     adaptive_alpha: bool = False
     h: dict[str, Tensor] = field(default_factory=dict, init=False)
-    # The samples of every client that was heard of, by its id.
+    # The samples of every client that has reported, by its id.
     samples: dict[str, int] = field(default_factory=dict, init=False)
 
     decides = ("the drift of clients",)
-    # A sum of masked updates does not say of how many it is, and counts by samples.
+    # A sum of masked updates is weighted by samples, and does not contain the number of updates.
     needs_each_update = True
-
-    def __post_init__(self) -> None:
-        _check(self.alpha)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the terms around the client's loss, and let it keep λ_k."""
-        return {
-            "loss": FedDynLossStrategy(self.alpha, self.adaptive_alpha, base_loss_fn=strategies.loss),
-            "model_update": beside(FedDynUpdateStrategy(), strategies.model_update),
-        }
+    saved = ("h", "samples")
+    client_strategies: ClassVar = {"loss": FedDynLossStrategy, "model_update": FedDynUpdateStrategy}
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return N n_k / n, if α depends on it."""
         if not self.adaptive_alpha:
             return {}
         known = self.samples.get(str(client_id))
@@ -182,28 +157,18 @@ class FedDyn(Described, ParameterAware):
         return {_KEY: {_SIZE: torch.tensor(size, dtype=torch.float64)}}
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the mean of the models less h/α, and move h."""
         if self.adaptive_alpha:
             self.samples = self.samples | {str(update.client_id): update.num_samples for update in updates}
-        # Once: whoever adds noise to the mean adds it, and counts it, at every call.
+        # Called once, because a postprocessor adds and counts its noise at every call.
         mean = dict(average([replace(update, num_samples=1) for update in updates]))
         share = self.alpha * len(updates) / self.num_clients
         moves = self.parameters_of(mean)
         self.h = self.h | {name: self.h.get(name, 0.0) - share * move for name, move in moves.items()}
         return moved(weights, mean | {name: move - self.h[name] / self.alpha for name, move in moves.items()})
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return h, and the samples that are known."""
-        return {"h": dict(self.h), "samples": dict(self.samples)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.h, self.samples = dict(state["h"]), dict(state["samples"])
-
 
 def _check(alpha: float) -> None:
-    if not alpha > 0:
-        raise ConfigError(f"alpha: expected a number above 0, got {alpha!r}")
+    expect(alpha > 0, "alpha", "a number above 0", alpha)
 
 
 def _beginning(context: TrainingContext) -> dict[str, Any]:

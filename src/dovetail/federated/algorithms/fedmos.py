@@ -1,28 +1,24 @@
-"""FedMos: a momentum with less variance for local steps, and a pull to where they began."""
+"""FedMos: variance-reduced momentum for local steps, and a pull to their starting point."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.errors import ConfigError, expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, OptimizerStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described, Nesting
 from dovetail.trainers.strategies.optimizer import learning_rate
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = [
     "FedMos",
@@ -35,11 +31,10 @@ __all__ = [
 
 
 class FedMosOptimizer(Optimizer):
-    """x ← x − η d_t, then x ← x − μ (x − x₀), where x₀ is what a parameter was before its first step.
+    """x ← x − η d_t, then x ← x − μ (x − x₀), where x₀ is a parameter before its first step.
 
-    d₀ is the first gradient, and d_t = a g_t + (1 − a) d_{t−1}: a moving average. Where `is_corrected`, the gradients
-    that come are g_t − (1 − a) g'_t already, with g'_t that of the same batch at x_{t−1}, and d_t is what they and
-    (1 − a) d_{t−1} add up to; `FedMosStepStrategy` makes them.
+    d₀ is the first gradient, and d_t = a g_t + (1 − a) d_{t−1} is a moving average. With `is_corrected`, the gradients
+    are g_t − (1 − a) g'_t, which `FedMosStepStrategy` computes, and (1 − a) d_{t−1} is added to them.
 
     Args:
         params: Parameters, or groups of them.
@@ -48,8 +43,8 @@ class FedMosOptimizer(Optimizer):
         mu: μ: how far back a step is pulled, from 0 to 1.
 
     Attributes:
-        is_corrected: Whether gradients come with their correction.
-        pulls: Whether parameters are pulled back.
+        is_corrected: True if gradients contain their correction.
+        pulls: True if parameters are pulled to x₀.
 
     Example:
         >>> weight = nn.Parameter(torch.tensor(1.0))
@@ -64,14 +59,13 @@ class FedMosOptimizer(Optimizer):
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float, a: float = 1.0, mu: float = 0.0
     ) -> None:
         _check(a, mu)
-        if not lr >= 0:
-            raise ConfigError(f"lr: expected a number that is at least 0, got {lr!r}")
+        expect(lr >= 0, "lr", "a number that is at least 0", lr)
         super().__init__(params, {"lr": lr, "a": a, "mu": mu})
         self.is_corrected = False
         self.pulls = True
 
     def previous(self) -> dict[Tensor, tuple[Tensor, float]]:
-        """Return x_{t−1} and a of every parameter that has made a step; nothing of those for which it is of no use."""
+        """Return x_{t−1} and a of every parameter that was stepped, except those with a = 1, which do not need it."""
         return {
             parameter: (self.state[parameter]["previous"], group["a"])
             for group in self.param_groups
@@ -84,7 +78,7 @@ class FedMosOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -110,14 +104,10 @@ class FedMosOptimizer(Optimizer):
 
 @dataclass(eq=False, repr=False)
 class FedMosOptimizerStrategy(Nesting, OptimizerStrategy):
-    """`FedMosOptimizer`; a learning rate of None is that of the optimizer inside, or else of the configuration.
+    """Creates a `FedMosOptimizer`; the arguments are those of `FedMos`, and `base_strategy`.
 
-    Args:
-        lr: η.
-        a: How much of the momentum is new in a step, from 0 to 1; 1 is SGD.
-        mu: μ: how far back a step is pulled, from 0 to 1.
-        base_strategy: Whose optimizer's groups and learning rates are taken, and nothing else of it; None for all
-            parameters of the model in one group.
+    If `base_strategy` is given, the groups and learning rates of its optimizer are used. None means one group with all
+    parameters, and the learning rate of the configuration if `lr` is None.
 
     Example:
         >>> FedMosOptimizerStrategy(lr=0.1, a=0.5).create_optimizer(nn.Linear(1, 1), None).defaults["a"]
@@ -134,11 +124,9 @@ class FedMosOptimizerStrategy(Nesting, OptimizerStrategy):
 
     @property
     def parts(self) -> Sequence[Strategy]:
-        """The strategy inside, if there is one."""
         return () if self.base_strategy is None else (self.base_strategy,)
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
-        """Return the optimizer of a model."""
         if self.base_strategy is None:
             return FedMosOptimizer(model.parameters(), learning_rate(self.lr, context), self.a, self.mu)
         groups = [
@@ -148,7 +136,7 @@ class FedMosOptimizerStrategy(Nesting, OptimizerStrategy):
         return FedMosOptimizer(groups, groups[0]["lr"], self.a, self.mu)
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call the strategy inside."""
         if self.base_strategy is not None:
             self.base_strategy.on_optimizer_step(optimizer, context)
 
@@ -163,7 +151,6 @@ class FedMosOptimizerStrategyFromConfig(FedMosOptimizerStrategy):
     """
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
-        """Return the optimizer of a model, as the configuration of the run says."""
         told = context.config.get("algorithm", {})
         self.a, self.mu = float(told.get("a", self.a)), float(told.get("mu", self.mu))
         return super().create_optimizer(model, context)
@@ -171,9 +158,9 @@ class FedMosOptimizerStrategyFromConfig(FedMosOptimizerStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedMosUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
-    """Lets `FedMosOptimizer` begin anew with every run: no momentum, and pulled to what the run begins with.
+    """Resets `FedMosOptimizer` at the start of every run: its momentum, and the weights that it pulls to.
 
-    While a client trains a model of its own, nothing is pulled.
+    While a client trains its personal model, nothing is pulled.
 
     Example:
         >>> FedMosUpdateStrategy()
@@ -181,29 +168,27 @@ class FedMosUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     """
 
     def capture(self, context: TrainingContext) -> bool:
-        """Forget what an optimizer remembers of another run."""
+        """Clear the state of the optimizers from another run."""
         for optimizer in context.optimizers:
             if isinstance(optimizer, FedMosOptimizer):
                 optimizer.state.clear()
         return True
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Say whether the step that follows is one of the model that is sent."""
+        """Pull only in steps of the model that is sent."""
         if isinstance(optimizer, FedMosOptimizer):
             optimizer.pulls = not context.run.is_detached
 
 
 @dataclass(eq=False, repr=False)
 class FedMosStepStrategy(NestingStepStrategy):
-    """Every batch is computed at the weights of the step before, too: d_t = g_t + (1 − a)(d_{t−1} − g'_t).
+    """Computes every batch also at the weights x_{t−1} of the last step: d_t = g_t + (1 − a)(d_{t−1} − g'_t).
 
-    One backward pass makes g_t − (1 − a) g'_t of both losses: at x_{t−1} the weights are constants plus (1 − a) times
-    a difference of the present ones with themselves. So accumulation, precision and clipping see one gradient, and
-    `FedMosOptimizer` adds (1 − a) d_{t−1}. With another optimizer it is a plain step.
+    One backward pass of both losses gives g_t − (1 − a) g'_t, so that accumulation, precision and clipping see one
+    gradient, and `FedMosOptimizer` adds (1 − a) d_{t−1}. With another optimizer it is a plain step.
 
     Args:
-        reuse_gradient: Let g_t stand for g'_t, too, which costs nothing: d_t = a g_t + (1 − a) d_{t−1}. The gradient of
-            the batch before could not: d_t − g_t = (1 − a)(d_{t−1} − g_{t−1}) is 0 for ever, and d_t that of SGD.
+        reuse_gradient: Use g_t in place of g'_t, so that a batch is computed once: d_t = a g_t + (1 − a) d_{t−1}.
         base_strategy: The step inside; None for a plain one.
 
     Example:
@@ -214,7 +199,6 @@ class FedMosStepStrategy(NestingStepStrategy):
     reuse_gradient: bool = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Tell the optimizer which gradients will come."""
         super().on_train_start(context)
         for optimizer in context.optimizers:
             if isinstance(optimizer, FedMosOptimizer):
@@ -229,7 +213,7 @@ class FedMosStepStrategy(NestingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss of a batch; its gradient is that of the correction, too."""
+        """Return the loss of a batch; its gradient includes the correction."""
         step = (model, optimizer, examples, labels, loss_criterion, context)
         now = super().loss(*step)
         previous = optimizer.previous() if isinstance(optimizer, FedMosOptimizer) and not self.reuse_gradient else {}
@@ -240,6 +224,7 @@ class FedMosStepStrategy(NestingStepStrategy):
                 f"FedMosStepStrategy: {self.base_strategy!r} differentiates by itself, and its loss is needed at two "
                 "places; let it return the loss"
             )
+        # Constants plus (1 − a) times zero: their gradient is (1 − a) times the gradient at x_{t−1}.
         there = {}
         for name, parameter in model.named_parameters():
             if parameter in previous:
@@ -250,16 +235,16 @@ class FedMosStepStrategy(NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedMos(Described, Algorithm):
-    """FedAvg whose clients have two momenta: one with less variance, and one to where they began (Wang et al., 2023).
+class FedMos(StrategyAlgorithm):
+    """FedAvg with two momenta at clients: variance-reduced, and to the initial weights (Wang et al., 2023).
 
     d_t = g(x_t; ξ_t) + (1 − a)(d_{t−1} − g(x_{t−1}; ξ_t)), x ← x − η d_t, x ← x − μ (x − wᵗ).
 
     Args:
-        lr: η; None for the learning rates of the client's own optimizer, whose place this one takes.
-        a: How much of d is new in a step, from 0 to 1.
-        mu: μ, from 0 to 1; `a=1, mu=0` is FedAvg with SGD.
-        reuse_gradient: Compute every batch once only: d is then a moving average of gradients.
+        lr: η. None means the learning rates of the client's optimizer, which is replaced.
+        a: The share of the new gradient in d, from 0 to 1.
+        mu: μ, how far a step is pulled back, from 0 to 1; `a=1, mu=0` is FedAvg with SGD.
+        reuse_gradient: Compute every batch only once: d is then a moving average of gradients.
 
     Example:
         >>> FedMos(a=0.5)
@@ -272,22 +257,13 @@ class FedMos(Described, Algorithm):
     reuse_gradient: bool = False
 
     decides = ("which optimizer clients use", "how a batch is computed")
-
-    def __post_init__(self) -> None:
-        _check(self.a, self.mu)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Give clients the optimizer, and the step that it needs."""
-        # The options of a trainer describe another kind of optimizer: only a given strategy is kept inside.
-        given = strategies.optimizer if "optimizer" in strategies.given else None
-        return {
-            "optimizer": FedMosOptimizerStrategy(self.lr, self.a, self.mu, base_strategy=given),
-            "training_step": FedMosStepStrategy(self.reuse_gradient, base_strategy=strategies.training_step),
-            "model_update": beside(FedMosUpdateStrategy(), strategies.model_update),
-        }
+    client_strategies: ClassVar = {
+        "optimizer": FedMosOptimizerStrategy,
+        "training_step": FedMosStepStrategy,
+        "model_update": FedMosUpdateStrategy,
+    }
 
 
 def _check(a: float, mu: float) -> None:
     for name, value in (("a", a), ("mu", mu)):
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{name}: expected a number from 0 to 1, got {value!r}")
+        expect(0 <= value <= 1, name, "a number from 0 to 1", value)

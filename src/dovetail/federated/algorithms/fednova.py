@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
@@ -24,8 +24,8 @@ class FedNova(Described, ParameterAware):
     no direction, and is left out. Buffers, such as the statistics of BatchNorm, are averaged as they are.
 
     Args:
-        momentum: ρ of the clients' SGD, which begins anew in every round; not Nesterov's. In place of τ_k comes then
-            how much the gradients of τ_k steps count in all, (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ).
+        momentum: ρ of the clients' SGD, which is reset in every round; not Nesterov's. τ_k is then replaced by the
+            total weight of the gradients of τ_k steps, (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ).
 
     Example:
         >>> import torch
@@ -41,16 +41,14 @@ class FedNova(Described, ParameterAware):
     needs_each_update = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum: expected a number from 0 and below 1, got {self.momentum!r}")
+        expect(0 <= self.momentum < 1, "momentum", "a number from 0 and below 1", self.momentum)
 
     def length(self, num_updates: int) -> float:
-        """Return how much all gradients of so many steps count: their number, or more with momentum."""
+        """Return the total weight of the gradients of some steps: their number, or more with momentum."""
         rho = self.momentum
         return (num_updates - rho * (1 - rho**num_updates) / (1 - rho)) / (1 - rho)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights moved by the mean of what clients would have done in τ_eff steps."""
         counted = [update for update in updates if update.num_updates and update.num_samples]
         if not counted:
             return moved(weights, average(updates))

@@ -1,21 +1,15 @@
-"""FedPer: every client has a head of its own on a body that all train."""
+"""FedPer: every client has its own head on a shared body."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from dovetail.federated.algorithms.layers import LayerNames
 from dovetail.federated.algorithms.partial import LayersFromConfig, Part, PartialAlgorithm, PartialUpdateStrategy
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedPer", "FedPerUpdateStrategy", "FedPerUpdateStrategyFromConfig"]
 
@@ -24,8 +18,7 @@ __all__ = ["FedPer", "FedPerUpdateStrategy", "FedPerUpdateStrategyFromConfig"]
 class FedPerUpdateStrategy(Described, PartialUpdateStrategy):
     """Trains all layers; after the last round, the client's own alone.
 
-    Args:
-        global_layer_names: Patterns of the layers that all share; none for all but the last one.
+    `global_layer_names` are patterns of the shared layers. None means all except the last layer.
 
     Example:
         >>> FedPerUpdateStrategy(global_layer_names=["body"])
@@ -35,15 +28,12 @@ class FedPerUpdateStrategy(Described, PartialUpdateStrategy):
     global_layer_names: LayerNames = ()
 
     def still(self, context: TrainingContext) -> Part | None:
-        """Return the shared layers after the last round, and before it none."""
         return "global" if personalizes(context) else None
 
 
 @dataclass(eq=False, repr=False)
 class FedPerUpdateStrategyFromConfig(LayersFromConfig, FedPerUpdateStrategy):
-    """FedPer's strategy with the layers of the configuration.
-
-    They are `global_layer_names` or `local_layer_names` under `algorithm`.
+    """FedPer's strategy with `global_layer_names` or `local_layer_names` of the configuration, under `algorithm`.
 
     Example:
         >>> FedPerUpdateStrategyFromConfig()
@@ -52,13 +42,10 @@ class FedPerUpdateStrategyFromConfig(LayersFromConfig, FedPerUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedPer(Described, PartialAlgorithm):
-    """FedAvg of the body; the head stays with its client, and is trained along (Arivazhagan et al., 2019).
+class FedPer(PartialAlgorithm):
+    """FedAvg of the body; the head stays with its client and is trained with it (Arivazhagan et al., 2019).
 
-    Args:
-        local_layer_names: Patterns of the layers that stay.
-        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
-        num_local_layers: Where no names are given, the last so many layers stay.
+    The arguments are the attributes of `PartialAlgorithm`.
 
     Example:
         >>> FedPer(local_layer_names="head")
@@ -69,6 +56,4 @@ class FedPer(Described, PartialAlgorithm):
     global_layer_names: LayerNames = None
     num_local_layers: int = 1
 
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Freeze the body after the last round."""
-        return {"model_update": beside(FedPerUpdateStrategy(self._global), strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": FedPerUpdateStrategy}

@@ -1,23 +1,17 @@
-"""FedProx: clients stay close to the model that they were sent."""
+"""FedProx: a proximal term keeps clients close to the model that they received."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.errors import UnknownNameError, expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.messages import Weights
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.context import TrainingContext
 
 __all__ = ["FedProx", "FedProxLossStrategy", "FedProxLossStrategyFromConfig"]
 
@@ -28,11 +22,8 @@ _NORMS = ("l2", "l1")
 class FedProxLossStrategy(PenalizedLossStrategy):
     """The loss of the task plus μ/2 ‖w − wᵗ‖², whose gradient is μ (w − wᵗ).
 
-    wᵗ is what the run began with: in a federation, the model that the client was sent.
-
-    Args:
-        mu: μ, at least 0.
-        norm_type: `"l2"` for the square of the distance, as in the paper; `"l1"` for the sum of absolute differences.
+    wᵗ is the model at the start of the run: in a federation, the model that the client received. The arguments are
+    those of `FedProx`, and `base_loss_fn`.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -45,14 +36,12 @@ class FedProxLossStrategy(PenalizedLossStrategy):
     norm_type: Literal["l2", "l1"] = "l2"
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigError(f"mu: expected a number that is at least 0, got {self.mu!r}")
+        expect(self.mu >= 0, "mu", "a number that is at least 0", self.mu)
         if self.norm_type not in _NORMS:
             raise UnknownNameError("norm_type", self.norm_type, _NORMS)
         super().__post_init__()
 
     def penalty(self, weights: Weights, kept: Weights) -> Tensor:
-        """Return μ/2 times the distance from the beginning."""
         away = [value - kept[name] for name, value in weights.items()]
         terms = [it.square().sum() if self.norm_type == "l2" else it.abs().sum() for it in away]
         return self.mu / 2 * sum(terms[1:], start=terms[0])
@@ -60,9 +49,7 @@ class FedProxLossStrategy(PenalizedLossStrategy):
 
 @dataclass(eq=False, repr=False)
 class FedProxLossStrategyFromConfig(FedProxLossStrategy):
-    """FedProx's loss with the μ of the configuration.
-
-    It is `fedprox_mu`, or `proximal_term_penalty_constant`, under `algorithm`.
+    """FedProx's loss with `fedprox_mu` or `proximal_term_penalty_constant` of the configuration, under `algorithm`.
 
     Example:
         >>> FedProxLossStrategyFromConfig()
@@ -70,19 +57,18 @@ class FedProxLossStrategyFromConfig(FedProxLossStrategy):
     """
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
         told = context.config.get("algorithm", {})
         self.mu = float(told.get("fedprox_mu", told.get("proximal_term_penalty_constant", self.mu)))
         super().on_train_start(context)
 
 
 @dataclass(eq=False, repr=False)
-class FedProx(Described, Algorithm):
+class FedProx(StrategyAlgorithm):
     """FedAvg whose clients minimise F_k(w) + μ/2 ‖w − wᵗ‖² (Li et al., 2020).
 
     Args:
         mu: μ, at least 0; 0 is FedAvg.
-        norm_type: `"l2"`, or `"l1"` for another distance.
+        norm_type: `"l2"` for the square of the distance, as in the paper; `"l1"` for the sum of absolute differences.
 
     Example:
         >>> FedProx(mu=0.1)
@@ -92,11 +78,4 @@ class FedProx(Described, Algorithm):
     mu: float = 0.01
     norm_type: Literal["l2", "l1"] = "l2"
 
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        FedProxLossStrategy(self.mu, self.norm_type)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the term around the client's loss."""
-        wrapped: Any = FedProxLossStrategy(self.mu, self.norm_type, base_loss_fn=strategies.loss)
-        return {"loss": wrapped}
+    client_strategies: ClassVar = {"loss": FedProxLossStrategy}

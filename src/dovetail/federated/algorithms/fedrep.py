@@ -1,23 +1,17 @@
-"""FedRep: in every round first the client's own head, then the body that all share."""
+"""FedRep: every round trains first the client's own head, then the shared body."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.layers import LayerNames
 from dovetail.federated.algorithms.partial import LayersFromConfig, Part, PartialAlgorithm, PartialUpdateStrategy
 from dovetail.federated.personalization import personalizes
-from dovetail.trainers.context import Phase
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedRep", "FedRepUpdateStrategy", "FedRepUpdateStrategyFromConfig"]
 
@@ -28,12 +22,12 @@ _HEAD, _BODY = "head", "body"
 class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
     """Trains the head in the first epochs of a run, and the body in the others; after the last round, the head alone.
 
-    A round must have epochs for both. A run of a trainer on its own may end with the head: a longer `fit` goes on.
+    A round must have epochs for both. Outside of a federation, `fit` may have epochs for the head only.
 
     Args:
-        global_layer_names: Patterns of the body; none for what is not the head's.
-        local_layer_names: Patterns of the head; none for what is not the body's, or the last layer.
-        local_epochs: How many epochs are the head's.
+        global_layer_names: Patterns of the body.
+        local_layer_names: Patterns of the head.
+        local_epochs: The number of epochs that train the head.
 
     Example:
         >>> strategy = FedRepUpdateStrategy(["body"], ["head"], local_epochs=4)
@@ -66,25 +60,20 @@ class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
         return _head(own), Phase(epochs - own, _BODY)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin with the head, or go on in the phase in which a run was left."""
         super().on_train_start(context)
         context.run.is_detached = context.run.phase_at(context.progress.epoch).is_detached
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Leave the model as it was."""
         context.run.is_detached = False
         super().on_train_end(context)
 
     def still(self, context: TrainingContext) -> Part:
-        """Return the body while the head is trained, and the head while the body is."""
         return "global" if context.run.phase_at(context.progress.epoch).name == _HEAD else "local"
 
 
 @dataclass(eq=False, repr=False)
 class FedRepUpdateStrategyFromConfig(LayersFromConfig, FedRepUpdateStrategy):
-    """FedRep's strategy with what the configuration says.
-
-    That is `global_layer_names`, `local_layer_names` and `local_epochs` under `algorithm`.
+    """FedRep's strategy with its arguments from the configuration, under `algorithm`.
 
     Example:
         >>> FedRepUpdateStrategyFromConfig()
@@ -99,14 +88,13 @@ class FedRepUpdateStrategyFromConfig(LayersFromConfig, FedRepUpdateStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedRep(Described, PartialAlgorithm):
+class FedRep(PartialAlgorithm):
     """FedAvg of the body; the head stays with its client, and is trained before it (Collins et al., 2021).
 
+    The other arguments are the attributes of `PartialAlgorithm`.
+
     Args:
-        local_layer_names: Patterns of the layers that stay.
-        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
-        local_epochs: How many epochs of a round are the head's; the others are the body's.
-        num_local_layers: Where no names are given, the last so many layers stay.
+        local_epochs: The number of epochs of a round that train the head; the others train the body.
 
     Example:
         >>> FedRep(local_epochs=4)
@@ -118,21 +106,13 @@ class FedRep(Described, PartialAlgorithm):
     local_epochs: int = 1
     num_local_layers: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.local_epochs)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Divide the rounds of clients."""
-        own = FedRepUpdateStrategy(self._global, local_epochs=self.local_epochs)
-        return {"model_update": beside(own, strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": FedRepUpdateStrategy}
 
 
 def _head(epochs: int) -> Phase:
-    # Nothing of what is sent is trained then: terms that hold it back, and counts of its steps, are of the body alone.
+    # Personal, because nothing of what is sent is trained: penalties and step counts apply to the body only.
     return Phase(epochs, _HEAD, is_detached=True)
 
 
 def _check(local_epochs: int) -> None:
-    if not local_epochs >= 1:
-        raise ConfigError(f"local_epochs: expected a whole number that is at least 1, got {local_epochs!r}")
+    expect(local_epochs >= 1, "local_epochs", "a whole number that is at least 1", local_epochs)

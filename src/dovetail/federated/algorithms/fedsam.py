@@ -1,30 +1,24 @@
-"""FedSAM: clients look for flat minima."""
+"""FedSAM: clients search for flat minima with sharpness-aware steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.errors import ConfigError, expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.elsewhere import loss_elsewhere
 from dovetail.federated.messages import Weights
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.nesting import Described
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedSAM", "FedSAMStepStrategy"]
 
-# What the norm of a gradient is at least.
+# The smallest norm that a gradient is divided by.
 _LEAST = 1e-12
 
 
@@ -32,13 +26,8 @@ _LEAST = 1e-12
 class FedSAMStepStrategy(NestingStepStrategy):
     """The gradient of a batch is taken at w + ρ g/‖g‖, where g is the gradient of the same batch at w.
 
-    Every batch is computed twice. The loss that is told is that at the second place, and it is differentiated and
-    accumulated as any other: of accumulated batches each has a second place of its own. Statistics of BatchNorm are
-    those at w.
-
-    Args:
-        rho: ρ, at least 0; 0 for a plain step.
-        base_strategy: The step inside; None for a plain one.
+    Every batch is computed twice. The reported loss is the one at w + ρ g/‖g‖. The statistics of BatchNorm are those
+    at w. It has the arguments of `FedSAM`, and `base_strategy`, the step inside (None for a plain one).
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -57,8 +46,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
     vectorizes = True
 
     def __post_init__(self) -> None:
-        if not self.rho >= 0:
-            raise ConfigError(f"rho: expected a number that is at least 0, got {self.rho!r}")
+        expect(self.rho >= 0, "rho", "a number that is at least 0", self.rho)
 
     def loss(
         self,
@@ -69,7 +57,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss at the second place."""
+        """Return the loss at w + ρ g/‖g‖."""
         step = (model, optimizer, examples, labels, loss_criterion, context)
         here = super().loss(*step)
         if not self.rho or context.run.is_detached:
@@ -80,7 +68,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
                 "places; let it return the loss"
             )
         if context.precision is not None:
-            # Only its direction counts, and in float16 a gradient that is not scaled may vanish.
+            # An unscaled gradient may vanish in float16. Only its direction is used.
             here = context.precision.scale(here)
         moving = {name: value for name, value in model.named_parameters() if value.requires_grad}
         found = torch.autograd.grad(here.sum(), list(moving.values()), allow_unused=True)
@@ -96,7 +84,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class FedSAM(Described, Algorithm):
+class FedSAM(StrategyAlgorithm):
     """FedAvg whose clients step with the gradient at w + ρ g/‖g‖ (Qu et al., 2022).
 
     Args:
@@ -110,11 +98,4 @@ class FedSAM(Described, Algorithm):
     rho: float = 0.05
 
     decides = ("how a batch is computed",)
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        FedSAMStepStrategy(self.rho)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the two places around the client's step."""
-        return {"training_step": FedSAMStepStrategy(self.rho, base_strategy=strategies.training_step)}
+    client_strategies: ClassVar = {"training_step": FedSAMStepStrategy}

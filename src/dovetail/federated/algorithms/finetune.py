@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.partial import PersonalCopy
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["FedAvgFinetune", "FinetuneUpdateStrategy"]
 
@@ -29,8 +23,8 @@ class FinetuneUpdateStrategy(Described, PersonalCopy):
 
 
 @dataclass(eq=False, repr=False)
-class FedAvgFinetune(Described, Algorithm):
-    """FedAvg whose clients fine-tune the global model for themselves, and use what came of it.
+class FedAvgFinetune(StrategyAlgorithm):
+    """FedAvg whose clients fine-tune the global model and use the result.
 
     Example:
         >>> FedAvgFinetune()
@@ -38,7 +32,4 @@ class FedAvgFinetune(Described, Algorithm):
     """
 
     decides = ("the client's own model",)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Let clients keep what they fine-tune."""
-        return {"model_update": beside(FinetuneUpdateStrategy(), strategies.model_update)}
+    client_strategies: ClassVar = {"model_update": FinetuneUpdateStrategy}

@@ -1,4 +1,4 @@
-"""Flower's strategies as the server's half of an algorithm."""
+"""Flower's strategies as aggregation of a server."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 __all__ = ["FlowerStrategy"]
 
-# What a strategy is told anew in every round.
+# The attribute that a strategy sets in every round.
 _CURRENT = "current_arrays"
 
 
 class FlowerStrategy(Algorithm):
-    """Lets a strategy of `flwr.serverapp.strategy` make the new weights: FedAdam, FedYogi, FedMedian, Krum and others.
+    """Aggregates with a strategy of `flwr.serverapp.strategy`: FedAdam, FedYogi, FedMedian, Krum and others.
 
-    The strategy gets the trained weights of every client, with their samples. Who is asked, and how many, is the
-    server's business: fractions and minimums of the strategy count for nothing. So does what a strategy would tell
-    clients (FedProx); that is for strategies of the trainer. Whole numbers, such as counters of batches, are averaged.
+    The strategy receives the trained weights of every client, with their samples. The server selects the clients, so
+    fractions and minimums of the strategy have no effect, nor has the configuration that it would send to clients
+    (FedProx). Whole numbers, such as counters of batches, are averaged.
 
     Args:
-        strategy: The strategy; a copy of it is used. What changes on it from round to round is saved with the server.
+        strategy: The strategy, which is copied. Its state is saved with the server.
 
     Example:
         >>> from flwr.serverapp.strategy import FedMedian
@@ -62,10 +62,10 @@ class FlowerStrategy(Algorithm):
         self._given = {name: copy.deepcopy(value) for name, value in self._variables().items()}
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights that the strategy makes.
+        """Return the weights that the strategy computes.
 
         Raises:
-            ConfigError: The server's aggregator or a postprocessor wants to change the mean, which the strategy makes.
+            ConfigError: The server's aggregator or a postprocessor changes the mean, which the strategy computes.
         """
         from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -80,7 +80,7 @@ class FlowerStrategy(Algorithm):
         if _CURRENT in vars(self._inner):
             setattr(self._inner, _CURRENT, None)
         with _inside_flower():
-            # Strategies remember the weights when they write what is sent.
+            # Strategies store the current weights in `configure_train`.
             sent = self.strategy.configure_train(self._round, _arrays(real), ConfigRecord(), _nodes(len(updates)))
             replies = []
             for message, update in zip(list(sent), updates, strict=True):
@@ -97,12 +97,11 @@ class FlowerStrategy(Algorithm):
         return {**moved(weights, {name: value for name, value in mean.items() if name not in real}), **made}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has changed on the strategy since it was given: moments, norms."""
+        """Return the attributes of the strategy that have changed, such as moments."""
         changed = {name: value for name, value in self._variables().items() if not _same(value, self._given[name])}
         return {"round": self._round, "strategy": changed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._round = int(state["round"])
         vars(self.strategy).update(copy.deepcopy({**self._given, **state["strategy"]}))
 
@@ -116,7 +115,7 @@ class FlowerStrategy(Algorithm):
 
 @contextmanager
 def _inside_flower() -> Iterator[None]:
-    """Let messages be made as in a run of Flower, also where there is none; and without a word."""
+    """Allow messages outside of a run of Flower, and silence its log."""
     from flwr.supercore.task_identity import TaskIdentity
 
     names, logger = ("_run_id", "_node_id", "_task_id"), logging.getLogger("flwr")
@@ -141,10 +140,10 @@ def _arrays(weights: Weights) -> ArrayRecord:
 
 
 def _nodes(number: int) -> Grid:
-    """Return a grid that knows how many clients there are, and nothing else."""
+    """Return a grid that only has the number of clients."""
     from flwr.serverapp import Grid
 
-    class Nodes(Grid):
+    class _Nodes(Grid):
         def get_node_ids(self) -> Iterable[int]:
             return range(1, number + 1)
 
@@ -154,7 +153,7 @@ def _nodes(number: int) -> Grid:
         set_run = create_message = push_messages = pull_messages = send_and_receive = _nothing
         run = property(_nothing)
 
-    return Nodes()
+    return _Nodes()
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which entries of a model's state stay with a client."""
+"""Patterns of the layers that stay with a client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, expect
 
 __all__ = ["LayerNames", "as_patterns", "last_layers", "local_names", "matching"]
 
@@ -20,9 +20,9 @@ def matching(names: Iterable[str], patterns: Sequence[str], argument: str = "lay
     """Return the names that patterns choose: by an exact dotted prefix, or by `*`, `?` and `[…]`.
 
     Args:
-        names: Of a model's state, such as `fc1.weight`.
-        patterns: `fc1` chooses `fc1.weight` and not `fc10.weight`; `features.*.weight` chooses what it says.
-        argument: What a message is about.
+        names: The names of a model's state, such as `fc1.weight`.
+        patterns: `fc1` selects `fc1.weight` and not `fc10.weight`; `features.*.weight` has a wildcard.
+        argument: The name of the argument in messages.
 
     Raises:
         ConfigError: A pattern chooses nothing.
@@ -47,15 +47,15 @@ def local_names(
     """Return the entries of a model's state that stay with a client.
 
     Args:
-        model: Whose.
-        local: Patterns of what stays.
-        global_: Patterns of what is sent; what neither names is of the other kind. Where both are given, they must
-            name everything, and nothing twice.
-        num_local_layers: Where neither is given, the last so many layers with parameters stay: the head.
+        model: The model.
+        local: Patterns of the entries that stay.
+        global_: Patterns of the entries that are sent. If only one of both is given, all other entries are of the
+            other kind. If both are given, they must select every entry once.
+        num_local_layers: Without patterns, the number of last layers with parameters that stay.
 
     Raises:
-        ConfigError: Nothing, or everything, would stay; or the patterns leave something open, or divide one tensor that
-            has two names.
+        ConfigError: Nothing or everything would stay, an entry is selected by none or both, or the two names of one
+            tensor are separated.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -84,8 +84,7 @@ def local_names(
 
 def last_layers(model: nn.Module, number: int) -> list[str]:
     """Return the names of the last modules that hold parameters themselves."""
-    if number < 1:
-        raise ConfigError(f"num_local_layers: expected a whole number that is at least 1, got {number!r}")
+    expect(number >= 1, "num_local_layers", "a whole number that is at least 1", number)
     holding = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     if len(holding) <= number:
         raise ConfigError(
@@ -104,7 +103,7 @@ def as_patterns(given: LayerNames) -> tuple[str, ...]:
     """
     if given is None:
         return ()
-    # A file says 2 for the layer "2" of a `Sequential`.
+    # In a file, the layer "2" of a `Sequential` is the number 2.
     return (str(given),) if isinstance(given, (str, int)) else tuple(map(str, given))
 
 
@@ -118,7 +117,7 @@ def _chooses(pattern: str, name: str) -> bool:
 
 
 def _refuse_torn(model: nn.Module, stays: frozenset[str]) -> None:
-    """Refuse to keep one name of a tensor and to send another."""
+    """Raise if one name of a tensor stays and another one is sent."""
     known: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = known.setdefault(id(parameter), name)

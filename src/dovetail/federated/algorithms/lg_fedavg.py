@@ -1,10 +1,10 @@
-"""LG-FedAvg: every batch trains the client's own layers, and then the layers that all share."""
+"""LG-FedAvg: every batch trains the local layers, and then the shared layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,28 +13,22 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.layers import LayerNames, last_layers, local_names
 from dovetail.federated.algorithms.partial import DividedModel, LayersFromConfig, PartialAlgorithm
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.modules import forward
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
+from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy, compose_steps
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["LGFedAvg", "LGFedAvgStepStrategy", "LGFedAvgStepStrategyAuto", "LGFedAvgStepStrategyFromConfig"]
 
 
 class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
-    """Two passes over every batch: the second one sees what the first has made of its layers.
+    """Two passes over every batch; the second one uses the layers that the first one has updated.
 
-    A pass differentiates by its own layers alone, so that nothing moves the others: neither momentum nor decay. Where
-    several batches share an update, the second pass is over all of them once the first layers have moved. So a window
-    is one large batch.
-
-    Attributes:
-        train_local_first: Whether the client's own layers come first.
+    A pass differentiates by its own layers only, so that neither momentum nor weight decay changes the others. If
+    several batches share an update, the second pass repeats all of them after the first update.
     """
 
     vectorizes = True
@@ -44,7 +38,7 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
     _window: Sequence[tuple[Any, Any, Any]] = ()
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Find the layers. After the last round, only the client's own are trained."""
+        """Find the layers; after the last round, only the local ones are trained."""
         super().on_train_start(context)
         local = self.local(context)
         own: list[Tensor] = []
@@ -58,7 +52,6 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
             raise ConfigError(f"{self!r} finds nothing to train: the layers that it would train require no gradient")
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Let go of the model."""
         self._passes, self._window = (), ()
         super().on_train_end(context)
 
@@ -71,7 +64,7 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
         loss_criterion: Callable[[Any, Any], Tensor],
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss of the last pass; inside of a window, that of the first."""
+        """Return the loss of the last pass; inside of a window, of the first pass."""
         batch = (examples, labels, context.run.num_items)
         self._window = [batch] if context.run.window.opens else [*self._window, batch]
         first, *later = self._passes
@@ -82,7 +75,7 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
             return loss.detach()
         for parameters in later:
             if context.precision is not None:
-                # A scaler knows one step of an optimizer between two updates, and no gradient waits for this one.
+                # A scaler accepts one step of an optimizer per update, and no gradient is pending here.
                 context.precision.update()
             for examples, labels, context.run.num_items in self._window:
                 loss = loss_criterion(forward(model, examples), labels)
@@ -93,12 +86,12 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class LGFedAvgStepStrategy(Described, TwoPassStepStrategy):
-    """A step for the client's own layers, and one for those that all share.
+    """A step for the local layers, and one for the shared layers.
 
     Args:
-        global_layer_names: Patterns of the layers that all share; none for what is not the client's own.
-        local_layer_names: Patterns of the client's own; none for what is not shared, or the last layer.
-        train_local_first: Whether the client's own come first.
+        global_layer_names: Patterns of the shared layers.
+        local_layer_names: Patterns of the local layers.
+        train_local_first: Train the local layers first.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -114,9 +107,7 @@ class LGFedAvgStepStrategy(Described, TwoPassStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class LGFedAvgStepStrategyFromConfig(LayersFromConfig, LGFedAvgStepStrategy):
-    """LG-FedAvg's step with the layers of the configuration.
-
-    They are `global_layer_names` and `local_layer_names` under `algorithm`.
+    """LG-FedAvg's step with `global_layer_names` and `local_layer_names` of the configuration, under `algorithm`.
 
     Example:
         >>> LGFedAvgStepStrategyFromConfig()
@@ -126,11 +117,11 @@ class LGFedAvgStepStrategyFromConfig(LayersFromConfig, LGFedAvgStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class LGFedAvgStepStrategyAuto(Described, TwoPassStepStrategy):
-    """LG-FedAvg's step, with the last layers for the client's own.
+    """LG-FedAvg's step, whose local layers are the last ones.
 
     Args:
-        num_local_layers: How many layers with parameters.
-        train_local_first: Whether the client's own come first.
+        num_local_layers: The number of last layers with parameters.
+        train_local_first: Train the local layers first.
 
     Example:
         >>> LGFedAvgStepStrategyAuto(num_local_layers=2)
@@ -141,20 +132,19 @@ class LGFedAvgStepStrategyAuto(Described, TwoPassStepStrategy):
     train_local_first: bool = True
 
     def local(self, context: TrainingContext) -> frozenset[str]:
-        """Return the names of what the last layers hold."""
         assert context.model is not None
         return local_names(context.model, last_layers(context.model, self.num_local_layers))
 
 
 @dataclass(eq=False, repr=False)
-class LGFedAvg(Described, PartialAlgorithm):
+class LGFedAvg(PartialAlgorithm):
     """FedAvg of some layers, whose clients keep the others and train both in turn, batch by batch (Liang et al., 2020).
 
+    In the paper, the layers that compute a representation stay. The other arguments are the attributes of
+    `PartialAlgorithm`.
+
     Args:
-        local_layer_names: Patterns of the layers that stay; in the paper, those that make a representation.
-        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
-        num_local_layers: Where no names are given, the last so many layers stay.
-        train_local_first: Whether the layers that stay come first.
+        train_local_first: Train the layers that stay before those that are sent.
 
     Example:
         >>> LGFedAvg(local_layer_names=["body"])
@@ -167,10 +157,10 @@ class LGFedAvg(Described, PartialAlgorithm):
     train_local_first: bool = True
 
     decides = ("which layers stay with clients", "how a batch is computed")
+    client_strategies: ClassVar = {"training_step": LGFedAvgStepStrategy}
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the two passes into the client's step."""
-        own = LGFedAvgStepStrategy(self._global, train_local_first=self.train_local_first)
+        own = self._build(LGFedAvgStepStrategy)
         present = strategies.training_step
         if type(present) is DefaultTrainingStepStrategy:
             return {"training_step": own}

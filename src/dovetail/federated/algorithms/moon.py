@@ -1,30 +1,25 @@
-"""MOON: what a client sees in a sample stays close to what the global model sees in it."""
+"""MOON: a contrastive loss keeps the representations of clients close to those of the global model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.errors import ConfigError, expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.modules import forward_with
 from dovetail.trainers.strategies.anchored import Anchored
-from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["MOON", "MOONStepStrategy", "Projecting"]
 
@@ -33,14 +28,14 @@ _KEY = "moon"
 
 @runtime_checkable
 class Projecting(Protocol):
-    """A model that shows what it makes of inputs before it classifies them."""
+    """A model that returns a projection of its features besides its outputs."""
 
     def forward_with_projection(self, *inputs: Any) -> tuple[Any, Tensor, Any]:
         """Return features, their projection with one row per sample, and what `forward` returns."""
 
 
 class _Shown(nn.Module):
-    """Calls a model for its projection; its outputs are those of the model."""
+    """Calls a model and stores its projection; the outputs are those of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -57,17 +52,11 @@ class _Shown(nn.Module):
 class MOONStepStrategy(Anchored, NestingStepStrategy):
     """The loss of the task plus μ · CE([sim(z, z_glob), sim(z, z_prev), …] / τ, 0), with sim the cosine.
 
-    z is the model's projection of a sample, z_glob that of the model which the run began with, and z_prev those of the
-    models which the client's last runs ended with. A client without such runs has the loss of the task alone.
+    z is the projection of a sample by the model, z_glob by the model at the start of the run, and z_prev by the final
+    models of the client's last runs. Without such runs the loss is that of the task. The other models are in
+    evaluation mode, so that they ignore dropout and other samples of the batch, and keep their statistics.
 
-    The other models are in evaluation mode: what they see in a sample depends on no other sample of the batch and on no
-    dropout, and their statistics stay as they are.
-
-    Args:
-        mu: μ, at least 0.
-        temperature: τ, above 0.
-        history_size: How many models of its own a client keeps, at least 1.
-        base_strategy: The step inside; None for a plain one.
+    It has the arguments of `MOON`, and `base_strategy`, the step inside (None for a plain one).
 
     Example:
         >>> MOONStepStrategy(mu=1.0)
@@ -77,17 +66,14 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     mu: float = 5.0
     temperature: float = 0.5
     history_size: int = 1
-    # Made of the model of a run, for the run.
+    # Set for the duration of a run.
     _mine: _Shown | None = field(default=None, init=False)
     _other: _Shown | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigError(f"mu: expected a number that is at least 0, got {self.mu!r}")
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature: expected a number above 0, got {self.temperature!r}")
-        if self.history_size < 1:
-            raise ConfigError(f"history_size: expected a whole number that is at least 1, got {self.history_size!r}")
+        expect(self.mu >= 0, "mu", "a number that is at least 0", self.mu)
+        expect(self.temperature > 0, "temperature", "a number above 0", self.temperature)
+        expect(self.history_size >= 1, "history_size", "a whole number that is at least 1", self.history_size)
 
     def on_prepare(self, context: TrainingContext) -> None:
         """A client begins without models of its own."""
@@ -95,18 +81,15 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         context.client.state.setdefault(_KEY, [])
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep the model, and those that the client has kept."""
         return {"global": model_state(context), "previous": list(context.client.state.get(_KEY, []))}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture, and make ready to see what the other models see."""
         super().on_train_start(context)
         assert context.model is not None
         _check_projects(context.model)
         self._mine, self._other = _Shown(context.model), _Shown(copy.deepcopy(context.model)).eval()
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Let the client keep the model that it has trained."""
         super().on_train_end(context)
         self._mine = self._other = None
         if not personalizes(context):
@@ -122,7 +105,6 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss of a batch, with what its samples look like to the other models."""
         mine = self._mine
         if mine is None or not self.mu or not self.kept["previous"] or context.run.is_detached:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
@@ -148,15 +130,15 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
 
 
 @dataclass(eq=False, repr=False)
-class MOON(Described, Algorithm):
-    """FedAvg whose clients draw their representation to the global model's and away from their last (Li et al., 2021).
+class MOON(StrategyAlgorithm):
+    """FedAvg with a contrastive loss at clients: near the global model, away from their last ones (Li et al., 2021).
 
     The model must have `forward_with_projection(x)`, which returns features, a projection and outputs.
 
     Args:
         mu: μ, at least 0; 0 is FedAvg.
         temperature: τ, above 0.
-        history_size: How many of its last models a client keeps.
+        history_size: The number of its last models that a client keeps, at least 1.
 
     Example:
         >>> MOON(mu=1.0)
@@ -168,20 +150,11 @@ class MOON(Described, Algorithm):
     history_size: int = 1
 
     decides = ("how a batch is computed",)
-
-    def __post_init__(self) -> None:
-        # Says at once what is wrong.
-        MOONStepStrategy(self.mu, self.temperature, self.history_size)
+    client_strategies: ClassVar = {"training_step": MOONStepStrategy}
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Look whether the model shows its projection."""
         super().begin(model, num_clients)
         _check_projects(model)
-
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Put the term around the client's step."""
-        step = MOONStepStrategy(self.mu, self.temperature, self.history_size, base_strategy=strategies.training_step)
-        return {"training_step": step}
 
 
 def _check_projects(model: nn.Module) -> None:

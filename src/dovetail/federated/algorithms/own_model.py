@@ -1,20 +1,18 @@
-"""The second model of a client, which it never sends."""
+"""Personal model of a client, which is never sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.own_phase import model_state
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.modules import as_module
 from dovetail.trainers.randomness import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["ModelFunction", "WithWeights", "first_own_model"]
 
@@ -22,14 +20,14 @@ ModelFunction = Callable[[], nn.Module]
 
 
 def first_own_model(context: TrainingContext, model_fn: ModelFunction | None = None) -> dict[str, Tensor]:
-    """Return parameters and buffers with which a client's own model begins, by name.
+    """Return the initial parameters and buffers of a client's personal model, by name.
 
     Args:
-        context: Of a client that was never asked.
-        model_fn: Makes a model like the one that is sent; None for a copy of that.
+        context: The context of a client that has not trained yet.
+        model_fn: Builds a model with the shapes of the global one. None means a copy of the global model.
 
     Raises:
-        ConfigError: The model that is made is of another kind.
+        ConfigError: The new model has other shapes.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -39,7 +37,7 @@ def first_own_model(context: TrainingContext, model_fn: ModelFunction | None = N
     sent = model_state(context)
     if model_fn is None:
         return sent
-    # What the other model draws, the training of the one that is sent must not miss.
+    # Restore the generators: building this model must not change the training of the global one.
     randomness = rng_state()
     try:
         made = as_module(model_fn)
@@ -53,13 +51,11 @@ def first_own_model(context: TrainingContext, model_fn: ModelFunction | None = N
 
 
 class WithWeights(nn.Module):
-    """A model as it would be with other weights; those that are not named are its own.
-
-    It has no parameters: whoever looks for those finds them where they come from.
+    """A model called with other weights. It has no parameters itself.
 
     Args:
-        model: Which one; nothing of it is changed but, in training, the buffers that are not named.
-        weights: Parameters and buffers, by name; they may depend on what is to be differentiated.
+        model: The model. Only its buffers that `weights` does not name are changed, in training.
+        weights: Parameters and buffers, by name; those that are not named are the model's. They may have a gradient.
 
     Example:
         >>> import torch
@@ -69,7 +65,7 @@ class WithWeights(nn.Module):
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        # In a tuple, so that the model is no submodule.
+        # In a tuple, so that the model does not become a submodule.
         self._model, self._weights = (model,), dict(weights)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,33 +1,30 @@
-"""Epochs for weights of a client's own, after those of the model that it sends."""
+"""Additional epochs of a run for personal weights, after those of the model that is sent."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.trainers.context import Phase
+from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["OwnPhaseStrategy", "model_state", "optimizers_of", "put_back", "put_into"]
 
 
 def model_state(context: TrainingContext) -> dict[str, Tensor]:
-    """Return what the model's parameters and buffers are now, by name."""
+    """Return copies of the model's parameters and buffers, by name."""
     assert context.model is not None
     return {name: value.detach().clone() for name, value in context.model.state_dict().items()}
 
 
 def put_into(context: TrainingContext, weights: Weights) -> None:
-    """Copy weights into the model, in place; what they do not name stays."""
+    """Copy weights into the model, in place; other entries do not change."""
     assert context.model is not None
     state = context.model.state_dict()
     with torch.no_grad():
@@ -36,7 +33,7 @@ def put_into(context: TrainingContext, weights: Weights) -> None:
 
 
 def optimizers_of(context: TrainingContext) -> dict[str, Any]:
-    """Return what optimizers and schedules are now, for `put_back`."""
+    """Return the states of optimizers and schedules, for `put_back`."""
     return {
         "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in context.optimizers],
         "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in context.schedulers],
@@ -44,7 +41,7 @@ def optimizers_of(context: TrainingContext) -> dict[str, Any]:
 
 
 def put_back(context: TrainingContext, kept: Mapping[str, Any]) -> None:
-    """Make optimizers and schedules again what they were."""
+    """Restore the states returned by `optimizers_of`."""
     for optimizer, state in zip(context.optimizers, kept["optimizers"], strict=True):
         optimizer.load_state_dict(copy.deepcopy(state))
     for scheduler, state in zip(context.schedulers, kept["schedulers"], strict=True):
@@ -52,10 +49,9 @@ def put_back(context: TrainingContext, kept: Mapping[str, Any]) -> None:
 
 
 class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
-    """Lets a run go on, after the epochs of the model that is sent, with other weights in the model.
+    """Continues a run, after the epochs of the model that is sent, with other weights in the model.
 
-    Optimizers and schedules begin there as they did at the beginning of the run, and at the end the model is again what
-    is sent. Both parts are epochs of the one loop.
+    Optimizers and schedules start there as at the start of the run. At the end, the model that is sent is restored.
     """
 
     vectorizes = True
@@ -63,18 +59,17 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
 
     @abstractmethod
     def own_epochs(self, context: TrainingContext) -> int:
-        """Return how many epochs come last; 0 for none."""
+        """Return the number of additional epochs; 0 for none."""
 
     @abstractmethod
     def own_start(self, context: TrainingContext) -> Weights:
-        """Return the weights with which they begin."""
+        """Return the weights at the start of the additional epochs."""
 
     @abstractmethod
     def own_end(self, context: TrainingContext) -> None:
-        """Look at the model as they have left it, before it is again what is sent."""
+        """Read the model at their end, before the model that is sent is restored."""
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep the parameters, and optimizers and schedules, as they are before the first step."""
         return {"start": copied(trained(context)), **optimizers_of(context)}
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
@@ -82,7 +77,6 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         return Phase(epochs), Phase(self.own_epochs(context), self.phase_name, is_detached=True)
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        """Keep the model that is sent aside, and begin with the other weights."""
         if not phase.is_detached:
             return
         self.kept["sent"] = model_state(context)
@@ -90,7 +84,6 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         put_back(context, self.kept)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Make the model again what is sent."""
         if "sent" in self.kept:
             self.own_end(context)
             put_into(context, self.kept.pop("sent"))
@@ -98,12 +91,10 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         super().on_train_end(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture, or go on where a run was left."""
         super().on_train_start(context)
         context.run.is_detached = "sent" in self.kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         if isinstance(self.kept, Mapping):
             self.kept = dict(self.kept)

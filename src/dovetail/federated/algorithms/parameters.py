@@ -1,4 +1,4 @@
-"""Which entries of a model's state are trained, and which are only counted along."""
+"""Base of algorithms that aggregate parameters and buffers differently."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["ParameterAware"]
 
 
 class ParameterAware(Algorithm):
-    """An algorithm whose server treats parameters otherwise than buffers, such as the statistics of BatchNorm.
+    """An algorithm whose server treats parameters differently from buffers, such as the statistics of BatchNorm.
 
-    Which entries are parameters is known from `begin` on; before, all floating ones are taken for parameters.
+    `begin` reads which entries are parameters; before it, all floating entries count as parameters.
 
     Example:
         >>> algorithm = ParameterAware()
@@ -26,7 +26,7 @@ class ParameterAware(Algorithm):
     _parameters: frozenset[str] | None = None
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Look at the model's parameters; one that is shared has several names."""
+        """Store the names of the parameters; a shared parameter has several names."""
         super().begin(model, num_clients)
         self._parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 

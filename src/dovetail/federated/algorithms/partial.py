@@ -1,24 +1,22 @@
-"""What algorithms have in common that divide a model: into layers of the client's own, and layers that all share."""
+"""Base classes of algorithms that divide a model into shared layers and layers that stay with a client."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
-from dovetail.federated.algorithms.base import Algorithm
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.layers import LayerNames, as_patterns, local_names
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Phase, Strategy
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
 
 __all__ = ["DividedModel", "LayersFromConfig", "PartialAlgorithm", "PartialUpdateStrategy", "PersonalCopy"]
 
@@ -28,30 +26,26 @@ _KEY = "personal"
 
 
 class DividedModel(Strategy):
-    """A strategy that knows which layers are a client's own. Where no names are given, the last layer is.
+    """A strategy for shared and local layers. Without names, the last layer is local.
 
     Attributes:
-        global_layer_names: Patterns of the layers that all share.
-        local_layer_names: Patterns of a client's own.
+        global_layer_names: Patterns of the shared layers. Empty means all layers that are not local.
+        local_layer_names: Patterns of the layers that stay with a client. Empty means all layers that are not shared.
     """
 
     global_layer_names: LayerNames = ()
     local_layer_names: LayerNames = ()
 
     def local(self, context: TrainingContext) -> frozenset[str]:
-        """Return the names of what is a client's own."""
+        """Return the names of the entries that stay with a client."""
         assert context.model is not None
         return local_names(context.model, as_patterns(self.local_layer_names), as_patterns(self.global_layer_names))
 
 
 class LayersFromConfig(DividedModel):
-    """Takes the names of the layers from the configuration of a run.
-
-    They are `global_layer_names` and `local_layer_names` under `algorithm`.
-    """
+    """Reads `global_layer_names` and `local_layer_names` under `algorithm` of the configuration of a run."""
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Read the configuration of the run."""
         told = context.config.get("algorithm", {})
         self.global_layer_names = told.get("global_layer_names", self.global_layer_names)
         self.local_layer_names = told.get("local_layer_names", self.local_layer_names)
@@ -59,11 +53,10 @@ class LayersFromConfig(DividedModel):
 
 
 class PartialUpdateStrategy(DividedModel, ModelUpdateStrategy, ABC):
-    """Trains a part of the model at a time.
+    """Trains one part of the model at a time.
 
-    The other part requires no gradient meanwhile, so that nothing moves it: neither momentum nor decay. What required
-    one before does so again after the run, however it ends. Buffers, such as the statistics of BatchNorm, follow the
-    data in both parts.
+    The parameters of the other part require no gradient meanwhile, so that neither momentum nor weight decay changes
+    them. They require it again after the run, also after an error. Buffers are updated in both parts.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -87,35 +80,31 @@ class PartialUpdateStrategy(DividedModel, ModelUpdateStrategy, ABC):
         """Return which layers are not trained in the running phase; None if all are."""
 
     def setup(self, context: TrainingContext) -> None:
-        """Hear of errors: the optimizer of the next run is made before that run starts."""
+        """Add a callback for errors: the optimizer of the next run is created before `on_train_start`."""
         super().setup(context)
         self._watch = _AfterErrors(self)
         context.callbacks.add(self._watch)
 
     def teardown(self, context: TrainingContext) -> None:
-        """Leave the model as it was."""
         self.thaw()
         if self._watch is not None:
             context.callbacks.remove(self._watch)
         super().teardown(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Find the layers, and freeze those of the phase in which the run starts, or goes on."""
         super().on_train_start(context)
         self._local = self.local(context)
         self.freeze(context)
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        """Freeze other layers."""
         self.freeze(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Leave the model as it was."""
         self.thaw()
         super().on_train_end(context)
 
     def freeze(self, context: TrainingContext) -> None:
-        """Freeze what stands still now, and nothing else."""
+        """Freeze the layers that the running phase does not train, and no others."""
         self.thaw()
         part = self.still(context)
         if part is None:
@@ -129,19 +118,19 @@ class PartialUpdateStrategy(DividedModel, ModelUpdateStrategy, ABC):
             parameter.requires_grad_(False)
 
     def thaw(self) -> None:
-        """Let what this strategy has frozen be trained again."""
+        """Make the frozen layers trainable again."""
         for parameter in self._still:
             parameter.requires_grad_(True)
         self._still = ()
 
 
 class PersonalCopy(ModelUpdateStrategy):
-    """Keeps what a client's personalisation round has made: it is the client's model until it takes part in a round."""
+    """Stores the model of a client's personalization round until the client takes part in a round again."""
 
     vectorizes = True
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Keep what was trained after all rounds; forget it once the client trains for all again."""
+        """Store the personalized weights, or delete them after a normal round."""
         if personalizes(context):
             frozen = {name for name, value in trained(context).items() if not value.requires_grad}
             context.client.state[_KEY] = {
@@ -156,13 +145,14 @@ class PersonalCopy(ModelUpdateStrategy):
         return context.client.state.get(_KEY)
 
 
-class PartialAlgorithm(Algorithm):
+class PartialAlgorithm(StrategyAlgorithm):
     """An algorithm whose clients keep some layers, which are never sent.
 
     Attributes:
-        local_layer_names: Patterns of the layers that stay.
-        global_layer_names: Patterns of those that are sent; what neither names is of the other kind.
-        num_local_layers: Where no names are given, the last so many layers stay.
+        local_layer_names: Patterns of the layers that stay with clients.
+        global_layer_names: Patterns of the layers that are sent. If only one of both is given, all other layers are of
+            the other kind.
+        num_local_layers: Without patterns, the number of last layers that stay.
 
     Example:
         >>> from dovetail.federated.algorithms.fedper import FedPer
@@ -186,6 +176,10 @@ class PartialAlgorithm(Algorithm):
             raise ConfigError(
                 f"num_local_layers: expected a whole number that is at least 1, got {self.num_local_layers!r}"
             )
+        super().__post_init__()
+
+    def strategy_arguments(self) -> dict[str, Any]:
+        return {**super().strategy_arguments(), "global_layer_names": self._global, "local_layer_names": ()}
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
         """Find the layers.
@@ -199,12 +193,11 @@ class PartialAlgorithm(Algorithm):
         self._global = tuple(name for name in model.state_dict() if name not in self._local)
 
     def stays(self, name: str) -> bool:
-        """Whether an entry is of a layer that stays."""
         return name in self._local
 
 
 class _AfterErrors(Callback):
-    """Thaws a model whose training an error has ended."""
+    """Makes layers trainable again after an error."""
 
     def __init__(self, strategy: PartialUpdateStrategy) -> None:
         self._strategy = strategy

@@ -1,41 +1,39 @@
-"""Losses with a term that depends on the weights alone."""
+"""Losses with a penalty that depends on the weights."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from dovetail.federated.personalization import personalizes
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
 from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.nesting import Nesting
 
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-
 __all__ = ["PenalizedLossStrategy", "sent"]
 
 
 def sent(context: TrainingContext) -> dict[str, Tensor]:
-    """Return the model's parameters that a client sends, by name: all but those that stay with it."""
+    """Return the parameters that a client sends, by name: all except those that stay with it."""
     return {name: value for name, value in trained(context).items() if name not in context.client.local_names}
 
 
 @dataclass(eq=False, repr=False)
 class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
-    """A loss plus a term that depends on the weights alone, and on what the run began with.
+    """A loss plus a penalty that depends on the weights and on those at the start of the run.
 
-    The term belongs to the model that a client sends: it is of no parameter that stays with the client, and while the
-    client's own model is trained, the loss is that inside.
+    The penalty belongs to the model that a client sends: it ignores parameters that stay with the client, and is left
+    out while the client's personal model is trained.
 
     Args:
-        base_loss_fn: The loss inside: a strategy, or a callable of outputs and labels; None for the one that the
-            configuration names, or else cross entropy.
+        base_loss_fn: The loss inside: a strategy, or a callable of outputs and labels. None means the loss of the
+            configuration, by default cross entropy.
 
     Example:
         >>> import torch
@@ -59,32 +57,28 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
 
     @abstractmethod
     def penalty(self, weights: Weights, kept: Any) -> Tensor:
-        """Return the term, of the parameters of one model and what `capture` kept of it: one number."""
+        """Return the penalty, one number, for the parameters of one model and the result of `capture`."""
 
     def capture(self, context: TrainingContext) -> Any:
-        """Keep the parameters that are sent, unless overridden."""
         return copied(sent(context))
 
     @property
     def parts(self) -> Sequence[Strategy]:
-        """The loss inside."""
         return (self.inner,)
 
     def classifies(self, context: TrainingContext) -> bool:
-        """Whether the loss inside is that of a classifier."""
         return self.inner.classifies(context)
 
     def criterion(self, context: TrainingContext) -> Callable[[Any, Any], Tensor]:
-        """Return the loss inside with the term; without it where nothing is trained."""
+        """Return the loss inside, plus the penalty in training."""
         inner = self.inner.criterion(context)
         return lambda outputs, labels: self.penalized(inner(outputs, labels), context)
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
-        """Return the loss of one batch."""
         return self.penalized(self.inner.compute_loss(outputs, labels, context), context)
 
     def penalized(self, loss: Tensor, context: TrainingContext) -> Tensor:
-        """Return a loss, of one model or of each in a fleet, with the term."""
+        """Return the loss of one model, or of each in a fleet, plus the penalty."""
         if self.kept is None or context.run.is_detached or context.stage != "train" or personalizes(context):
             return loss
         return loss + context.client.each(self.penalty, sent(context), self.kept)

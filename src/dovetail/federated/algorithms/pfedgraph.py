@@ -1,4 +1,4 @@
-"""pFedGraph: every client gets a mean of its own, over those whose models have moved as its own has."""
+"""pFedGraph: each client receives a mean over the clients whose models have changed as its own has."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
+from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.layers import as_patterns, matching
 from dovetail.federated.algorithms.own_phase import put_into
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, WeightedSum, Weights
-from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["PFedGraph", "PFedGraphLossStrategy", "PFedGraphUpdateStrategy", "onto_simplex"]
 
@@ -34,10 +31,10 @@ _KEY = "pfedgraph"
 
 @dataclass(eq=False, repr=False)
 class PFedGraphUpdateStrategy(Described, ModelUpdateStrategy):
-    """Lets a client begin with the model that the server has made for it alone, in place of the one of all.
+    """Starts a client with the personal model that the server computed for it, in place of the global model.
 
-    It is there before anybody looks at what the run begins with, and it is what the client is judged by. What a client
-    sends is still the difference to the model of all.
+    The model is loaded before other strategies capture the start of the run, and the client is evaluated with it. The
+    client still sends the difference to the global model.
 
     Example:
         >>> PFedGraphUpdateStrategy()
@@ -54,10 +51,8 @@ class PFedGraphUpdateStrategy(Described, ModelUpdateStrategy):
 class PFedGraphLossStrategy(PenalizedLossStrategy):
     """The loss of the task less λ cos(w, w_ref), where both are one vector of all parameters.
 
-    w_ref is what the run began with: in a federation, the model that was made for the client.
-
-    Args:
-        lam: λ, at least 0.
+    w_ref is the model at the start of the run: in a federation, the personal model that the client received. `lam` is
+    λ, at least 0.
 
     Example:
         >>> PFedGraphLossStrategy(lam=0.1)
@@ -67,27 +62,25 @@ class PFedGraphLossStrategy(PenalizedLossStrategy):
     lam: float = 0.01
 
     def __post_init__(self) -> None:
-        if not self.lam >= 0:
-            raise ConfigError(f"lam: expected a number that is at least 0, got {self.lam!r}")
+        expect(self.lam >= 0, "lam", "a number that is at least 0", self.lam)
         super().__post_init__()
 
     def penalty(self, weights: Weights, kept: Weights) -> Tensor:
-        """Return −λ times the cosine of the angle to the beginning."""
         return -self.lam * cosine_similarity(_vector(weights), _vector(kept), dim=0)
 
 
 @dataclass(eq=False, repr=False)
-class PFedGraph(Described, ParameterAware):
-    """Client i gets Σ_j a_ij w_j, over all clients that the server has heard of (Ye et al., 2023).
+class PFedGraph(StrategyAlgorithm, ParameterAware):
+    """Client i receives Σ_j a_ij w_j, over all clients that have reported (Ye et al., 2023).
 
     With u_j = w_j − w_init and d_ij = −cos(u_i, u_j), row i of the graph minimises
     Σ_j a_ij d_ij + α Σ_j (a_ij − n_j/n)², where all a_ij are at least 0 and add up to 1: it is the point of the
-    simplex next to n_j/n − d_ij / (2 α). The model of all is the mean, by samples, of those that are made for
-    the clients of a round. Whoever was never heard of gets that one.
+    simplex next to n_j/n − d_ij / (2 α). The global model is the mean, by samples, of the personal models of a
+    round's clients. A client that has not reported receives the global model.
 
     Args:
-        lam: λ of the clients' loss, which lacks λ cos(w, w_ref).
-        alpha: α; the larger, the nearer is every row to the shares of samples.
+        lam: λ of the clients' loss, from which λ cos(w, w_ref) is subtracted.
+        alpha: α; the larger, the nearer every row is to the shares of samples.
         layers: Patterns of the parameters by which clients are compared, such as `"fc"`; None for all.
 
     Example:
@@ -99,7 +92,7 @@ class PFedGraph(Described, ParameterAware):
     alpha: float = 0.8
     layers: str | Sequence[str] | None = None
 
-    # What training began with, how far every client's last model is from it, and how many samples it has.
+    # The initial weights, and by client the difference of its last model to them, its samples and its row.
     _initial: dict[str, Tensor] = field(default_factory=dict, init=False)
     _changes: dict[int, Weights] = field(default_factory=dict, init=False)
     _samples: dict[int, int] = field(default_factory=dict, init=False)
@@ -107,35 +100,28 @@ class PFedGraph(Described, ParameterAware):
 
     decides = ("the client's own model",)
     needs_each_update = True
+    client_strategies: ClassVar = {"loss": PFedGraphLossStrategy, "model_update": PFedGraphUpdateStrategy}
 
     def __post_init__(self) -> None:
-        PFedGraphLossStrategy(self.lam)
-        if not self.alpha > 0:
-            raise ConfigError(f"alpha: expected a number above 0, got {self.alpha!r}")
+        super().__post_init__()
+        expect(self.alpha > 0, "alpha", "a number above 0", self.alpha)
 
     @property
     def graph(self) -> dict[int, dict[int, float]]:
-        """How much the models of others, by id, count for every client."""
+        """The weights of all models, by id, in the personal model of every client."""
         return {client_id: dict(row) for client_id, row in self._rows.items()}
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Keep what training begins with."""
         super().begin(model, num_clients)
         matching([name for name, _ in model.named_parameters()], as_patterns(self.layers))
         if not self._initial:
             self._initial = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
-    def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Begin with the client's own model, and hold it near."""
-        loss: Any = PFedGraphLossStrategy(self.lam, base_loss_fn=strategies.loss)
-        return {"loss": loss, "model_update": beside(PFedGraphUpdateStrategy(), strategies.model_update)}
-
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return the client's own model, if there is one."""
         return {_KEY: self._made_for(client_id)} if client_id in self._rows else {}
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the mean of the models that are made for the clients of the round."""
+        """Return the mean of the personal models of the round's clients."""
         initial = self._initial or dict(weights)
         for update in updates:
             trained = moved(update.sent or weights, update.delta)
@@ -146,7 +132,7 @@ class PFedGraph(Described, ParameterAware):
         return moved(weights, average([update.with_delta(self._away(weights, update)) for update in updates]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of clients; the graph follows from it."""
+        """Return the models and samples of clients, from which the graph is recomputed."""
         clients = {
             str(client_id): {"change": dict(change), "num_samples": self._samples[client_id]}
             for client_id, change in self._changes.items()
@@ -154,7 +140,6 @@ class PFedGraph(Described, ParameterAware):
         return {"initial": dict(self._initial), "clients": clients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._initial = dict(state["initial"])
         self._changes = {int(name): dict(known["change"]) for name, known in state["clients"].items()}
         self._samples = {int(name): int(known["num_samples"]) for name, known in state["clients"].items()}
@@ -180,7 +165,7 @@ class PFedGraph(Described, ParameterAware):
         return _vector({name: value for name, value in own.items() if name in chosen}).double()
 
     def _made_for(self, client_id: int) -> dict[str, Tensor]:
-        """Return Σ_j a_ij w_j, which is w_init and the same sum of what clients are away from it."""
+        """Return Σ_j a_ij w_j, which is w_init plus the same sum of the differences to it."""
         row = self._rows[client_id]
         terms = [Update(it, 0, 1, delta=self._changes[it]).weighted(share) for it, share in row.items() if share]
         mean = reduce(add, terms, WeightedSum(0.0, {})).mean()
@@ -201,7 +186,7 @@ def onto_simplex(point: Tensor) -> Tensor:
     """
     ordered = point.sort(descending=True).values
     excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(point) + 1, device=point.device)
-    # What is taken from every coordinate, where as many stay above it as it is made of.
+    # The amount to subtract from every coordinate: the one for which as many coordinates stay positive as it used.
     return (point - excess[int((ordered > excess).sum()) - 1]).clamp(min=0)
 
 

@@ -1,16 +1,16 @@
-"""SCAFFOLD: control variates take the drift out of local steps."""
+"""SCAFFOLD: control variates correct the drift of local steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy
 from dovetail.federated.algorithms.penalty import sent
@@ -18,14 +18,12 @@ from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Fault, Update, Weights
 from dovetail.federated.personalization import personalizes
 from dovetail.federated.validation import check_sent
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, copied
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
+from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
-
-if TYPE_CHECKING:
-    from dovetail.trainers.context import TrainingContext
-    from dovetail.trainers.strategies.bundle import Strategies
 
 __all__ = ["SCAFFOLD", "SCAFFOLDUpdateStrategy", "SCAFFOLDUpdateStrategyV2"]
 
@@ -35,13 +33,12 @@ _DELTA = "control_variate_delta"
 
 @dataclass(eq=False, repr=False)
 class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
-    """Every gradient g becomes g − c_i + c, before the optimizer steps; the new c_i is option II of the paper.
+    """Changes every gradient g to g − c_i + c before the optimizer steps; the new c_i is option II of the paper.
 
-    c_i ← c_i − c + (x − y) / Σ η_k, where x is what the run began with, y what it ended with, and η_k the rate of its
-    k-th real step: (x − y) / (K η) for a constant rate. That is the mean gradient along the way for plain SGD; with
-    momentum, or an optimizer that scales, it is an estimate.
-
-    The client keeps c_i, and sends the change of it as `control_variate_delta`. The server's c comes with the weights.
+    c_i ← c_i − c + (x − y) / Σ η_k, where x and y are the weights at the start and the end of the run, and η_k is the
+    learning rate of its k-th real step. This is the mean gradient of the run for plain SGD, and an estimate with
+    momentum or an optimizer that scales. The client keeps c_i and sends its change as `control_variate_delta`. The
+    server sends c with the weights.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
@@ -54,10 +51,10 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     vectorizes = True
 
-    # Σ η_k so far.
+    # Σ η_k of the current run.
     _travelled: Any = field(default=0.0, init=False)
     _delta: dict[str, Tensor] = field(default_factory=dict, init=False)
-    # What every optimizer steps, with the correction of its gradient; found once per run.
+    # The parameters of every optimizer with their corrections; collected once per run.
     _corrected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
 
     def on_prepare(self, context: TrainingContext) -> None:
@@ -66,7 +63,6 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             context.client.state[_KEY] = _zeros(sent(context))
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep x and c − c_i."""
         self._travelled, self._delta = 0.0, {}
         own = context.client.state[_KEY]
         server = context.client.payload.get(_KEY) or _zeros(own)
@@ -78,12 +74,10 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         }
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture x, c and c_i."""
         super().on_train_start(context)
         self._corrected = {}
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Correct the gradients of the model that is sent."""
         if context.run.is_detached or personalizes(context):
             return
         if id(optimizer) not in self._corrected:
@@ -98,12 +92,11 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             torch._foreach_add_([gradient for gradient, _ in pairs], [change for _, change in pairs])
 
     def after_step(self, context: TrainingContext) -> None:
-        """Count the rate of a real step."""
         if not context.run.is_detached:
             self._travelled = self._travelled + context.optimizers[0].param_groups[0]["lr"] * context.client.working
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Make the new c_i, and what is sent of it; a client that trained for itself alone keeps the one it has."""
+        """Compute the new c_i and the change to send; the personalization round keeps c_i."""
         if personalizes(context):
             return
         before = context.client.state[_KEY]
@@ -118,24 +111,21 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         return context.client.each(_option_two, control, self.kept["server"], self.kept["start"], now, travelled)
 
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
-        """Return the change of c_i."""
         return {_DELTA: self._delta}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run in its middle needs to go on."""
         return {**super().state_dict(), "travelled": self._travelled} if self._run_id else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         super().load_state_dict(state)
         self._travelled = state.get("travelled", 0.0)
 
 
 @dataclass(eq=False, repr=False)
 class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
-    """SCAFFOLD with option I: the new c_i is the gradient of all the client's data at the weights that it was sent.
+    """SCAFFOLD with option I: the new c_i is the gradient of all data of the client at the received weights.
 
-    That takes one more epoch in every round, after the others, in which no step is made.
+    It is computed in one more epoch at the end of every round, in which no step is made.
 
     Example:
         >>> SCAFFOLDUpdateStrategyV2()
@@ -145,24 +135,21 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
     phase_name = "gradient at the beginning"
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        """Keep what both halves need."""
         return SCAFFOLDUpdateStrategy.capture(self, context) | OwnPhaseStrategy.capture(self, context)
 
     def own_epochs(self, context: TrainingContext) -> int:
-        """One pass over the data, where something is sent."""
         return 0 if personalizes(context) else 1
 
     def own_start(self, context: TrainingContext) -> Weights:
-        """Look at what the run began with."""
         start: Weights = self.kept["start"]
         self.kept |= {"gradient": _zeros(start), "items": 0}
         return start
 
     def own_end(self, context: TrainingContext) -> None:
-        """Nothing: the gradients are there."""
+        """Do nothing: `on_gradients` has the sum of the gradients."""
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Correct the gradients of the model that is sent; of the look at its beginning, make a sum and no step."""
+        """Correct the gradients of the model that is sent; in the additional epoch, sum them and make no step."""
         super().on_gradients(optimizer, context)
         if not context.run.is_detached:
             return
@@ -175,7 +162,6 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
         self.kept["items"] = self.kept["items"] + items
 
     def renewed(self, context: TrainingContext, control: Weights) -> dict[str, Tensor]:
-        """Return the gradient at the beginning."""
         return context.client.each(_divided, self.kept["gradient"], self.kept["items"])
 
 
@@ -183,11 +169,11 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
 class SCAFFOLD(Described, Algorithm):
     """Local steps with g − c_i + c, and a server that keeps c (Karimireddy et al., 2020).
 
-    x ← x + η_g · mean of Δy, every client of the round counting the same; c ← c + (1/N) Σ Δc_i, with N of all clients.
+    x ← x + η_g · mean of Δy, with equal weights; c ← c + (1/N) Σ Δc_i, where N is the number of all clients.
 
     Args:
-        option: 2 for the paper's option II, which is cheap; 1 for option I, the gradient at the beginning, which takes
-            one more pass over the data and is steadier.
+        option: 2 for the paper's option II, which is cheap; 1 for option I, the gradient at the received weights,
+            which takes one more pass over the data and is more stable.
         server_learning_rate: η_g.
 
     Example:
@@ -202,34 +188,29 @@ class SCAFFOLD(Described, Algorithm):
 
     decides = ("the drift of clients", "where a client's steps begin")
     needs_each_update = True
+    saved = ("control",)
 
     def __post_init__(self) -> None:
-        if self.option not in (1, 2):
-            raise ConfigError(f"option: expected 1 or 2, got {self.option!r}")
-        if not self.server_learning_rate > 0:
-            raise ConfigError(f"server_learning_rate: expected a number above 0, got {self.server_learning_rate!r}")
+        expect(self.option in (1, 2), "option", "1 or 2", self.option)
+        expect(self.server_learning_rate > 0, "server_learning_rate", "a number above 0", self.server_learning_rate)
 
     def begin(self, model: nn.Module, num_clients: int) -> None:
-        """Note what has a gradient."""
         super().begin(model, num_clients)
         self._trained = frozenset(name for name, _ in model.named_parameters())
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Correct the gradients of clients."""
         kind = SCAFFOLDUpdateStrategyV2 if self.option == 1 else SCAFFOLDUpdateStrategy
         return {"model_update": beside(kind(), strategies.model_update)}
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
-        """Return c."""
         return {_KEY: self.control}
 
     def check(self, update: Update) -> Fault | None:
-        """Refuse a change that c cannot be moved by: it would stay in the gradients of all clients."""
+        """Reject a change that is not finite or has other shapes: it would stay in the gradients of all clients."""
         expected = {name: value for name, value in update.sent.items() if name in self._trained}
         return check_sent(update, update.payload.get(_DELTA), expected, _DELTA)
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights moved by the mean, and move c."""
         control = dict(self.control)
         for update in updates:
             for name, change in update.payload[_DELTA].items():
@@ -239,14 +220,6 @@ class SCAFFOLD(Described, Algorithm):
         alike = [replace(update, num_samples=1) for update in updates]
         return moved(weights, average(alike), self.server_learning_rate)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return c."""
-        return {"control": dict(self.control)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.control = dict(state["control"])
-
 
 def _zeros(weights: Weights) -> dict[str, Tensor]:
     return {name: torch.zeros_like(value, requires_grad=False) for name, value in weights.items()}
@@ -255,7 +228,7 @@ def _zeros(weights: Weights) -> dict[str, Tensor]:
 def _option_two(
     control: Weights, server: Weights, start: Weights, now: Weights, travelled: Tensor
 ) -> dict[str, Tensor]:
-    # Who made no step, because a scaler skipped them all, has learned nothing of its gradient.
+    # Without a step, because a scaler skipped them all, c_i stays.
     has_moved = travelled > 0
     rate = torch.where(has_moved, travelled, 1.0)
     return {

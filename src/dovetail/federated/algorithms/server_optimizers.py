@@ -1,4 +1,4 @@
-"""Servers that take the mean of updates for a gradient, and step as an optimizer would."""
+"""Server optimizers: the mean of updates is used as a gradient."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dovetail.trainers.strategies.nesting import Described
 
 __all__ = ["AdaptiveServer", "FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerOptimizer"]
 
-# What a server remembers of one tensor: its moments by name; nothing before the first round.
+# The moments of one tensor by name; empty before the first round.
 Moments = Mapping[str, Tensor]
 
 
 class ServerOptimizer(Described, ParameterAware, ABC):
-    """Steps along Δ, the mean of a round's updates, with moments that it keeps from round to round.
+    """Steps along Δ, the mean of a round's updates, with moments that are kept from round to round.
 
-    Only floating parameters are stepped. Buffers, such as the statistics of BatchNorm, move by the mean: a step for
-    which they were never the gradient would make variances negative.
+    Only floating parameters are stepped. Buffers, such as the statistics of BatchNorm, are averaged, because steps
+    could make variances negative.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean
@@ -55,12 +55,11 @@ class ServerOptimizer(Described, ParameterAware, ABC):
         """Return how far a tensor moves, and its new moments.
 
         Args:
-            change: Its Δ.
-            moments: What the step before returned; nothing in the first round.
+            change: Δ of the tensor.
+            moments: The moments that the last step returned; empty in the first round.
         """
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
-        """Return the weights one step further."""
         mean = average(updates)
         steps = {}
         for name, change in self.parameters_of(mean).items():
@@ -68,11 +67,9 @@ class ServerOptimizer(Described, ParameterAware, ABC):
         return moved(weights, {**mean, **steps})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments of every parameter."""
         return {"moments": {name: dict(moments) for name, moments in self._moments.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._moments = dict(state["moments"])
 
 
@@ -97,7 +94,6 @@ class FedAvgM(ServerOptimizer):
     momentum: float = 0.9
 
     def step(self, change: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
-        """Return η m, and m."""
         m = change + self.momentum * moments.get("m", 0.0)
         return self.server_learning_rate * m, {"m": m}
 
@@ -105,8 +101,7 @@ class FedAvgM(ServerOptimizer):
 class AdaptiveServer(ServerOptimizer):
     """m ← β₁ m + (1 − β₁) Δ, w ← w + η m / (√v + τ), for every number by itself (Reddi et al., 2021).
 
-    What v is of Δ² is for subclasses to say. It begins at τ², the least that the paper allows, m at 0; as in the paper,
-    nothing is corrected for that.
+    Subclasses compute v from Δ². As in the paper, v starts at τ² and m at 0, without a bias correction.
 
     Example:
         >>> isinstance(FedYogi(), AdaptiveServer), isinstance(FedAvgM(), AdaptiveServer)
@@ -122,7 +117,6 @@ class AdaptiveServer(ServerOptimizer):
         """Return the new v, of the one before and Δ²."""
 
     def step(self, change: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
-        """Return η m / (√v + τ), and m and v."""
         m = (1 - self.beta_1) * change + self.beta_1 * moments.get("m", 0.0)
         v = moments["v"] if moments else torch.full_like(change, self.tau**2)
         v = self.second_moment(v, change.square())
@@ -150,7 +144,6 @@ class FedAdagrad(AdaptiveServer):
     tau: float = 1e-3
 
     def second_moment(self, v: Tensor, squares: Tensor) -> Tensor:
-        """Return the sum of all Δ²."""
         return v + squares
 
 
@@ -177,7 +170,6 @@ class FedAdam(AdaptiveServer):
     tau: float = 1e-3
 
     def second_moment(self, v: Tensor, squares: Tensor) -> Tensor:
-        """Return the moving average of Δ²."""
         return self.beta_2 * v + (1 - self.beta_2) * squares
 
 
@@ -185,7 +177,7 @@ class FedAdam(AdaptiveServer):
 class FedYogi(FedAdam):
     """v ← v − (1 − β₂) Δ² sign(v − Δ²): as FedAdam, but v shrinks no faster than by Δ² (Reddi et al., 2021).
 
-    The arguments are those of `FedAdam`.
+    It has the arguments of `FedAdam`.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean
@@ -195,5 +187,4 @@ class FedYogi(FedAdam):
     """
 
     def second_moment(self, v: Tensor, squares: Tensor) -> Tensor:
-        """Return v, a step nearer to Δ²."""
         return v - (1 - self.beta_2) * squares * torch.sign(v - squares)

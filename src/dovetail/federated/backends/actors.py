@@ -18,13 +18,13 @@ from dovetail.runtime.relay import arithmetic, described, rebuilt, set_arithmeti
 
 __all__ = ["Ray"]
 
-# Content, and its bulk, as Ray carries them: without copying where a node has them already.
+# Content and its bulk as Ray transfers them, without a copy within a node.
 _Cargo = tuple[bytes, list[Any]]
 
 
 @dataclass(eq=False, kw_only=True)
 class _ActorSeat(Seat):
-    """An actor, and what it was asked last."""
+    """An actor and its last request."""
 
     actor: Any
     asked: Any
@@ -79,10 +79,10 @@ class Ray(Pool[_ActorSeat]):
 
     def _pack(self, work: Sequence[Work]) -> None:
         self._work = work
-        # By identity: all tasks of a round hold the very same weights.
+        # By identity, because all tasks of a round share the weights.
         distinct = {id(task.weights): task.weights for task, _ in work}
         self._weights = {key: self._ray.put(_sent(dict(weights))) for key, weights in distinct.items()}
-        # An actor that died meanwhile would take its first client with it.
+        # Otherwise an actor that has died since would fail its first client.
         for seat in self._seats:
             if seat.is_ready:
                 seat.is_ready, seat.asked = False, seat.actor.is_ready.remote()
@@ -116,7 +116,7 @@ class Ray(Pool[_ActorSeat]):
 
 
 class _Actor:
-    """Does the work of one client after the other."""
+    """Does the work of clients in turn."""
 
     def __init__(self, cargo: _Cargo, settings: dict[str, Any]) -> None:
         set_arithmetic(settings, num_threads=1)
@@ -128,11 +128,11 @@ class _Actor:
             self._readiness = described(error)
 
     def is_ready(self) -> _Cargo:
-        """Say so, or why not, as soon as it is known."""
+        """Return `ready`, or the error of the constructor."""
         return _sent(self._readiness)
 
     def work(self, weights: list[Any], cargo: _Cargo) -> _Cargo:
-        """Return the outcome. The weights come as a reference, which is followed once in a round."""
+        """Return the outcome. The weights are a reference, which is resolved once per round."""
         import ray
 
         (reference,) = weights
@@ -155,7 +155,7 @@ def _sent(content: Any) -> _Cargo:
 
 
 def _received(cargo: _Cargo) -> Any:
-    # What Ray gives lies in memory that all processes of a node have, and that nobody may change.
+    # Ray returns read-only memory that all processes of a node share.
     return opened(cargo[0], map(copied, cargo[1]))
 
 

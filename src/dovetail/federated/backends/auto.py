@@ -1,4 +1,4 @@
-"""The backend that suits the work."""
+"""Backend that is picked by the work and the machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Auto"]
 
 _log = logging.getLogger("dovetail.federated")
 
-# Seconds of a step beside its arithmetic, and of one operation, on a core of our days. It need not be exact: where it
-# matters the answer is a matter of a hundred.
+# Seconds of a step besides its arithmetic, and of one operation, on a current core. A rough estimate is enough: the
+# decision differs by a factor of a hundred.
 _STEP, _OPERATION = 200e-6, 1e-10
 # Forward, and backward twice as much, for a multiplication and an addition each.
 _OPERATIONS_PER_WEIGHT = 6
 _BATCH_SIZE = 32
-# Seconds of work in a round from which on it pays to start processes.
+# Seconds of work in a round for which processes are worth their start.
 _WORTHWHILE = 0.1
 
 
@@ -37,7 +37,7 @@ class Auto(Backend):
     repeated has the same backend and the same bits.
 
     Attributes:
-        choice: What was picked, and why; empty before the first round. The log `dovetail.federated` has it, too.
+        choice: The picked backend and the reason; empty before the first round. It is also logged.
 
     Example:
         >>> Auto().choice
@@ -55,12 +55,10 @@ class Auto(Backend):
         return self.name if self._picked is None else self._picked.ran_on
 
     def start(self, worker: Worker) -> None:
-        """Remember who does the work."""
         self._worker = worker
         self._picked = None
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        """Do the work with what was picked, or is now."""
         if self._picked is None and work:
             picked, why = self._pick(work)
             self.choice = f"backend: {picked.name}, because {why}"
@@ -71,7 +69,6 @@ class Auto(Backend):
             yield from self._picked.run(work)
 
     def close(self) -> None:
-        """Close what was picked."""
         if self._picked is not None:
             self._picked.close()
 

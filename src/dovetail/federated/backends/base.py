@@ -1,4 +1,4 @@
-"""Where clients run: the one interface of all backends."""
+"""Interface of backends, which run the work of clients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from dovetail.errors import ConfigError
+from dovetail.errors import expect
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
 
@@ -18,28 +18,23 @@ Work = tuple[Task, ClientState]
 
 
 class Worker(Protocol):
-    """Whoever can do the work of any client: `dovetail.federated.clients.simple.Client`."""
+    """An object that does the work of any client, such as `dovetail.federated.clients.simple.Client`."""
 
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
-        """Return the client's answer, and its new state; what is given is left as it is."""
+        """Return the client's answer and its new state; the arguments are not changed."""
 
 
 @runtime_checkable
 class Foresight(Protocol):
-    """A worker that may know how much there is to do before it is done."""
+    """A worker that can estimate the cost of a task."""
 
     def effort(self, task: Task) -> float | None:
-        """Return how many samples a task goes through: those of the client, times its epochs; None if not known."""
+        """Return the samples of the client times the epochs of a task. None means that they are not known."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A task that was done.
-
-    Attributes:
-        update: The client's answer.
-        state: The client's new state.
-    """
+    """The answer of a client, and its new state."""
 
     update: Update
     state: ClientState
@@ -51,21 +46,21 @@ Outcome = Done | Fault
 class Backend(ABC):
     """Runs the work of clients.
 
-    The work is a function of task, state and the client's data alone, so all backends give the same answers.
+    The work depends only on the task, the state and the client's data, so all backends return the same answers.
 
     Args:
-        num_workers: How many clients are at work at the same time, where that is a choice; None for what fits.
-        timeout: Seconds after which a client that has not answered is left out, where it can be; None for no limit.
+        num_workers: The number of clients that run at the same time, if the backend has a choice. None means the
+            default of the backend.
+        timeout: Seconds after which a client without an answer is left out, if the backend can stop it. None means no
+            limit.
 
     Raises:
         ConfigError: A number is not positive.
     """
 
     def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
-        if num_workers is not None and num_workers < 1:
-            raise ConfigError(f"num_workers: expected at least 1, or None for what fits, got {num_workers!r}")
-        if timeout is not None and not timeout > 0:
-            raise ConfigError(f"timeout: expected a positive number of seconds, or None, got {timeout!r}")
+        expect(num_workers is None or num_workers >= 1, "num_workers", "at least 1, or None for what fits", num_workers)
+        expect(timeout is None or timeout > 0, "timeout", "a positive number of seconds, or None", timeout)
         self.num_workers = num_workers
         self.timeout = timeout
 
@@ -81,14 +76,14 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, worker: Worker) -> None:
-        """Get ready; once, before the first round. After `close` it may begin again."""
+        """Prepare for the first round; called once, and again after `close`."""
 
     @abstractmethod
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        """Do the work of one round, and give the outcomes in any order.
+        """Do the work of one round, and yield the outcomes in any order.
 
-        An error of a client becomes a `Fault` that names it; the others go on.
+        An error of a client becomes a `Fault` with its id; the other clients continue.
         """
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Let go of everything; also after an error, and as often as one likes."""
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
+        """Release all resources; also called after an error, and possibly several times."""

@@ -27,7 +27,7 @@ class BackendContract:
     Subclass it in a test file at the top level, and say how yours is made. Nothing here imports pytest.
 
     Attributes:
-        tolerance: How far answers may be from those of `Sequential`; 0 for not a bit.
+        tolerance: The largest difference to the answers of `Sequential`; 0 means equal bits.
 
     Example:
         >>> class TestMyBackend(BackendContract):
@@ -51,7 +51,7 @@ class BackendContract:
     # ------------------------------------------------------------------ tests
 
     def test_answers_are_those_of_one_after_the_other(self) -> None:
-        """Three rounds, in which states go on, end as with `Sequential`."""
+        """Three rounds with states end as with `Sequential`."""
         with _started(Sequential()) as plain, self._started() as backend:
             theirs, ours = _rounds(plain, 3), _rounds(backend, 3)
         self._assert_same(ours, theirs)
@@ -91,7 +91,7 @@ class BackendContract:
             assert outcome.state["rounds"] == 4
 
     def test_answers_belong_to_the_caller(self) -> None:
-        """What is done to an answer changes no other, and no later one."""
+        """A change of an answer changes no other and no later answer."""
         with self._started() as backend:
             first = _by_client(backend.run(_tasks(1)))
             kept = copy.deepcopy(first)

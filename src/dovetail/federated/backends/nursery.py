@@ -1,12 +1,11 @@
-"""Processes that begin with torch imported, which takes seconds in a new interpreter.
+"""Fork server for federated workers, which start with torch imported.
 
-The nursery is a process of its own that imports what clients need and then only forks: for every worker, and for every
-one that takes the place of another. It belongs to the process that asked for it first, and ends with that, however
-that ends; so do all workers.
+The nursery is a process that imports what clients need and then forks every worker, because the imports take seconds in
+a new interpreter. It belongs to the process that created it, and ends with it, as all workers do.
 
     caller ──▷ nursery ──▷ worker, worker, …
 
-It never runs a script: functions and classes of the caller's script come with what a worker is sent.
+It never runs a script: functions and classes of the caller's script are pickled with the worker.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from dovetail.runtime.signals import ignore_interrupts
 
 __all__ = ["Nursery", "nursery", "serve"]
 
-# Optimizers import the second one, in half of all the time that a script takes to begin.
+# Optimizers import the second one, which takes half of the start of a script.
 _PRELOADED = ("torch", "torch._dynamo", "dovetail.trainers", "dovetail.federated.backends.processes")
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from dovetail.federated.backends.nursery import serve; serve(int(sys.argv[2]))"
 )
-# What is asked for, of which process, and how many seconds it has; and the answer: a process, or an exit code.
+# A request has a command, a process and a grace period in seconds; the answer is a process or an exit code.
 _REQUEST = struct.Struct("!cqd")
 _ANSWER = struct.Struct("!q")
 _NUM_DESCRIPTORS = 7
-# How workers begin. Torch's number of threads is set in them; other libraries stay out of each other's way. Memory that
-# a step frees stays for the next: else glibc may give it back and ask for it anew in every step of a small CNN.
+# The environment of workers. They set torch's number of threads; other libraries have one thread. Freed memory is kept,
+# because otherwise glibc may return it to the system and request it again in every step of a small CNN.
 _BEGINNING = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
@@ -51,7 +50,7 @@ _BEGINNING = {
 
 
 class Nursery:
-    """Begins and ends workers.
+    """Starts and stops workers.
 
     Raises:
         ConfigError: Processes cannot be forked on this system.
@@ -72,7 +71,7 @@ class Nursery:
             )
 
     def begin(self, descriptors: Sequence[int]) -> int:
-        """Return the number of a new worker, which has these descriptors.
+        """Start a worker with these descriptors, and return its process id.
 
         Raises:
             OSError: The nursery is dead.
@@ -80,7 +79,7 @@ class Nursery:
         return self._asked(b"b", descriptors=descriptors)
 
     def end(self, pid: int, grace: float) -> int:
-        """Return the exit code of a worker: one that does not end within so many seconds is killed.
+        """Return the exit code of a worker, which is killed if it does not exit in the grace period in seconds.
 
         Raises:
             OSError: The nursery is dead, and with it all workers.
@@ -88,12 +87,12 @@ class Nursery:
         return self._asked(b"e", pid, grace)
 
     def close(self) -> None:
-        """End it, and all workers that are left."""
+        """Stop the nursery and all its workers."""
         self._socket.close()
         self._process.wait()
 
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
+        """Return whether it can receive requests."""
         return self._socket.fileno() >= 0 and self._process.poll() is None
 
     def _asked(self, what: bytes, pid: int = 0, grace: float = 0.0, descriptors: Sequence[int] = ()) -> int:
@@ -102,7 +101,7 @@ class Nursery:
                 socket.send_fds(self._socket, [_REQUEST.pack(what, pid, grace)], descriptors)
                 answer = self._socket.recv(_ANSWER.size, socket.MSG_WAITALL)
             except BaseException:
-                # The answer to what Ctrl-C has interrupted would be taken for that to the next request.
+                # Otherwise the answer to an interrupted request would be read as the answer to the next one.
                 self._socket.close()
                 raise
         if len(answer) < _ANSWER.size:
@@ -110,13 +109,13 @@ class Nursery:
         return int(_ANSWER.unpack(answer)[0])
 
 
-# Of this process, and in a fork of it also that of its parent, which is not its own.
+# By process id, because a fork of this process inherits the nursery of its parent.
 _NURSERIES: dict[int, Nursery] = {}
 _MAKING = threading.Lock()
 
 
 def nursery() -> Nursery:
-    """Return the nursery of this process, and make it if there is none that lives."""
+    """Return the nursery of this process; start one if there is none."""
     me = os.getpid()
     with _MAKING:
         found = _NURSERIES.get(me)
@@ -139,7 +138,7 @@ def _close(owner: int) -> None:
 
 
 def serve(descriptor: int) -> None:
-    """Be the nursery: fork until nobody can ask any more."""
+    """Run the nursery: fork workers until the caller closes the socket."""
     ignore_interrupts()
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -182,7 +181,7 @@ def _exit_code(pid: int, grace: float) -> int:
 
 
 def _be(live: Callable[[Sequence[int]], None], descriptors: Sequence[int]) -> None:
-    """Be a worker, and never return."""
+    """Run a worker, and exit the process."""
     code = 1
     try:
         end_with_parent(os.getppid(), signal.SIGKILL)()
@@ -196,5 +195,5 @@ def _be(live: Callable[[Sequence[int]], None], descriptors: Sequence[int]) -> No
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        # Torn down step by step, the threads of torch sometimes abort a process that has done its work.
+        # Without the normal teardown, in which threads of torch sometimes abort the process.
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Pickled content whose tensors and arrays are not copied into the pickle, and memory in which they travel."""
+"""Pickling without copies of tensors and arrays, and shared memory for their transfer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 __all__ = ["NOTE_SIZE", "Block", "Mailbox", "Parcel", "Place", "copied", "opened", "packed"]
 
-# Where something lies in a block: its first byte, and how many there are.
+# The position of data in a block: the first byte and the number of bytes.
 Place = tuple[int, int]
 
-# As torch's own memory: some kernels round differently where data begin elsewhere.
+# The alignment of torch's memory: some kernels round differently with another one.
 _ALIGNMENT = 64
 
 
@@ -33,8 +33,8 @@ class Parcel:
     """Content to be sent.
 
     Attributes:
-        content: All of it but the bulk, pickled.
-        bulk: The memory of tensors and arrays, each once, in the order in which `opened` needs them.
+        content: The pickled content without the bulk.
+        bulk: The memory of tensors and arrays, each once, in the order that `opened` needs.
 
     Example:
         >>> parcel = packed({"w": torch.ones(3), "same": 1})
@@ -49,11 +49,9 @@ class Parcel:
 
 
 def packed(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
-    """Pickle anything, functions and classes of a script included; the bulk stays where it is.
+    """Pickle anything, also functions and classes of a script; the bulk is not copied.
 
-    Args:
-        content: What is sent.
-        known: Numbers, by identity, of what whoever opens it has already.
+    Objects whose `id` is in `known` are replaced by their number, because the receiver has them.
     """
     bulk: list[memoryview] = []
     file = io.BytesIO()
@@ -67,14 +65,10 @@ def packed(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
 
 
 def opened(content: bytes, bulk: Iterable[Any], known: Sequence[Any] = ()) -> Any:
-    """Return what was packed. Its tensors are in the memory that is given; they may be changed if that may be.
+    """Return the content of a parcel that a process of this program has packed.
 
-    Only for what a process of our own has packed.
-
-    Args:
-        content: Of the parcel.
-        bulk: Of the parcel, or copies.
-        known: What the parcel names by numbers only.
+    Its tensors use the memory of `bulk`, which is the bulk of the parcel or copies. `known` are the objects that the
+    parcel has as numbers only.
     """
     unpickler: Any = pickle.Unpickler(io.BytesIO(content), buffers=bulk)  # noqa: S301 - our own process's, no file
     unpickler.persistent_load = known.__getitem__
@@ -82,17 +76,17 @@ def opened(content: bytes, bulk: Iterable[Any], known: Sequence[Any] = ()) -> An
 
 
 def copied(part: Any) -> memoryview:
-    """Return a copy of some memory, placed as torch places its own."""
-    target = _space(memoryview(part).nbytes)
+    """Return a copy of memory with the alignment of torch."""
+    target = _memory(torch.empty(memoryview(part).nbytes, dtype=torch.uint8))
     target[:] = part
     return target
 
 
 class Block:
-    """Memory that several processes have. It has no name, so nothing is left of it however they end.
+    """Memory that several processes share. It has no name, so the system frees it however they end.
 
     Args:
-        descriptor: Of a block that another process has made; None for a new one.
+        descriptor: The file descriptor of a block that another process created. None means a new block.
 
     Example:
         >>> block = Block()
@@ -104,18 +98,18 @@ class Block:
 
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = _nameless() if descriptor is None else descriptor
-        # Also where an error leaves nobody to close it.
+        # Also closed if an error prevents `close`.
         self._closing = weakref.finalize(self, os.close, self.descriptor)
         self._end = 0
         self._view = torch.empty(0, dtype=torch.uint8)
 
     def write(self, parts: Sequence[memoryview]) -> list[Place]:
-        """Put memory here, over what was here before, and return where each part lies now."""
+        """Overwrite the block with memory, and return the position of each part."""
         self._end = 0
         return [self.append(part) for part in parts]
 
     def append(self, part: memoryview) -> Place:
-        """Put memory behind what was put here last, and return where it lies."""
+        """Append memory, and return its position."""
         start, done = self._end, 0
         while done < part.nbytes:
             done += os.pwrite(self.descriptor, part[done:], start + done)
@@ -125,35 +119,35 @@ class Block:
     def read(self, place: Place) -> memoryview:
         """Return a copy."""
         start, length = place
-        # Mapped once and copied by torch, which takes a third of the time of a system call that reads.
+        # Mapped once and copied by torch, which takes a third of the time of a read.
         if self._view.numel() < start + length:
             self._view = torch.frombuffer(mmap.mmap(self.descriptor, 0), dtype=torch.uint8)
         return _memory(self._view[start : start + length].clone())
 
     def read_together(self, places: Sequence[Place]) -> list[memoryview]:
-        """Return copies of what was written together; whoever keeps one keeps all of them in memory."""
+        """Return copies of adjacent parts, which share one piece of memory."""
         start, end = places[0][0], sum(places[-1])
         whole = self.read((start, end - start))
         return [whole[first - start : first - start + length] for first, length in places]
 
     def mapped(self) -> memoryview:
-        """Return all of the block without copying it; what is changed is changed for this process alone."""
+        """Return the whole block without copying it; changes are visible in this process only."""
         size = os.fstat(self.descriptor).st_size
         return memoryview(mmap.mmap(self.descriptor, size, flags=mmap.MAP_PRIVATE) if size else b"")
 
     def close(self) -> None:
-        """Let go of it. It is freed when all processes have."""
+        """Close the block. It is freed when all processes have closed it."""
         self._closing()
         self._view = torch.empty(0, dtype=torch.uint8)
 
 
 class Mailbox:
-    """What goes from one process to another: where the next letter lies is said by a short note.
+    """Shared memory for messages to another process; a short note has the position of the next message.
 
-    A letter may be written before the one before was read, not earlier.
+    At most one message may be unread when the next one is written.
 
     Args:
-        descriptors: Of the blocks of a mailbox that another process has made; None for a new one.
+        descriptors: The descriptors of a mailbox that another process created. None means a new mailbox.
 
     Example:
         >>> here = Mailbox()
@@ -171,24 +165,24 @@ class Mailbox:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of its blocks, the next one in front."""
+        """The descriptors of its blocks, the next one first."""
         return [block.descriptor for block in self._blocks]
 
     def post(self, content: Any, bulk: Sequence[memoryview] = ()) -> bytes:
-        """Put a letter with its bulk here, and return the note that says where, of `NOTE_SIZE` bytes."""
+        """Write a message with its bulk, and return the note with its position, of `NOTE_SIZE` bytes."""
         block = self._next()
         places = block.write(bulk)
         return _NOTE.pack(*block.append(memoryview(pickle.dumps((content, places)))))
 
     def fetch(self, note: bytes) -> tuple[Any, list[memoryview]]:
-        """Return a letter, and copies of its bulk. Only for what a process of our own has posted."""
+        """Return a message of a process of this program, and copies of its bulk."""
         block = self._next()
         content, places = pickle.loads(block.read(_NOTE.unpack(note)))  # noqa: S301 - our own process's, no file
-        # One by one: what is kept of a letter keeps no more than that in memory.
+        # One by one, so that a tensor does not keep the whole message in memory.
         return content, list(map(block.read, places))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the blocks."""
         for block in self._blocks:
             block.close()
 
@@ -219,7 +213,7 @@ class _BriefPickler(_Pickler):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its storage and a place therein, and nothing else."""
+    """Return whether a tensor is fully described by its storage, offset, shape and strides."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -237,10 +231,6 @@ def _storage(memory: Any) -> torch.UntypedStorage:
     if memoryview(memory).nbytes == 0:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-
-
-def _space(length: int) -> memoryview:
-    return _memory(torch.empty(length, dtype=torch.uint8))
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""Workers of any kind that are started once and get one client after the other: who is free first gets the next."""
+"""Pool of workers that are started once; a free worker receives the next client."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from dovetail.federated.messages import Fault, Task
 
 __all__ = ["Lost", "News", "Pool", "Seat", "WorkerError"]
 
-# So many workers in a row may fail before they are ready.
+# The number of workers in a row that may fail before one is ready.
 _TRIES = 3
 
 
 class WorkerError(DovetailError):
-    """Workers cannot be started, or end before they can do anything."""
+    """Workers cannot be started, or exit before they are ready."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Seat:
-    """A worker, as its backend sees it.
+    """The handle of a worker.
 
     Attributes:
-        given: The positions in the round of what it was given and has not answered, in this order.
-        since: When it began with the first of these, on the monotonic clock.
-        effort: Of all that it has done in this round, by the efforts of tasks.
-        seconds: What that took.
-        is_ready: Whether it can be given work.
-        was_ready: Whether it ever could.
+        given: The positions of its unanswered tasks in the round, in order.
+        since: The start of the first of these, on the monotonic clock.
+        effort: The sum of the cost estimates of its finished tasks in this round.
+        seconds: The duration of these tasks.
+        is_ready: True if it can receive tasks.
+        was_ready: True if it was ever ready.
     """
 
     given: deque[int] = field(default_factory=deque)
@@ -46,11 +46,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker is no more.
-
-    Attributes:
-        reason: One sentence.
-    """
+    """The message that a worker has exited, with the reason as one sentence."""
 
     reason: str
 
@@ -60,13 +56,13 @@ S = TypeVar("S", bound=Seat)
 
 
 class Pool(Backend, Generic[S]):
-    """Hands out work to workers, and replaces those that die or take too long.
+    """Distributes tasks to workers, and replaces workers that die or take too long.
 
-    A kind of worker says how one begins, is given work, is heard and is ended.
+    A subclass defines how a worker is started, receives tasks, reports and is stopped.
 
     Attributes:
-        ahead: How many tasks a worker may have besides the one that it is at work on: whoever has the next one need not
-            wait for the server.
+        ahead: The number of tasks that a worker may have besides the running one, so that it need not wait for the
+            server.
     """
 
     ahead = 0
@@ -81,34 +77,34 @@ class Pool(Backend, Generic[S]):
 
     @abstractmethod
     def _open(self, worker: Worker) -> None:
-        """Get ready to begin workers."""
+        """Prepare to start workers."""
 
     @abstractmethod
     def _begin(self) -> S:
-        """Begin a worker, which says `ready` when it is."""
+        """Start a worker, which reports `ready`."""
 
     @abstractmethod
     def _pack(self, work: Sequence[Work]) -> None:
-        """Get ready to give the work of one round."""
+        """Prepare to send the tasks of one round."""
 
     @abstractmethod
     def _give(self, seat: S, position: int) -> bool:
-        """Give a worker the work at a position of the round; False if it is dead."""
+        """Send a worker the task at a position of the round; return False if it is dead."""
 
     @abstractmethod
     def _listen(self, timeout: float | None) -> Iterable[tuple[S, News]]:
-        """Wait until a worker has news, or for so many seconds."""
+        """Yield the reports of workers; wait for the first one, at most for the timeout in seconds."""
 
     @abstractmethod
     def _end(self, seat: S) -> None:
-        """End a worker, whatever it is doing."""
+        """Stop a worker, even while it runs a task."""
 
     @abstractmethod
     def _size(self) -> int:
-        """How many workers there are to be."""
+        """Return the number of workers."""
 
     def start(self, worker: Worker) -> None:
-        """Begin all workers, and wait for the first of them."""
+        """Start all workers, and wait for the first one to be ready."""
         self._failures = 0
         self._foresight = worker if isinstance(worker, Foresight) else None
         try:
@@ -121,7 +117,7 @@ class Pool(Backend, Generic[S]):
             raise
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        """Give work to whoever is free, the longest first where that can be known."""
+        """Send tasks to free workers, the longest tasks first if costs are known."""
         self._pack(work)
         self._tasks = [task for task, _ in work]
         self._foresee()
@@ -130,18 +126,17 @@ class Pool(Backend, Generic[S]):
             while True:
                 self._hand_out()
                 self._fill()
-                # Everybody is at work while the caller looks at what has come in.
+                # Workers run while the caller processes these outcomes.
                 yield from outcomes
                 if not self._waiting and not any(seat.given for seat in self._seats):
                     return
                 outcomes = self._heard()
         finally:
-            # The caller has left, or something broke: nobody waits for these any more.
+            # The caller has stopped early, or an error occurred: these answers are not needed.
             for seat in [seat for seat in self._seats if seat.given]:
                 self._dismiss(seat)
 
     def close(self) -> None:
-        """End all workers."""
         while self._seats:
             self._dismiss(self._seats[-1])
 
@@ -152,7 +147,7 @@ class Pool(Backend, Generic[S]):
             self._seats.append(self._begin())
 
     def _foresee(self) -> None:
-        """Put the longest tasks first, where that can be known."""
+        """Sort the tasks by cost, the longest first, if all costs are known."""
         worker = self._foresight
         found = [None if worker is None else worker.effort(task) for task in self._tasks]
         efforts = [effort for effort in found if effort is not None]
@@ -173,28 +168,28 @@ class Pool(Backend, Generic[S]):
                     seat.since = time.monotonic()
                 seat.given.append(self._waiting.popleft())
             elif seat.given:
-                # It died at work, of which there will be news.
+                # It died while running a task, which `_listen` will report.
                 seat.is_ready = False
             else:
                 self._dismiss(seat)
 
     def _next(self) -> S | None:
-        """Whoever has nothing to do; else whoever is expected to be the first, if that one may have more."""
+        """Return an idle worker, or else the one that is expected to finish first, if it may have another task."""
         ready = [seat for seat in self._seats if seat.is_ready]
         for seat in ready:
             if not seat.given:
                 return seat
-        # Without foresight, a task could wait behind a long one while others have nothing to do.
+        # Without costs, a task could wait behind a long one while other workers are idle.
         if not ready or self._efforts is None:
             return None
         first = min(ready, key=self._remaining)
         return first if len(first.given) <= self.ahead else None
 
     def _remaining(self, seat: S) -> float:
-        """How long a worker will be at what it was given: seconds, or efforts while nobody knows what these take."""
+        """Return the remaining time of a worker: seconds, or costs before any task is finished."""
         assert self._efforts is not None
         effort = sum(self._efforts[position] for position in seat.given)
-        # Workers are not equally fast: a core may have other things to do.
+        # Workers differ in speed, because other programs may use a core.
         known = [seat] if seat.effort else self._seats
         done = sum(each.effort for each in known)
         if not done:
@@ -230,10 +225,10 @@ class Pool(Backend, Generic[S]):
         return outcomes
 
     def _failed(self, seat: S, kind: Literal["crashed", "timed out"], reason: str) -> Fault:
-        """Say what became of a task, and dismiss its worker; what that had not begun is given to another one."""
+        """Record the task as failed, stop its worker, and requeue the tasks that the worker had not started."""
         begun, *others = seat.given
         self._waiting.extendleft(reversed(others))
-        # With what it was given: one that is at work does not leave by itself.
+        # While `given` is set: a worker that runs a task does not exit by itself.
         self._dismiss(seat)
         task = self._tasks[begun]
         return Fault(task.client_id, task.round, kind, reason)

@@ -1,10 +1,9 @@
-"""Clients in processes of this machine that are started once.
+"""Process backend: clients in worker processes of this machine, which are started once.
 
-The client goes to every worker once, pickled; its tensors and arrays lie in memory that all workers have, and that none
-can change for another. In a round, what several tasks have in common (the weights, and what an algorithm sends to
-everybody) is written to shared memory once and read by every worker once. What belongs to a single client, its state
-and its answer, goes through mailboxes that the server and one worker share, one in each direction. A socket carries
-nothing but notes of what has come.
+Every worker receives the pickled client once; its tensors and arrays are in shared memory, mapped as private copies. In
+a round, objects that several tasks share (the weights, and payloads for all clients) are written to shared memory once
+and read by every worker once. The state and the answer of a client use mailboxes between the server and one worker, one
+in each direction. A socket transfers only notes about messages.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from dovetail.runtime.signals import listening
 
 __all__ = ["Process", "live"]
 
-# Seconds that a worker has to leave by itself when there is nothing to do any more.
+# Seconds for a worker to exit by itself when it has no tasks.
 _GRACE = 2.0
 
 
 @dataclass(eq=False, kw_only=True)
 class _ProcessSeat(Seat):
-    """A worker: who ends it, what carries notes to and fro, and the mailboxes for what it gets and what it answers."""
+    """A worker process with its nursery, its socket for notes, and its mailboxes for tasks and answers."""
 
     nursery: Nursery
     pid: int
@@ -53,12 +52,12 @@ class _ProcessSeat(Seat):
 class Process(Pool[_ProcessSeat]):
     """Runs clients in processes that are started once, each with its share of the cores.
 
-    Answers equal those of `Sequential` bit for bit if that has as many threads. A client that ends its process, or
-    takes longer than `timeout`, is left out of its round, and another process takes the place.
+    Answers equal the answers of `Sequential` bit for bit with the same number of threads. A client that ends its
+    process, or takes longer than `timeout`, is left out of its round, and its process is replaced.
 
     Args:
-        num_workers: How many processes; None for one per core.
-        timeout: Seconds that a client has; None for no limit.
+        num_workers: The number of processes. None means one per core.
+        timeout: Seconds for a client. None means no limit.
 
     Example:
         >>> Process(num_workers=2).num_workers
@@ -74,8 +73,7 @@ class Process(Pool[_ProcessSeat]):
         self._work: Sequence[Work] = ()
 
     def close(self) -> None:
-        """End all workers, and let go of the memory."""
-        # All of them are told first, so that they leave at the same time.
+        # All sockets are closed first, so that the workers exit at the same time.
         for seat in self._seats:
             self._hang_up(seat)
         super().close()
@@ -110,7 +108,7 @@ class Process(Pool[_ProcessSeat]):
                 raise WorkerError("workers cannot be started: the process that they are forked from died") from error
         seat = _ProcessSeat(nursery=home, pid=pid, connection=connection, inbox=inbox, outbox=outbox)
         self._selector.register(connection, selectors.EVENT_READ, seat)
-        # One that dies while it is told will be heard of.
+        # `_listen` reports a worker that dies here.
         with suppress(OSError):
             connection.sendall(inbox.post((_circumstances(self._size()), *self._message)))
         return seat
@@ -121,14 +119,14 @@ class Process(Pool[_ProcessSeat]):
         common = _held_by_several(work)
         self._known = {key: number for number, key in enumerate(common)}
         parcel = _sendable(list(common.values()))
-        # Nobody reads here now: workers have nothing to do between rounds.
+        # Workers do not read the shared memory between rounds.
         self._common = self._shared.write([memoryview(parcel.content), *parcel.bulk])
 
     def _give(self, seat: _ProcessSeat, position: int) -> bool:
-        # Not before it is needed: the first clients are at work meanwhile.
+        # Packed when it is needed, while the first clients run.
         parcel = _sendable(self._work[position], self._known)
         try:
-            # A worker that is at work reads nothing, and notes are so short that they always fit in.
+            # A busy worker does not read, but notes are so short that they always fit into the socket.
             seat.connection.sendall(seat.inbox.post((self._round, self._common, parcel.content), parcel.bulk))
         except OSError:
             return False
@@ -157,7 +155,7 @@ class Process(Pool[_ProcessSeat]):
     def _leave(self, seat: _ProcessSeat, grace: float) -> None:
         if seat.exit_code is None:
             self._hang_up(seat)
-            # A nursery that is dead was killed, and all its workers with it.
+            # If the nursery is dead, it was killed with all its workers.
             seat.exit_code = -signal.SIGKILL
             with suppress(OSError):
                 seat.exit_code = seat.nursery.end(seat.pid, grace)
@@ -173,8 +171,8 @@ def _circumstances(num_workers: int) -> dict[str, Any]:
 
 
 def _held_by_several(work: Sequence[Work]) -> dict[int, Any]:
-    """Return what several tasks hold, by identity: the weights, and what an algorithm sends to everybody."""
-    # Everything is kept until the end, so that nothing else can have its identity.
+    """Return the objects that several tasks share, by identity: the weights, and payloads for all clients."""
+    # All objects are kept alive until the end, so that no new object has the same identity.
     met, several = dict[int, Any](), dict[int, Any]()
 
     def meet(piece: Any) -> None:
@@ -204,11 +202,11 @@ def _sendable(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
 
 
 def live(descriptors: Sequence[int]) -> None:
-    """Be a worker, from the first message to the last.
+    """Run a worker, from the first message to the last.
 
     Args:
-        descriptors: Of the socket to the server, of the blocks of the client and of rounds, and of the mailboxes of
-            what this worker gets and of what it answers.
+        descriptors: The descriptors of the socket, of the blocks of the client and of rounds, and of the mailboxes for
+            tasks and for answers.
     """
     connection = socket.socket(fileno=descriptors[0])
     cargo, shared = map(Block, descriptors[1:3])
@@ -251,9 +249,9 @@ def _heard(connection: socket.socket) -> bytes:
 
 
 def _settle(found: Mapping[str, Any]) -> None:
-    """Be where the server is, and compute as it does."""
+    """Use the folder, the environment and the arithmetic settings of the server."""
     os.chdir(found["folder"])
     os.environ.clear()
     os.environ.update(found["environment"])
-    # Afterwards, because it sets a variable, too.
+    # Last, because it sets a variable, too.
     set_circumstances(found)

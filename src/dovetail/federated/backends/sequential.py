@@ -1,4 +1,4 @@
-"""One client after the other, in this process."""
+"""Sequential backend: one client after the other, in this process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ __all__ = ["Sequential", "attempted", "fault"]
 
 
 class Sequential(Backend):
-    """Runs clients one after the other. There is nothing to start, and nothing to send.
-
-    Nothing can stop a client here, so `timeout` means nothing.
+    """Runs clients one after the other. It cannot stop a client, so `timeout` has no effect.
 
     Example:
         >>> Sequential().num_workers is None
@@ -21,17 +19,15 @@ class Sequential(Backend):
     """
 
     def start(self, worker: Worker) -> None:
-        """Remember who does the work."""
         self._worker = worker
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        """Do the work in the order in which it was given."""
         for each in work:
             yield attempted(self._worker, each)
 
 
 def attempted(worker: Worker, work: Work) -> Outcome:
-    """Do the work of one client; an error of its own is a fault, and not the end of the round."""
+    """Return the outcome of one client; its error is a fault and does not end the round."""
     task, state = work
     try:
         return Done(*worker.work(task, state))
@@ -40,5 +36,5 @@ def attempted(worker: Worker, work: Work) -> Outcome:
 
 
 def fault(task: Task, error: Exception) -> Fault:
-    """Return what an error of a client is to the others: who, and the last line of its traceback."""
+    """Return the fault of a client's error, with the last line of its traceback."""
     return Fault(task.client_id, task.round, "crashed", f"{type(error).__name__}: {error}")

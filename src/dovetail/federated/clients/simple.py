@@ -1,4 +1,4 @@
-"""A client: whoever has data, trains on them, and sends what came of it."""
+"""Client of a federation: trains on its data and sends an update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail.data import as_loader
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.backends import Done
-from dovetail.federated.callbacks import ClientCallback
+from dovetail.federated.callbacks import ClientCallback, as_callback
 from dovetail.federated.clients.local_training import continue_schedule, summarize_training
 from dovetail.federated.fleet import FleetTrainer, Member, why_alone
 from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
@@ -40,12 +40,12 @@ from dovetail.trainers.untouched import layers, with_parts
 
 __all__ = ["Client", "as_trainer"]
 
-# Where a client's own part of the model is kept in its state, and what its postprocessors keep.
+# The keys of a client's own layers, and of the state of its postprocessors, in its state.
 _OWN, _POSTPROCESSORS = "model", "postprocessors"
-# Methods of plato's trainers that train a model, and that a client does not call.
+# Methods of plato's trainers that train a model and that a client does not call.
 _NEVER_CALLED = ("train", "train_model", "obtain_model_update")
 _WORK = "override work(task, state), which returns the update and the client's new state"
-# What plato's clients define and nothing here calls.
+# Methods of plato's clients that are never called here, each with its replacement.
 _INSTEAD = {
     "configure": "give the client its model, trainer, algorithm and datasource as arguments",
     "inbound_processed": _WORK,
@@ -57,23 +57,23 @@ _INSTEAD = {
     "start_client": "a server runs its clients: server.run(client)",
     "add_callbacks": "give the client callbacks=[…]",
 }
-# Counted in numbers, of whatever type: so many of them end at a boundary of torch's memory.
+# The number of elements, of any type, that end at a boundary of torch's memory.
 _ALIGNMENT = 64
 
 
 class Client:
     """Does the work of any client of a federation, one at a time.
 
-    It is a template: a federation of a thousand clients needs one. What belongs to a single client is its data, by its
-    id, and its state, which comes with every task and goes with every answer. Nothing else is left behind by a task.
+    It is a template: a federation of a thousand clients needs one. A single client has its data, by its id, and its
+    state, which is received with every task and returned with every answer. A task leaves nothing else behind.
 
     Args:
-        model: A module, or a class or function that makes one; None for the trainer's, or one that fits the data.
-        datasource: The data of all clients; None for the server's.
-        algorithm: The client's half of it; None for the server's.
-        trainer: A trainer, of which a copy is used, or a class or function that makes one; None for the
-            server's, or a plain one if the server has none.
-        callbacks: Who hears what happens here.
+        model: A module, or a class or function that builds one. None means the trainer's, or one that fits the data.
+        datasource: The data of all clients. None means the server's.
+        algorithm: The algorithm. None means the server's.
+        trainer: A trainer, which is copied, or a class or function that builds one. None means the server's, or a
+            plain one if the server has none.
+        callbacks: Callbacks of the client.
         trainer_callbacks: Callbacks for the trainer.
 
     Example:
@@ -97,7 +97,7 @@ class Client:
         self.model = model
         self.datasource = datasource
         self.algorithm = algorithm
-        self.callbacks = [_as_client_callback(it) for it in callbacks or ()]
+        self.callbacks = [as_callback(it, ClientCallback) for it in callbacks or ()]
         self.client_id = 0
         self.current_round = 0
         self._given_trainer = trainer
@@ -105,7 +105,7 @@ class Client:
         self._trainer: SingleProcessTrainer | None = None
         self._initial: dict[str, Tensor] = {}
         self._fresh: Mapping[str, Any] = {}
-        # Whether strategies keep something of a client from round to round.
+        # True if strategies store something in the state of a client.
         self._keeps = False
         self.tests_every = 0
         self.inbound, self.outbound = Chain(), Chain()
@@ -155,15 +155,15 @@ class Client:
         inbound: Chain | None = None,
         outbound: Chain | None = None,
     ) -> None:
-        """Take part in a federation; called by the server, once, before the first task.
+        """Prepare for the tasks of a federation; the server calls it once, before the first task.
 
         Args:
-            model: The server's; copied unless this client was given its own.
-            datasource: The server's, for a client without its own.
-            algorithm: The server's, for a client without its own.
-            tests_every: Test the trained model on the client's own data at every n-th round; 0 for never.
-            inbound: What the server did to the weights, to be undone here.
-            outbound: What is done to an update here, to be undone by the server.
+            model: The server's model; it is copied, unless the client was given a model.
+            datasource: The data, unless the client was given data.
+            algorithm: The algorithm, unless the client was given one.
+            tests_every: Test the trained model on the client's own data in every n-th round; 0 for never.
+            inbound: The postprocessors of the weights, which are decoded here.
+            outbound: The postprocessors of the update, which is encoded here.
         """
         self.datasource = self.datasource if self.datasource is not None else datasource
         self.algorithm = self.algorithm or algorithm
@@ -182,15 +182,15 @@ class Client:
                     )
         self.algorithm.begin(model, self.datasource.num_clients)
         equip(trainer, **self.algorithm.equip(trainer.strategies))
-        # A trainer with a seed begins every run with it: all clients would draw the same numbers.
+        # A trainer with a seed starts every run with it, so that all clients would draw the same numbers.
         trainer.options = replace(trainer.options, seed=None).bound_to(trainer)
         context = trainer.context
         context.callbacks.add(*copy.deepcopy(self._trainer_callbacks))
-        # What strategies and callbacks remember of one client is no business of the next.
+        # The state of strategies and callbacks is reset before every client.
         self._fresh = {
             "shared": dict(context.state),
             "strategies": copy.deepcopy(trainer.strategies.state_dict()),
-            # With those that have nothing to remember yet.
+            # Including those whose state is still empty.
             "callbacks": [
                 (it, copy.deepcopy(it.state_dict()))
                 for it in context.callbacks
@@ -198,18 +198,18 @@ class Client:
             ],
         }
         self._keeps = bool(trainer.strategies.hearing("on_prepare"))
-        # Whatever stays with a client begins as it does in the server's model.
+        # The layers that stay with a client start as those of the server's model.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
         }
         context.client.local_names = frozenset(self._initial)
 
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
-        """Return the answer to a task, and the client's new state; the given state is left as it is.
+        """Return the answer to a task, and the client's new state; the given state is not changed.
 
         Args:
-            task: What is asked: to train, or to judge the model.
-            state: What the client has kept; empty for one that was never asked.
+            task: The task: to train, to evaluate or to personalize the model.
+            state: The state of the client; empty before its first task.
         """
         self._started = started = time.perf_counter()
         self.client_id, self.current_round = task.client_id, task.round
@@ -230,7 +230,7 @@ class Client:
         if task.kind == "personalize":
             return self._personalized(task, state, num_samples)
         if num_samples == 0:
-            # Whoever has nothing to learn from has nothing to say, but has not failed either.
+            # A client without samples returns a zero update; this is not a fault.
             nothing = {name: torch.zeros_like(value) for name, value in task.weights.items()}
             return self.outbound.encode(Update(task.client_id, task.round, 0, delta=nothing), task, dict(state)), state
         context = self.trainer.context
@@ -242,7 +242,7 @@ class Client:
         return replace(update, seconds=time.perf_counter() - started), kept
 
     def effort(self, task: Task) -> float | None:
-        """Return how much work a task is: its samples times its epochs; None where sizes are not known."""
+        """Return the cost estimate of a task: samples times epochs. None means that sizes are not known."""
         if not self.datasource.knows_sizes:
             return None
         epochs = task.config.get("epochs", self.trainer.context.config["epochs"])
@@ -316,7 +316,7 @@ class Client:
         loss: float,
         sent: Mapping[str, Any] | None = None,
     ) -> tuple[Update, ClientState]:
-        """Return what a client sends and what it keeps, once its model is trained."""
+        """Return the update and the new state of a client after training."""
         sent = _payload(self.trainer) if sent is None else sent
         update = Update(
             task.client_id,
@@ -343,7 +343,7 @@ class Client:
         return update.with_report(report)
 
     def _kept(self, state: ClientState, after: Weights) -> ClientState:
-        """Return what a client keeps, once its model is trained."""
+        """Return the state of a client after training."""
         kept: ClientState = _copied(self.trainer.context.client.state)
         if self._initial:
             kept[_OWN] = _copied({name: after[name] for name in self._initial})
@@ -352,7 +352,7 @@ class Client:
         return kept
 
     def _get_ready(self, task: Task, state: ClientState) -> dict[str, Tensor]:
-        """Make of the trainer that of one client, whatever the last one was, and return the weights it begins with."""
+        """Reset the trainer for one client and return the initial weights."""
         core = self.trainer
         context = core.context
         assert context.model is not None
@@ -363,7 +363,7 @@ class Client:
         client.id, client.round = task.client_id, task.round
         context.run.is_one_of_many = True
         own = {name: value for name, value in state.items() if name not in (_OWN, _POSTPROCESSORS)}
-        # A copy: strategies may change it in place, and the server keeps the state if the update is not used.
+        # Copied, because strategies may change it in place, and the server keeps it if the update is not used.
         client.state = _copied(own, context.device)
         client.payload = task.payload
         reset(core)
@@ -388,7 +388,7 @@ class Client:
         return Update(task.client_id, task.round, num_samples, metrics=self._evaluated(task.client_id))
 
     def _personalized(self, task: Task, state: ClientState, num_samples: int) -> tuple[Update, ClientState]:
-        """Train for the client alone, and judge what it would use; what it keeps of that is its own."""
+        """Train for the client alone, and evaluate the weights that it would use."""
         context = self.trainer.context
         if num_samples:
             self.trainer.fit(self.datasource.train_data(task.client_id))
@@ -422,11 +422,11 @@ class Client:
 
 
 def as_trainer(trainer: Any, model: nn.Module | None = None) -> SingleProcessTrainer:
-    """Return a trainer of one's own: a copy, or one that is made now.
+    """Return a copy of a trainer, or a new one.
 
     Args:
-        trainer: A trainer, a class or function that makes one, or None for a plain one.
-        model: What it trains; None to leave one that is made now with the model it has, and a copy without.
+        trainer: A trainer, or a class or function that builds one. None means a plain one.
+        model: The model to train. With None, a new trainer keeps its model and a copy has none.
 
     Raises:
         ConfigError: It is none of these.
@@ -435,7 +435,7 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> SingleProcessTra
         # The default schedule reads the settings; a trainer has none otherwise.
         return ComposableTrainer(model=model, lr_scheduler_strategy=DefaultLRSchedulerStrategy(), verbose=False)
     if isinstance(trainer, SingleProcessTrainer):
-        # Its model, if it has one, is what the federation began with. A copy of it is of no use.
+        # The copy receives another model, so the model of the trainer is not copied.
         mine, given = trainer.context, trainer.context.model
         mine.model = None
         try:
@@ -455,17 +455,12 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> SingleProcessTra
 
 
 def judged(trainer: Any, data: Any) -> dict[str, float]:
-    """Return the metrics of a trainer's model; `accuracy` is by its testing strategy or test method, if it has one.
-
-    Args:
-        trainer: A trainer with its model.
-        data: Test data, as a data source gives them.
-    """
+    """Return the metrics of a trainer's model on test data; a testing strategy or test method sets `accuracy`."""
     metrics = dict(trainer.evaluate(data))
     has_strategy = type(trainer.strategies.testing) not in (type(None), DefaultTestingStrategy)
     own: Any = next((it for it in layers(trainer) if defines(it, "test") or defines(it, "test_model")), None)
     if has_strategy or own is not None:
-        # Plato's test methods make a loader themselves.
+        # Plato's test methods build a loader themselves.
         testset = getattr(as_loader(data, batch_size=1), "dataset", data)
         test: Any = partial(accuracy_on, trainer)
         if own is not None:
@@ -495,14 +490,14 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def _difference(after: Weights, before: Weights) -> dict[str, Tensor]:
-    """Return what training has changed, all of one type in one piece of memory: it is packed and sent as one."""
+    """Return the differences; those of one type share one block of memory, so that they are sent as one."""
     ends: dict[torch.dtype, int] = {}
     places = {}
     for name, value in after.items():
         dtype = torch.promote_types(value.dtype, before[name].dtype)
         start = ends.get(dtype, 0)
         places[name] = dtype, start, start + value.numel()
-        # Each begins where torch would let it begin.
+        # Aligned as torch aligns its own memory.
         ends[dtype] = start + -(-value.numel() // _ALIGNMENT) * _ALIGNMENT
     device = next(iter(after.values())).device if after else None
     memory = {dtype: torch.empty(end, dtype=dtype, device=device) for dtype, end in ends.items()}
@@ -516,7 +511,7 @@ def _difference(after: Weights, before: Weights) -> dict[str, Tensor]:
 
 
 def _copied(content: Any, device: str | torch.device = "cpu") -> Any:
-    """Return containers and tensors of one's own, which nobody else's training changes."""
+    """Return copies of containers and tensors, which other training does not change."""
     if isinstance(content, Tensor):
         return content.detach().to(device, copy=True)
     if isinstance(content, Mapping):
@@ -531,7 +526,7 @@ def _payload(trainer: SingleProcessTrainer) -> dict[str, Any]:
 
 
 def _unread(strategies: Strategies) -> tuple[str, ...]:
-    """Return the settings that name an optimizer, a schedule or a loss, and that these strategies do not read."""
+    """Return the settings of optimizer, schedule and loss that these strategies do not read."""
     found = []
     for name, strategy, own in (
         ("optimizer", strategies.optimizer, "optimizer_fn"),
@@ -539,15 +534,8 @@ def _unread(strategies: Strategies) -> tuple[str, ...]:
         ("loss_criterion", strategies.loss, "loss_fn"),
     ):
         parts = list(with_parts([strategy]))
-        # A strategy from outside of this library may read what it likes.
+        # A strategy from outside of this library may read any setting.
         reads = any((own in vars(part) and vars(part)[own] is None) or not is_ours(type(part)) for part in parts)
         if not reads:
             found.append(name)
     return tuple(found)
-
-
-def _as_client_callback(candidate: Any) -> ClientCallback:
-    made = candidate() if isinstance(candidate, type) else candidate
-    if not isinstance(made, ClientCallback):
-        raise ConfigError(f"callbacks: expected a ClientCallback (class or instance), got {candidate!r}")
-    return made

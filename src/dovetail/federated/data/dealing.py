@@ -1,6 +1,6 @@
-"""How samples find their owners: what the partitions of `partition.py` are made of.
+"""Assignment of samples to clients, for the partitions of `partition.py`.
 
-Owners are one number per sample, that of its client counted from 0, or -1 for none: no sample can be in two places.
+`owners` has one number per sample: its client, counted from 0, or -1 for none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Labelled:
 
     @classmethod
     def of(cls, labels: Labels) -> Labelled:
-        """Look at the labels of a dataset."""
+        """Return the labels of a dataset, checked."""
         values = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
         if values.ndim != 1 or values.dtype.kind not in "biuUS":
             raise DataError(
@@ -86,14 +86,14 @@ def proportions(rng: np.random.Generator, alphas: Floats) -> Floats:
 
 
 def at_least(min_samples: int, owners: Ints, num_clients: int, rng: np.random.Generator) -> Ints:
-    """Return owners of whom each has `min_samples`: those who have most give, drawn at random from what they have."""
+    """Return owners with at least `min_samples` each: the largest clients give away random samples."""
     sizes = np.bincount(owners, minlength=num_clients)
     lacking = np.maximum(min_samples - sizes, 0)
     num_moved = int(lacking.sum())
     if num_moved == 0:
         return owners
-    # The lowest level at which cutting all sizes down to it frees no more than is needed; the rest comes one by one
-    # from those who stand at the level.
+    # The lowest level at which cutting all sizes to it frees no more than is needed. The rest is taken one by one from
+    # clients at the level.
     low, high = min_samples, int(sizes.max())
     while low < high:
         level = (low + high) // 2
@@ -153,7 +153,7 @@ def hands(pool: Ints, num_clients: int, count: int, rng: np.random.Generator) ->
 
 
 def held_owners(data: Labelled, held: Ints, rng: np.random.Generator) -> Ints:
-    """Divide the samples of each label over those who hold it; what nobody holds is left out."""
+    """Divide the samples of each label over the clients that hold it; samples of other labels are left out."""
     owners = np.full(len(data), -1)
     for code, members in enumerate(data.members(rng)):
         holders = rng.permutation(np.flatnonzero((held == code).any(axis=1)))

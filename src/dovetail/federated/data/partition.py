@@ -1,7 +1,7 @@
 """Cut a labelled dataset over clients.
 
 Every function takes the labels of a dataset and the number of clients, is a function of its seed, and gives no sample
-to two clients, unless it is told to overlap. Where labels play no role, the number of samples will do instead of them.
+to two clients, unless `overlap` is set. Functions that do not use labels also accept the number of samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError, UnknownNameError
+from dovetail.errors import ConfigError, DataError, UnknownNameError, expect
 from dovetail.federated.data.dealing import (
     Ints,
     Labelled,
@@ -64,8 +64,8 @@ class Partition:
 
     Attributes:
         indices: The samples of the clients, run after run.
-        starts: Where the run of each client begins.
-        sizes: How many samples each client has.
+        starts: The position of the run of each client.
+        sizes: The number of samples of each client.
 
     Example:
         >>> partition = Partition.from_lists([[0, 1, 5], [3, 4]])
@@ -160,7 +160,7 @@ def iid(
         num_clients: Number of clients.
         partition_size: Samples per client; None for all there are.
         overlap: Whether each client draws its `partition_size` samples from the whole dataset, whatever others drew.
-        seed: Decides who gets what.
+        seed: The seed of the random numbers.
 
     Example:
         >>> iid(10, 3).sizes
@@ -195,10 +195,10 @@ def dirichlet(
         labels: The labels of the dataset.
         num_clients: Number of clients.
         alpha: Concentration: small gives each client few labels, large makes all alike.
-        min_samples: What each client has at least; those who have most give it to those who have less.
-        partition_size: Samples per client. The proportions are then those of labels at each client.
+        min_samples: The smallest number of samples of a client; clients with more samples give some away.
+        partition_size: Samples per client. The proportions then apply to the labels of each client.
         overlap: Whether each client draws its `partition_size` samples from the whole dataset, whatever others drew.
-        seed: Decides who gets what.
+        seed: The seed of the random numbers.
 
     Example:
         >>> partition = dirichlet([0, 1] * 50, 4, alpha=0.1)
@@ -229,7 +229,7 @@ def shards(labels: Labels, num_clients: int, *, shards_per_client: int = 2, seed
         labels: The labels of the dataset.
         num_clients: Number of clients.
         shards_per_client: Shards that each client gets.
-        seed: Decides who gets which.
+        seed: The seed of the random numbers.
 
     Example:
         >>> shards([0, 0, 1, 1, 2, 2, 3, 3], 2).table([0, 0, 1, 1, 2, 2, 3, 3]).sum(dim=1)
@@ -246,15 +246,15 @@ def shards(labels: Labels, num_clients: int, *, shards_per_client: int = 2, seed
 
 
 def label_quantity(labels: Labels, num_clients: int, *, classes_per_client: int = 2, seed: int = 0) -> Partition:
-    """Give each client the same number of labels; who has a label has as many of its samples as others who have it.
+    """Give each client the same number of labels; clients with a label have equal numbers of its samples.
 
-    Where clients are fewer than labels, there may be labels that nobody has; their samples are left out.
+    If there are fewer clients than labels, the samples of labels without a client are left out.
 
     Args:
         labels: The labels of the dataset.
         num_clients: Number of clients.
         classes_per_client: Labels that each client has.
-        seed: Decides who gets what.
+        seed: The seed of the random numbers.
 
     Example:
         >>> labels = [0, 1, 2, 3] * 10
@@ -287,7 +287,7 @@ def mixed_label_quantity(
         anchor_classes: The labels that the chosen clients have in common.
         num_anchored: How many clients are chosen.
         kept_anchors: How many of these labels, the first ones, others may have as well.
-        seed: Decides who gets what.
+        seed: The seed of the random numbers.
 
     Example:
         >>> labels = [0, 1, 2, 3, 4] * 8
@@ -300,8 +300,7 @@ def mixed_label_quantity(
     anchors = data.codes_of(anchor_classes, "anchor_classes")
     if not len(anchors) or len(np.unique(anchors)) < len(anchors):
         raise ConfigError(f"anchor_classes: expected one label or more, each once, got {list(anchor_classes)}")
-    if not 0 <= num_anchored <= num_clients:
-        raise ConfigError(f"num_anchored: expected 0 to {num_clients}, the number of clients, got {num_anchored}")
+    expect(0 <= num_anchored <= num_clients, "num_anchored", f"0 to {num_clients}, the number of clients", num_anchored)
     if not 0 <= kept_anchors <= len(anchors):
         raise ConfigError(f"kept_anchors: expected 0 to {len(anchors)}, the number of anchors, got {kept_anchors}")
     pool = np.setdiff1d(np.arange(len(data.names)), anchors[kept_anchors:])
@@ -327,8 +326,8 @@ def sample_quantity(
         labels: The labels of the dataset, or its number of samples.
         num_clients: Number of clients.
         size_alpha: Concentration of the sizes: small gives a few clients nearly everything.
-        min_samples: What each client has at least; those who have most give it to those who have less.
-        seed: Decides who gets what.
+        min_samples: The smallest number of samples of a client; clients with more samples give some away.
+        seed: The seed of the random numbers.
 
     Example:
         >>> int(sample_quantity(1000, 20, size_alpha=0.3, min_samples=5).sizes.min())
@@ -359,7 +358,7 @@ def mixed(
         non_iid_clients: Ids of the clients whose labels are skewed, or how many, which means the first ones.
         alpha: Their concentration.
         min_samples: What each of them has at least.
-        seed: Decides who gets what.
+        seed: The seed of the random numbers.
 
     Example:
         >>> labels = [0, 1] * 50
@@ -401,7 +400,7 @@ def orthogonal(
         num_groups: Number of groups, each with its run of the labels in ascending order. None for as many as there
             can be: one per client, if there are as many labels.
         class_groups: The labels of each group, instead of runs; labels that none has are left out.
-        seed: Decides who gets what.
+        seed: The seed of the random numbers.
 
     Example:
         >>> labels = [0, 1, 2, 3] * 5
@@ -467,10 +466,10 @@ def distribution(
     Args:
         labels: The labels of the dataset.
         num_clients: Number of clients.
-        alpha: Concentration of labels around those of the whole dataset.
+        alpha: Concentration of labels around the distribution of the whole dataset.
         size_alpha: Concentration of sizes.
-        min_samples: What each client has at least; those who have most give it to those who have less.
-        seed: Decides who gets what.
+        min_samples: The smallest number of samples of a client; clients with more samples give some away.
+        seed: The seed of the random numbers.
 
     Example:
         >>> distribution([0, 1] * 50, 4, alpha=0.1, size_alpha=5.0).sizes.sum()
@@ -532,7 +531,7 @@ def make_partition(name: str, labels: Labels | int, num_clients: int, **options:
         name: One of `partitions`.
         labels: The labels of the dataset, or its number of samples where labels play no role.
         num_clients: Number of clients.
-        options: What the function of that name takes.
+        options: Keyword arguments of that partition.
 
     Raises:
         UnknownNameError: There is no such partition, or it has no such option.
@@ -592,7 +591,7 @@ def plot(partition: Partition, labels: Labels, path: str | os.PathLike[str] | No
     the colour says what share of a client's samples has the label.
 
     Args:
-        partition: Who has what.
+        partition: The partition.
         labels: The labels of the whole dataset.
         path: Where to save the picture; its suffix (`.png`, `.svg`, `.pdf`) is the format. None for nowhere.
 
@@ -616,7 +615,7 @@ def _overlapping(
     seed: int,
     draw: Callable[[np.random.Generator, int], Ints],
 ) -> Partition:
-    """Let each client draw for itself, with a generator of its own that no other client or seed has."""
+    """Let each client draw its samples, with a generator of the seed and the client."""
     if partition_size is None:
         raise ConfigError("overlap: clients that draw from the whole dataset need a partition_size")
     _check_at_least_one(num_clients=num_clients, partition_size=partition_size)
@@ -651,11 +650,9 @@ def _check_room(num_samples: int, num_clients: int, each: int, of_what: str = "t
 
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{name}: expected a number above 0, got {value}")
+        expect(0 < value < float("inf"), name, "a number above 0", value)
 
 
 def _check_at_least_one(**values: int) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{name}: expected 1 or more, got {value}")
+        expect(value >= 1, name, "1 or more", value)

@@ -1,4 +1,4 @@
-"""The data of a federation: which client has what, without holding more of it than is asked for."""
+"""Data sources of a federation: the training and test data of each client, loaded on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.data.datasets import LeafSynthetic, digits, fashion_mnist
 from dovetail.data.loader import DataLoader
 from dovetail.data.models import logistic, mlp
 from dovetail.data.sources import as_loader, holds_samples
-from dovetail.errors import ConfigError, DataError, UnknownNameError
+from dovetail.errors import ConfigError, DataError, UnknownNameError, expect
 from dovetail.federated.data.partition import Partition, make_partition
 from dovetail.registry import Registry
 
@@ -38,7 +38,7 @@ _Rows: TypeAlias = "tuple[Tensor, ...] | Dataset[Any]"
 
 
 class Datasource(ABC):
-    """What every client of a federation learns from, and what the server tests with. Client ids count from 1.
+    """The training data of every client, and the test data of the server. Client ids count from 1.
 
     A worker process gets it once, pickled. `train_data` must be a function of the client id alone.
 
@@ -60,6 +60,7 @@ class Datasource(ABC):
 
     num_clients: int
     knows_sizes: bool = False
+    _model: Callable[[], nn.Module] | None = None
 
     @abstractmethod
     def train_data(self, client_id: int) -> Any:
@@ -75,16 +76,18 @@ class Datasource(ABC):
         return sum(batch_length(batch) for batch in as_loader(data, batch_size=1))
 
     def test_data(self, client_id: int) -> Any | None:
-        """Return what a client tests on; None where it has nothing of its own."""
+        """Return the test data of a client. None means that it has none."""
         return None
 
     def central_test_data(self) -> Any | None:
-        """Return what the server tests on; None where it has nothing."""
+        """Return the test data of the server. None means that it has none."""
         return None
 
     def default_model(self) -> nn.Module:
-        """Return a small model that fits these data, for those who bring none."""
-        raise ConfigError(f"{type(self).__name__} proposes no model: give one (model=…)")
+        """Return a new small model that fits these data; used if the user gives no model."""
+        if self._model is None:
+            raise ConfigError(f"{type(self).__name__} proposes no model: give one (model=…)")
+        return self._model()
 
 
 class PartitionedData(Datasource):
@@ -93,14 +96,13 @@ class PartitionedData(Datasource):
     Args:
         dataset: Tensors or arrays, a tuple of them, or a dataset of torch. Clients get tensors of data in memory, and a
             `Subset` of any other dataset.
-        partition: Who has which of its samples.
-        test: What the server tests on, in the same forms.
+        partition: The samples of each client.
+        test: The test data of the server, in the same forms.
         test_partition: Which samples of `test` each client has for its own tests.
-        held_out: Which share of its own samples each client tests on, rather than train on them.
-        model: Makes the model that fits these data.
-        seed: Decides which samples are held out.
-        keep: How many clients' tensors are kept, those of the ones asked for last, so that they need not be gathered
-            again.
+        held_out: The share of its samples that each client uses for tests instead of training.
+        model: Builds a model that fits these data.
+        seed: The seed of the samples that are held out.
+        keep: The number of clients, the last ones, whose tensors are cached.
 
     Example:
         >>> from dovetail.federated.data.partition import iid
@@ -123,8 +125,7 @@ class PartitionedData(Datasource):
         seed: int = 0,
         keep: int = 32,
     ) -> None:
-        if not 0 <= held_out < 1:
-            raise ConfigError(f"held_out: expected a share from 0 to less than 1, got {held_out}")
+        expect(0 <= held_out < 1, "held_out", "a share from 0 to less than 1", held_out)
         if test_partition is not None:
             if test is None or held_out:
                 raise ConfigError("test_partition: needs test data to cut, and clients that hold out none of their own")
@@ -168,12 +169,7 @@ class PartitionedData(Datasource):
         return _chosen(rows, indices) if len(indices) else None
 
     def central_test_data(self) -> Any | None:
-        """Return the test data."""
         return self._test
-
-    def default_model(self) -> nn.Module:
-        """Return a new model that fits these data."""
-        return super().default_model() if self._model is None else self._model()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": OrderedDict()}
@@ -186,7 +182,7 @@ class PartitionedData(Datasource):
         count = self._num_held_out(len(indices))
         if not count:
             return indices, indices[:0]
-        # The last number tells this use of seed and id from that of overlapping partitions.
+        # The last number distinguishes these generators from the ones of overlapping partitions.
         order = torch.from_numpy(np.random.default_rng((self.seed, client_id, 1)).permutation(len(indices)))
         return indices[order[count:].sort().values], indices[order[:count].sort().values]
 
@@ -218,8 +214,7 @@ class GeneratedData(Datasource):
         make_central_test: Callable[[], Any] | None = None,
         model: Callable[[], nn.Module] | None = None,
     ) -> None:
-        if num_clients < 1:
-            raise ConfigError(f"num_clients: expected 1 or more, got {num_clients}")
+        expect(num_clients >= 1, "num_clients", "1 or more", num_clients)
         self.num_clients = num_clients
         self._make = make
         self._num_samples = num_samples
@@ -229,25 +224,17 @@ class GeneratedData(Datasource):
         self._model = model
 
     def train_data(self, client_id: int) -> Any:
-        """Make what a client trains on."""
         return self._make(self._known(client_id))
 
     def num_samples(self, client_id: int) -> int:
-        """Return how many samples a client trains on."""
         count = self._num_samples
         return super().num_samples(client_id) if count is None else count(self._known(client_id))
 
     def test_data(self, client_id: int) -> Any | None:
-        """Make what a client tests on."""
         return None if self._make_test is None else self._make_test(self._known(client_id))
 
     def central_test_data(self) -> Any | None:
-        """Make what the server tests on."""
         return None if self._make_central_test is None else self._make_central_test()
-
-    def default_model(self) -> nn.Module:
-        """Return a new model that fits these data."""
-        return super().default_model() if self._model is None else self._model()
 
     def _known(self, client_id: int) -> int:
         if not 1 <= client_id <= self.num_clients:
@@ -373,8 +360,7 @@ def _cut_over(
     **options: Any,
 ) -> PartitionedData:
     if testset_size is not None:
-        if not 1 <= testset_size <= len(test):
-            raise ConfigError(f"testset_size: expected 1 to {len(test)}, got {testset_size}")
+        expect(1 <= testset_size <= len(test), "testset_size", f"1 to {len(test)}", testset_size)
         drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:testset_size].sort().values
         test = TensorDataset(*(column[drawn] for column in test.tensors))
     partition = make_partition(sampler or "iid", train.tensors[-1], num_clients, seed=seed, **options)

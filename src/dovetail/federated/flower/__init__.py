@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dovetail.extras import require
 
-# Before the modules that are made of it, so that the error names the extra.
+# Before the modules that import it, so that the error names the extra.
 require("flwr", "flower")
 
 from dovetail.federated.flower.apps import client_app, server_app, worker_app  # noqa: E402

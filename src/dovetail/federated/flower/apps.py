@@ -39,11 +39,12 @@ def server_app(
     """Return a ServerApp that runs a server, whose clients are at the nodes of the federation.
 
     Args:
-        server: The server, or a function of Flower's context that makes it.
-        client: The client, where the server takes model or data from it; it does no work here.
-        num_nodes: How many nodes there must be before the first round; None for the clients of a round.
-        patience: Seconds in which they must have come.
-        states: Where clients' states are kept, at the `nodes` or by the `server`; see `FlowerBackend`.
+        server: The server, or a function of Flower's context that builds it.
+        client: The client, if the server takes its model or data from it; it does no work here.
+        num_nodes: The number of nodes that must be connected before the first round. None means one per client of a
+            round.
+        patience: See `FlowerBackend`, as for `states`.
+        states: `nodes` or `server`, which stores the states of clients.
 
     Example:
         >>> from dovetail.federated.clients import simple
@@ -69,16 +70,15 @@ def server_app(
 def client_app(
     client: Client | Callable[[Context], Client], server: Server | Callable[[Context], Server] | None = None
 ) -> ClientApp:
-    """Return a ClientApp that does the work of the clients that live at a node.
+    """Return a ClientApp that does the work of the clients of a node.
 
-    A node with `partition-id` i is client i + 1. With `num-partitions` n it also is the clients i + 1 + n, i + 1 + 2n
-    and so on, of which there are none if there are n clients.
+    A node with `partition-id` i is client i + 1. With `num-partitions` n it is also the clients i + 1 + n, i + 1 + 2n
+    and so on.
 
     Args:
-        client: The client, or a function of Flower's context that makes it.
-        server: The server of the same federation. It does not run here: it says what model, algorithm and
-            postprocessors there are, so that server and clients begin alike. None for a client that brings its own
-            model, datasource and algorithm.
+        client: The client, or a function of Flower's context that builds it.
+        server: The server of the same federation. It does not run here, but has the model, the algorithm and the
+            postprocessors. None is for a client with its own model, datasource and algorithm.
 
     Example:
         >>> from dovetail.federated.clients import simple
@@ -93,7 +93,7 @@ def client_app(
         if server is None:
             return _begun_alone(mine)
         described = copy.copy(_made(server, context))
-        # Whatever the server keeps is not here.
+        # The files of the server are not on this node.
         described.config = described.config.with_settings(checkpoint_path=None, states_path=None)
         described.prepare(mine)
         return described.worker
@@ -105,7 +105,7 @@ def worker_app(make: Callable[[Context], Worker]) -> ClientApp:
     """Return a ClientApp around any worker.
 
     Args:
-        make: Makes the worker, when the first task comes.
+        make: Builds the worker when the first task is received.
 
     Example:
         >>> from dovetail.federated.clients import simple
@@ -128,19 +128,24 @@ class _Node:
         self._workers: dict[int, Worker] = {}
 
     def introduce(self, message: Message, context: Context) -> Message:
-        """Say which clients live here."""
-        return _attempted(message, lambda: Message(to_records(_introduction(context)), reply_to=message))
+        """Reply with the partition of this node."""
+        return _attempted(message, lambda: self._introduced(message, context))
 
     def work(self, message: Message, context: Context) -> Message:
-        """Do a task."""
         return _attempted(message, lambda: self._done(message, context))
+
+    def _introduced(self, message: Message, context: Context) -> Message:
+        place = Place.of(context.node_config)
+        content = {"partition-id": place.partition, "num-partitions": place.partitions}
+        return Message(to_records(content), reply_to=message)
 
     def _done(self, message: Message, context: Context) -> Message:
         content = from_records(message.content)
         given, stays = content.pop("state"), content.pop("states") == "nodes"
         task = Task(**content)
-        if not _place(context).has(task.client_id):
-            raise ConfigError(f"client {task.client_id} does not live at the node of {_place(context)}")
+        place = Place.of(context.node_config)
+        if not place.has(task.client_id):
+            raise ConfigError(f"client {task.client_id} does not live at the node of {place}")
         if context.run_id not in self._workers:
             self._workers = {context.run_id: self._make(context)}
         kept = _Kept(context, task.client_id)
@@ -153,9 +158,9 @@ class _Node:
 
 
 class _Kept:
-    """A client's states, which stay at the node: the one that the server counts on, and the one after it.
+    """The states of a client at its node: the one of the last used update, and the one after it.
 
-    The server keeps the round of the state. If it does not use an update, it goes on with the round before.
+    The server stores the round of the state. If it does not use an update, it continues with the round before.
     """
 
     def __init__(self, context: Context, client_id: int) -> None:
@@ -186,17 +191,8 @@ class _Kept:
         return f"{self._prefix}{round}: "
 
 
-def _introduction(context: Context) -> dict[str, int]:
-    place = _place(context)
-    return {"partition-id": place.partition, "num-partitions": place.partitions}
-
-
-def _place(context: Context) -> Place:
-    return Place.of(context.node_config)
-
-
 def _attempted(message: Message, answer: Callable[[], Message]) -> Message:
-    """Return the answer; an error of the client is an answer, too."""
+    """Return the answer; an error of the client becomes an error message."""
     try:
         return answer()
     except Exception as error:

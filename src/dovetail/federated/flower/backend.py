@@ -21,20 +21,20 @@ from dovetail.federated.states import ClientState
 
 __all__ = ["FlowerBackend", "Place", "receipt"]
 
-# Seconds between two looks for replies: at first, and after a long time without any.
+# Seconds between two polls for replies: at first, and after a long time without a reply.
 _SOON, _LATER = 0.1, 2.0
-# What Flower says of a message that nobody has answered in time.
+# Flower's error codes of a message without an answer in time.
 _EXPIRED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 _AWAY = (*_EXPIRED, ErrorCode.NODE_UNAVAILABLE)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which clients live at a node.
+    """The clients of a node.
 
     Attributes:
         partition: The node's `partition-id`, counted from 0.
-        partitions: Its `num-partitions`: the node does the work of every so-manieth client; 0 for one alone.
+        partitions: Its `num-partitions` n: the node does the work of every n-th client; 0 for one client only.
 
     Example:
         >>> [client_id for client_id in range(1, 8) if Place(1, 3).has(client_id)]
@@ -46,10 +46,10 @@ class Place:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Place:
-        """Return the place that a node's configuration says.
+        """Return the place in the configuration of a node.
 
         Raises:
-            ConfigError: It does not say one.
+            ConfigError: The configuration has none.
         """
         partition, partitions = config.get("partition-id"), config.get("num-partitions", 0)
         if type(partition) is not int or type(partitions) is not int or partition < 0 or partitions < 0:
@@ -59,24 +59,24 @@ class Place:
         return cls(partition, partitions)
 
     def has(self, client_id: int) -> bool:
-        """Whether a client lives here."""
+        """Return whether the node does the work of a client."""
         index = client_id - 1
         return (index % self.partitions if self.partitions else index) == self.partition
 
 
 class FlowerBackend(Backend):
-    """Sends tasks to the nodes at which clients live.
+    """Sends tasks to the nodes of clients.
 
-    A node says which clients it has when it is asked first. A node that is lost is a fault of its client: as soon as
-    Flower misses its heartbeat, in one minute, or at `timeout`.
+    A node reports its clients when it is connected. A lost node is a fault of its client, after one minute without
+    Flower's heartbeat, or at `timeout`.
 
     Args:
-        grid: What Flower gives to a ServerApp.
-        num_nodes: How many nodes there must be before the first round.
-        timeout: Seconds that a client has; None for as long as its node is there.
-        patience: Seconds in which the nodes must have come.
-        states: Where clients' states are kept: at the `nodes`, which a server that goes on in another run of Flower
-            cannot reach; or by the `server`, so that they travel with every task.
+        grid: The grid of Flower's ServerApp.
+        num_nodes: The number of nodes that must be connected before the first round.
+        timeout: Seconds for a client. None means as long as its node is connected.
+        patience: Seconds until the nodes must be connected.
+        states: `nodes` stores the states of clients at their nodes, which a server that resumes in another run of
+            Flower cannot reach; `server` sends them with every task.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FlowerBackend(Backend):
         self._refusals: dict[int, str] = {}
 
     def start(self, worker: Worker) -> None:
-        """Wait until enough nodes are there and have said who they are. The worker is theirs, not this one."""
+        """Wait until enough nodes have reported their clients. The worker is not used, because nodes have their own."""
         deadline = time.monotonic() + self.patience
         wait = _Wait()
         while len(self._online()) < self.num_nodes:
@@ -108,7 +108,6 @@ class FlowerBackend(Backend):
             wait()
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        """Send all tasks, and give outcomes as replies come."""
         self._meet()
         online = self._online()
         queue: Counter[int] = Counter()
@@ -116,7 +115,7 @@ class FlowerBackend(Backend):
         waiting: dict[str, Work] = {}
         sent: list[tuple[Work, Message]] = []
         for task, state in work:
-            # A node that was started again is another one: the last that came.
+            # A restarted node is a new one; the last one is used.
             node = next((each for each in reversed(online) if online[each].has(task.client_id)), None)
             if node is None:
                 yield _crashed(task, f"it has no node ({self._present()})")
@@ -132,7 +131,7 @@ class FlowerBackend(Backend):
                 yield _crashed(each[0], "its node left before the task was sent")
                 continue
             waiting[key] = each
-            # A node does one task after the other.
+            # A node runs its tasks in sequence.
             deadlines[key] = now + (message.metadata.ttl if self.timeout is not None else float("inf"))
         wait = _Wait()
         while waiting:
@@ -152,7 +151,7 @@ class FlowerBackend(Backend):
         content = {each.name: getattr(task, each.name) for each in fields(Task)}
         content |= {"state": state, "states": self.states}
         ttl = None if self.timeout is None else self.timeout * position
-        # Flower knows two kinds of tasks, and the content says which one it really is.
+        # Flower has two kinds of tasks; the content has the real one.
         kind = "evaluate" if task.kind == "evaluate" else "train"
         return Message(to_records(content), node, kind, ttl=ttl, group_id=str(task.round))
 
@@ -167,10 +166,10 @@ class FlowerBackend(Backend):
             return _crashed(task, f"its answer cannot be read: {error}")
         return Done(update, kept)
 
-    # ------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------ nodes
 
     def _meet(self) -> None:
-        """Ask nodes that have come who they are, and hear who has answered."""
+        """Query new nodes for their clients, and read the replies."""
         new = [node for node in self.grid.get_node_ids() if node not in self._asked]
         if new:
             questions = [Message(RecordDict(), node, "query", ttl=self.patience) for node in new]
@@ -181,7 +180,7 @@ class FlowerBackend(Backend):
         for reply in self._pull(self._questions) if self._questions else ():
             node = self._questions.pop(reply.metadata.reply_to_message_id)
             if reply.has_error() and reply.error.code in _AWAY:
-                # If it comes back, it is asked again.
+                # If it connects again, it is queried again.
                 self._asked.discard(node)
                 continue
             try:
@@ -212,7 +211,7 @@ class FlowerBackend(Backend):
         if not messages:
             return []
         keys = list(self.grid.push_messages(messages))
-        # Flower gives no ids at all if it was too much at once.
+        # Flower returns no ids if it received too much at once.
         if len(keys) != len(messages):
             keys = [key for each in messages for key in self.grid.push_messages([each]) or [""]]
         return [key or None for key in keys]
@@ -222,7 +221,7 @@ class FlowerBackend(Backend):
 
 
 def receipt(round: int) -> ClientState:
-    """Return what a server keeps of a state that stays at a node."""
+    """Return what the server stores for a state at a node."""
     return {"round": round}
 
 
@@ -238,7 +237,7 @@ class _Wait:
 
 
 def _update(plain: Mapping[str, Any], task: Task) -> Update:
-    """Return an update of which everything is of the type that it says, whoever has sent it."""
+    """Return an update whose values have the declared types, because a node may send anything."""
     update = Update(**plain)
     if (update.client_id, update.round) != (task.client_id, task.round):
         raise DataError(f"it is of client {update.client_id!r} in round {update.round!r}")

@@ -19,7 +19,7 @@ __all__ = ["LocalFlower"]
 
 _HOST = "127.0.0.1"
 _PATIENCE = 120.0
-# Nothing is told to anybody, and tasks begin when they come.
+# No telemetry, and tasks start without delay.
 _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",

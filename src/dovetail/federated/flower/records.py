@@ -19,7 +19,7 @@ __all__ = ["from_records", "to_records"]
 
 # The names of the two records: what is said, and the tensors that it speaks of.
 _TEXT, _TENSORS = "dovetail", "dovetail.tensors"
-# How the bytes of an array are to be read: as they lie in memory. Numpy's form has no bfloat16.
+# The format of arrays: raw bytes, because numpy's format has no bfloat16.
 _RAW = "torch.raw"
 
 
@@ -30,7 +30,7 @@ def to_records(content: Mapping[str, Any], *, under: str = "") -> RecordDict:
 
     Args:
         content: Tensors and plain values, nested.
-        under: What the names of the records begin with.
+        under: The prefix of the names of the records.
 
     Raises:
         CheckpointError: Something is neither a tensor nor plain; the message says where and what.
@@ -74,7 +74,7 @@ def _tensor(name: str, array: Array) -> Tensor:
         raise DataError(f"{name}: an array of {array.dtype!r} and shape {array.shape}, written as {array.stype!r}")
     if len(array.data) != prod(array.shape) * DTYPES[array.dtype][1]:
         raise DataError(f"{name}: {len(array.data)} bytes do not make a {array.dtype} of shape {array.shape}")
-    # In memory of torch's own: some kernels round differently where data begin elsewhere.
+    # In memory of torch, because some kernels round differently with another alignment.
     memory = torch.empty(len(array.data), dtype=torch.uint8)
     memory.numpy()[:] = np.frombuffer(array.data, dtype=np.uint8)
     return memory.view(getattr(torch, array.dtype)).reshape(array.shape)

@@ -1,7 +1,6 @@
-"""What a postprocessor is: a step that a client does and a server takes back.
+"""Base classes of postprocessors, which encode updates on a client and decode them on the server.
 
-An encoded update is an update like any other, whose `delta` holds other tensors under other names. So whatever carries
-updates carries encoded ones, and their size is what is sent.
+An encoded update is an `Update` whose `delta` has other tensors under other names.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from dovetail.federated.messages import Task, Update, Weights
 
 __all__ = ["EVERYONE", "Codec", "Gathering", "Postprocessor", "TensorCodec", "Upload"]
 
-# The client of an update that is the mean of many, whose weight is that of all of them.
+# The client id of an update that is the mean of many, with the sum of their weights.
 EVERYONE = 0
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What a postprocessor knows on the client.
+    """What a postprocessor receives on the client.
 
     Attributes:
-        task: The task that the update answers.
-        seed: All randomness comes from it. It is another one for every postprocessor of a chain.
-        state: What the postprocessor keeps for this client from round to round: tensors and plain values, read and
-            replaced here.
+        task: The task of the client.
+        seed: The seed of all random numbers, different for every postprocessor of a chain.
+        state: The state of the postprocessor for this client: tensors and plain values, to be read and replaced.
     """
 
     task: Task
@@ -39,20 +37,20 @@ class Upload:
     state: dict[str, Any]
 
     def generator(self) -> torch.Generator:
-        """Return a generator that begins at the seed."""
+        """Return a generator with the seed."""
         return torch.Generator().manual_seed(self.seed)
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """What a postprocessor knows on the server.
+    """What a postprocessor receives on the server.
 
     Attributes:
         round: The round, counted from 1.
-        cohort: Who was asked, in the order of selection.
+        cohort: The selected clients, in the order of selection.
         weights: The global model that was sent.
-        num_clients: How many could have been asked; 0 stands for the cohort itself.
-        seed: All randomness comes from it. It is another one for every postprocessor of a chain.
+        num_clients: The number of clients that could be selected; 0 means the cohort.
+        seed: The seed of all random numbers, different for every postprocessor of a chain.
     """
 
     round: int
@@ -63,18 +61,18 @@ class Gathering:
 
     @property
     def sample_rate(self) -> float:
-        """The share of all clients that was asked."""
+        """The share of all clients that was selected."""
         return len(self.cohort) / self.num_clients if self.num_clients else 1.0
 
     def generator(self) -> torch.Generator:
-        """Return a generator that begins at the seed."""
+        """Return a generator with the seed."""
         return torch.Generator().manual_seed(self.seed)
 
 
 class Postprocessor:
-    """One step of the way of an update. Override what it does; every method does nothing by itself.
+    """Base of postprocessors. Every method does nothing; override those that you need.
 
-    A chain calls `encode` in its order on the client, and everything else in reverse on the server.
+    A chain calls `encode` in its order on the client, and all other methods in reverse order on the server.
 
     Example:
         >>> class Halve(Postprocessor):
@@ -85,11 +83,11 @@ class Postprocessor:
         {'w': tensor([2.])}
     """
 
-    # Whether `encode` leaves other tensors than those of the model, which only codecs can go on with.
+    # True if `encode` returns other tensors than the model has, which only codecs can process.
     encodes: ClassVar[bool] = False
-    # Whether the client must know who else was asked: the server then sends `cohort` in the task's config.
+    # True if the client needs the ids of the round's clients: the server then sends `cohort` in the task's config.
     needs_cohort: ClassVar[bool] = False
-    # Whether what it promises is true only if the server makes nothing of updates but their mean.
+    # True if its guarantee holds only when the server uses nothing except the mean of updates.
     needs_plain_mean: bool = False
 
     def encode(self, update: Update, upload: Upload) -> Update:
@@ -97,10 +95,10 @@ class Postprocessor:
         return update
 
     def decode(self, update: Update, gathering: Gathering) -> Update:
-        """Change an update on the server, when it has come.
+        """Change an update on the server, after it is received.
 
         Raises:
-            DataError: What has come cannot be read; the client is left out.
+            DataError: The update cannot be decoded; the client is left out.
         """
         return update
 
@@ -117,11 +115,11 @@ class Postprocessor:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
 
 
 class Codec(Postprocessor, ABC):
-    """A postprocessor that writes tensors in another way, be it differences going up or weights going down."""
+    """A postprocessor that encodes tensors: the differences of updates, or the weights that clients receive."""
 
     encodes = True
 
@@ -131,22 +129,20 @@ class Codec(Postprocessor, ABC):
 
     @abstractmethod
     def unpack(self, packed: Weights) -> Weights:
-        """Return what `pack` was given, or what is left of it."""
+        """Return the tensors that `pack` received, or their approximation."""
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Pack the update's difference."""
         return update.with_delta(self.pack(update.delta, upload.generator()))
 
     def decode(self, update: Update, gathering: Gathering) -> Update:
-        """Unpack the update's difference."""
         return update.with_delta(self.unpack(update.delta))
 
 
 class TensorCodec(Codec):
-    """A codec that writes every floating-point tensor by itself, as named parts; all others stay as they are.
+    """A codec that encodes every floating-point tensor as named parts; other tensors do not change.
 
-    The part's name is appended to the tensor's after a slash, for tensors that stay too: so the last slash of a name
-    always belongs to the codec that is to be undone next.
+    The name of a part is appended to the name of its tensor after a slash, also for tensors that do not change. So the
+    last slash of a name always belongs to the codec that is decoded next.
 
     Example:
         >>> class InFloat16(TensorCodec):
@@ -170,7 +166,6 @@ class TensorCodec(Codec):
         """Return the tensor of these parts."""
 
     def pack(self, weights: Weights, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of all tensors."""
         packed: dict[str, Tensor] = {}
         for name, value in weights.items():
             has_parts = value.is_floating_point() and value.numel() > 0
@@ -179,7 +174,6 @@ class TensorCodec(Codec):
         return packed
 
     def unpack(self, packed: Weights) -> dict[str, Tensor]:
-        """Return the tensors of these parts."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for key, value in packed.items():
             name, slash, part = key.rpartition("/")

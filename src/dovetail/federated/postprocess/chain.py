@@ -1,4 +1,4 @@
-"""Several postprocessors in a row."""
+"""Chain of postprocessors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dovetail.runtime.seeds import derive_seed
 
 __all__ = ["Chain"]
 
-# What bytes that no honest client has sent can make of a decoder.
+# The errors of a decoder that receives bytes of a dishonest client.
 _UNREADABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
-# Where a chain keeps what its postprocessors keep of a client.
+# The key of the states of postprocessors in the state of a client.
 _KEY = "postprocessors"
 
 
 class Chain:
-    """Postprocessors in order: up through the list on the client, down through it on the server.
+    """Postprocessors that encode an update in order on the client, and decode it in reverse order on the server.
 
-    The same chain, or one made of the same list, is at both ends. For the way of the weights from the server to the
-    clients there is a chain of its own, with `pack` at the server and `unpack` at the clients.
+    Client and server have the same chain. Another chain encodes the weights that are sent to clients, with `pack` at
+    the server and `unpack` at the clients.
 
     Args:
         steps: Postprocessors, names of them, or mappings of one name to its arguments.
@@ -61,24 +61,19 @@ class Chain:
 
     @property
     def needs_cohort(self) -> bool:
-        """Whether the config of a task must have the ids of all clients of the round, as `cohort`."""
+        """True if the config of a task must have the ids of the round's clients, as `cohort`."""
         return any(step.needs_cohort for step in self.steps)
 
     @property
     def needs_plain_mean(self) -> bool:
-        """Whether a step promises something that is true only of the mean of updates."""
+        """True if the guarantee of a step holds only for the mean of updates."""
         return any(step.needs_plain_mean for step in self.steps)
 
     def encode(self, update: Update, task: Task, state: dict[str, Any]) -> Update:
-        """Take an update through all steps, on the client.
+        """Return the encoded update, on the client.
 
-        Args:
-            update: What training gave.
-            task: What the client was asked.
-            state: The client's state: what steps keep is put into it.
-
-        Returns:
-            The update to send. Its metrics tell its size before (`raw_bytes`) and after (`sent_bytes`).
+        The states of the steps are stored in the client's `state`. The metrics of the result have its size before
+        (`raw_bytes`) and after (`sent_bytes`).
         """
         if not self.steps:
             return update
@@ -96,11 +91,7 @@ class Chain:
         return replace(update, metrics={**update.metrics, **sizes})
 
     def decode(self, updates: Sequence[Update], gathering: Gathering) -> tuple[list[Update], list[Fault]]:
-        """Take the updates of a round back through all steps, on the server.
-
-        Returns:
-            The updates to aggregate, and a fault for every one that cannot be read.
-        """
+        """Return the decoded updates of a round, and a fault for every one that cannot be decoded, on the server."""
         faults = []
         for step in reversed(self.steps):
             decoded = []
@@ -114,24 +105,24 @@ class Chain:
         return list(updates), faults
 
     def aggregated(self, mean: Weights, updates: Sequence[Update], gathering: Gathering) -> Weights:
-        """Take the mean of a round's decoded updates through all steps, on the server."""
+        """Return the mean of a round's updates as the steps change it, on the server."""
         for position, step in reversed(list(enumerate(self.steps))):
             own = replace(gathering, seed=derive_seed(gathering.seed, _KEY, position))
             mean = step.aggregated(mean, updates, own)
         return mean
 
     def pack(self, weights: Weights, seed: int) -> Weights:
-        """Take the weights that go to clients through all steps, once for all clients of a round.
+        """Return the encoded weights, once for all clients of a round.
 
         Raises:
-            ConfigError: A step is no codec: it says something of updates only.
+            ConfigError: A step is no codec.
         """
         for position, codec in enumerate(self._codecs()):
             weights = codec.pack(weights, torch.Generator().manual_seed(derive_seed(seed, _KEY, position)))
         return weights
 
     def unpack(self, weights: Weights) -> Weights:
-        """Take weights that have come back through all steps."""
+        """Return the decoded weights."""
         for codec in reversed(self._codecs()):
             weights = codec.unpack(weights)
         return weights
@@ -142,7 +133,7 @@ class Chain:
         return {position: state for position, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         for position, own in state.items():
             self.steps[int(position)].load_state_dict(own)
 

@@ -1,4 +1,4 @@
-"""How long an update can be."""
+"""Clipping of updates to a norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import UnknownNameError, expect
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import Postprocessor, Upload
 
@@ -16,7 +16,7 @@ __all__ = ["NormClip", "clip", "norm"]
 
 
 def norm(weights: Weights) -> Tensor:
-    """Return the L2 norm of all floating-point tensors together, summed in float64: a bound should hold to the end."""
+    """Return the L2 norm of all floating-point tensors, summed in float64 so that a bound holds exactly."""
     norms = [
         torch.linalg.vector_norm(value, dtype=torch.float64).cpu()
         for value in weights.values()
@@ -26,7 +26,7 @@ def norm(weights: Weights) -> Tensor:
 
 
 def clip(weights: Weights, max_norm: float) -> tuple[dict[str, Tensor], float]:
-    """Return weights of at most this norm, and the norm they had. What is short enough stays as it is, bit for bit.
+    """Return weights of at most this norm, and their norm before. Weights within the norm do not change.
 
     Example:
         >>> clip({"w": torch.tensor([3.0, 4.0])}, max_norm=1.0)
@@ -41,11 +41,11 @@ def clip(weights: Weights, max_norm: float) -> tuple[dict[str, Tensor], float]:
 
 @dataclass(frozen=True)
 class NormClip(Postprocessor):
-    """Shorten updates to an L2 norm; the metric `update_norm` tells the norm before. Whole numbers do not count.
+    """Clips updates to an L2 norm; the metric `update_norm` is the norm before. Whole numbers are ignored.
 
     Args:
-        max_norm: The longest that an update, or one of its tensors, can be.
-        per: Whether it is the norm of the whole `"update"`, or of every `"tensor"`.
+        max_norm: The largest norm.
+        per: Clip the norm of the whole `"update"`, or of every `"tensor"`.
 
     Example:
         >>> from dovetail.federated.messages import Task
@@ -59,13 +59,11 @@ class NormClip(Postprocessor):
     per: Literal["update", "tensor"] = "update"
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ConfigError(f"max_norm: expected a number above 0, got {self.max_norm!r}")
+        expect(self.max_norm > 0, "max_norm", "a number above 0", self.max_norm)
         if self.per not in ("update", "tensor"):
             raise UnknownNameError("norm", str(self.per), ("update", "tensor"))
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Shorten the update's difference."""
         if self.per == "update":
             delta, length = clip(update.delta, self.max_norm)
         else:

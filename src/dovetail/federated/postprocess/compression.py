@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import DataError, expect
 from dovetail.extras import require
 from dovetail.federated.messages import Weights
 from dovetail.federated.postprocess.base import Codec
@@ -46,13 +46,10 @@ class Zstd(Codec):
 
     def __post_init__(self) -> None:
         require("zstandard", "compression")
-        if not 1 <= self.level <= 22:
-            raise ConfigError(f"level: expected a whole number from 1 to 22, got {self.level!r}")
-        if not self.max_bytes >= 1:
-            raise ConfigError(f"max_bytes: expected a whole number of at least 1, got {self.max_bytes!r}")
+        expect(1 <= self.level <= 22, "level", "a whole number from 1 to 22", self.level)
+        expect(self.max_bytes >= 1, "max_bytes", "a whole number of at least 1", self.max_bytes)
 
     def pack(self, weights: Weights, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the compressed bytes as one tensor."""
         entries = [
             [name, str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in weights.items()
         ]
@@ -63,7 +60,6 @@ class Zstd(Codec):
         return {"zstd": torch.frombuffer(bytearray(packed), dtype=torch.uint8)}
 
     def unpack(self, packed: Weights) -> dict[str, Tensor]:
-        """Return the tensors, in the order they had."""
         zstandard = require("zstandard", "compression")
         try:
             frame = packed["zstd"].numpy(force=True).tobytes()

@@ -1,4 +1,4 @@
-"""Sums of updates that show no single one."""
+"""Pairwise masks: the server sees the sum of updates, and no single one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import ConfigError, DataError, expect
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
 from dovetail.runtime.seeds import derive_seed
@@ -21,17 +21,17 @@ _DTYPES = {32: torch.int32, 64: torch.int64}
 
 @dataclass(frozen=True)
 class PairwiseMasks(Postprocessor):
-    """Hide every update behind random numbers that cancel in the sum, as secure aggregation does.
+    """Hides every update behind random numbers that cancel in the sum, as in secure aggregation.
 
-    Every pair of the round's clients shares a mask, which the one adds and the other subtracts. Numbers are whole
-    multiples of 2**-fraction_bits modulo 2**bits, so masks cancel bit for bit. Where clients drop out, the server takes
-    the masks that they share with the others out of the sum. What goes on is one update: the weighted mean of all, as
-    that of a client 0. This simulates the arithmetic; nobody exchanges keys.
+    Every pair of the round's clients shares a mask, which one adds and the other subtracts. Numbers are whole
+    multiples of 2**-fraction_bits modulo 2**bits, so masks cancel bit for bit. If clients drop out, the server removes
+    their masks from the sum. The result is one update of client 0: the weighted mean of all. This simulates the
+    arithmetic; no keys are exchanged.
 
     Args:
-        seed: What the clients share and the server must not know. In a simulation, all know it.
-        bits: Of a sent number: 64, or 32 for half the bytes and a narrow range.
-        fraction_bits: How many of them are behind the point; None for half.
+        seed: The secret of the clients, which the server must not know; in a simulation it does.
+        bits: The bits of a number: 64, or 32 for half the bytes and a smaller range.
+        fraction_bits: The bits of its fraction. None means half of them.
 
     Example:
         >>> from dovetail.federated.messages import Task
@@ -56,13 +56,11 @@ class PairwiseMasks(Postprocessor):
     needs_cohort = True
 
     def __post_init__(self) -> None:
-        if self.bits not in _DTYPES:
-            raise ConfigError(f"bits: expected 32 or 64, got {self.bits!r}")
-        if not 0 <= self._fraction_bits < self.bits:
-            raise ConfigError(f"fraction_bits: expected 0 to {self.bits - 1}, got {self.fraction_bits!r}")
+        expect(self.bits in _DTYPES, "bits", "32 or 64", self.bits)
+        expect(0 <= self._fraction_bits < self.bits, "fraction_bits", f"0 to {self.bits - 1}", self.fraction_bits)
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Write the update times its weight in whole numbers, and add the masks."""
+        """Convert the update times its weight to whole numbers, and add the masks."""
         task = upload.task
         cohort = task.config.get("cohort", ())
         if update.client_id not in cohort:
@@ -86,7 +84,7 @@ class PairwiseMasks(Postprocessor):
         return update.with_delta({"masked": masked})
 
     def decode(self, update: Update, gathering: Gathering) -> Update:
-        """Refuse what cannot be added to the others."""
+        """Reject an update that cannot be added to the others."""
         masked = update.delta["masked"]
         total = sum(value.numel() for value in gathering.weights.values())
         if len(update.delta) != 1 or masked.shape != (total,) or masked.dtype != _DTYPES[self.bits]:
@@ -98,7 +96,6 @@ class PairwiseMasks(Postprocessor):
         return update
 
     def combine(self, updates: Sequence[Update], gathering: Gathering) -> list[Update]:
-        """Return the weighted mean of all as one update."""
         if not updates:
             return []
         there = {update.client_id for update in updates}
@@ -123,7 +120,7 @@ class PairwiseMasks(Postprocessor):
         return self.bits // 2 if self.fraction_bits is None else self.fraction_bits
 
     def _mask(self, current_round: int, own: int, other: int, length: int) -> Tensor:
-        """Return what a client adds for another one: the negative of what that one adds for it."""
+        """Return the mask that a client adds for another one, which adds its negative."""
         mask = torch.zeros(length, dtype=_DTYPES[self.bits])
         if own == other:
             return mask
@@ -142,7 +139,7 @@ def _unflattened(flat: Tensor, weights: Weights) -> dict[str, Tensor]:
     names = sorted(weights)
     pieces = dict(zip(names, torch.split_with_sizes(flat, [weights[name].numel() for name in names]), strict=True))
     return {
-        # Means of whole numbers are not whole.
+        # The mean of whole numbers is not whole.
         name: pieces[name].reshape(value.shape).to(value.dtype if value.is_floating_point() else torch.float64)
         for name, value in weights.items()
     }

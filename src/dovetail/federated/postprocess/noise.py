@@ -1,4 +1,4 @@
-"""Differential privacy of clients: noise, and what it leaves of their secrets."""
+"""Differential privacy of clients: Gaussian noise, and its privacy accounting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, UnknownNameError, expect
 from dovetail.extras import require
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
@@ -27,7 +27,7 @@ _MECHANISMS = ("rdp", "prv")
 
 
 class PrivacyAccountant:
-    """What rounds with Gaussian noise have spent, by opacus's accountants.
+    """The privacy budget that rounds with Gaussian noise have spent, by opacus's accountants.
 
     Args:
         mechanism: `"rdp"`, or `"prv"`, which is tighter and slower.
@@ -49,16 +49,16 @@ class PrivacyAccountant:
         """Count rounds.
 
         Args:
-            noise_multiplier: The noise's standard deviation over what one client can change.
+            noise_multiplier: The standard deviation of the noise, divided by the largest change by one client.
             sample_rate: The probability with which a client takes part.
-            num_rounds: How many such rounds there were.
+            num_rounds: The number of such rounds.
         """
         if self._history and self._history[-1][:2] == (noise_multiplier, sample_rate):
             num_rounds += self._history.pop()[2]
         self._history.append((noise_multiplier, sample_rate, num_rounds))
 
     def epsilon(self, delta: float) -> float:
-        """Return what was spent, for a probability of failure; infinite where a round had no noise."""
+        """Return the epsilon for a probability of failure; infinite if a round had no noise."""
         if not self._history:
             return 0.0
         if any(noise == 0 for noise, _, _ in self._history):
@@ -66,15 +66,15 @@ class PrivacyAccountant:
         accountant = require("opacus.accountants", "privacy").create_accountant(self.mechanism)
         accountant.history = list(self._history)
         with _calm():
-            # Bounds of next to nothing can be negative.
+            # Small bounds can be negative.
             return max(0.0, float(accountant.get_epsilon(delta=delta)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep."""
+        """Return the rounds so far."""
         return {"history": [list(row) for row in self._history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         self._history = [(float(noise), float(rate), int(rounds)) for noise, rate, rounds in state["history"]]
 
 
@@ -104,20 +104,20 @@ def find_noise_multiplier(
 
 
 class GaussianNoise(Postprocessor):
-    """Shorten every update to a norm, and add Gaussian noise: once to the mean, or to every update.
+    """Clips every update to a norm, and adds Gaussian noise: once to the mean, or to every update.
 
-    `"central"`: the server adds it to the weighted mean; who sees the model learns next to nothing of any one client.
-    `"local"`: every client adds it to its own update; who sees the update learns little of the client. Tensors of whole
-    numbers are sent as 0, since noise would not hide them.
+    `"central"`: the server adds it to the weighted mean, so that the model reveals little about a single client.
+    `"local"`: every client adds it to its update, so that the update reveals little about the client. Tensors of whole
+    numbers are sent as 0, because noise would not hide them.
 
     Args:
-        noise_multiplier: The noise's standard deviation over `max_norm`.
-        max_norm: The longest that an update can be.
-        where: Who adds the noise.
-        max_weight: The most that one client can count in the mean: `num_samples` is cut to it.
-        accountant: How `epsilon` is computed: `"rdp"`, or `"prv"`, which is tighter and slower.
-        repeatable: Draw the noise from the task's seed, as all other randomness of a simulation. Whoever knows that
-            seed can take the noise away; with False it is drawn from the system.
+        noise_multiplier: The standard deviation of the noise, divided by `max_norm`.
+        max_norm: The largest norm of an update.
+        where: `"central"` or `"local"`.
+        max_weight: The largest weight of a client in the mean, to which `num_samples` is limited.
+        accountant: The accountant of `epsilon`: `"rdp"`, or `"prv"`, which is tighter and slower.
+        repeatable: Draw the noise from the task's seed, like all random numbers of a simulation. The noise can be
+            removed with that seed; with False it is drawn from the system.
 
     Example:
         >>> noise = GaussianNoise(noise_multiplier=1.0, max_norm=1.0)
@@ -139,11 +139,9 @@ class GaussianNoise(Postprocessor):
     ) -> None:
         if where not in ("central", "local"):
             raise UnknownNameError("place of the noise", str(where), ("central", "local"))
-        if not noise_multiplier >= 0:
-            raise ConfigError(f"noise_multiplier: expected a number that is not negative, got {noise_multiplier!r}")
+        expect(noise_multiplier >= 0, "noise_multiplier", "a number that is not negative", noise_multiplier)
         for name, value in (("max_norm", max_norm), ("max_weight", max_weight)):
-            if not value > 0:
-                raise ConfigError(f"{name}: expected a number above 0, got {value!r}")
+            expect(value > 0, name, "a number above 0", value)
         self.noise_multiplier = noise_multiplier
         self.max_norm = max_norm
         self.where = where
@@ -154,19 +152,19 @@ class GaussianNoise(Postprocessor):
         self._asked: Counter[int] = Counter()
 
     def epsilon(self, delta: float) -> float:
-        """Return what all rounds so far have spent: of every client, or of the one that was asked most often."""
+        """Return the epsilon of all rounds: of every client, or of the client that was selected most often."""
         if self.where == "central":
             return self._accountant.epsilon(delta)
         if not self._asked:
             return 0.0
         accountant = PrivacyAccountant(self._accountant.mechanism)
-        # Whoever sees single updates knows who was asked, and compares two updates of one client, which can be twice
-        # the norm apart.
+        # An observer of single updates knows the selected clients, and can compare two updates of one client, whose
+        # difference has up to twice the norm.
         accountant.step(self.noise_multiplier / 2, 1.0, max(self._asked.values()))
         return accountant.epsilon(delta)
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Shorten the update and cut its weight; add local noise."""
+        """Clip the update, limit its weight and add local noise."""
         if update.payload:
             raise ConfigError(
                 f"GaussianNoise hides the model's weights only, but the algorithm sends {', '.join(update.payload)} too"
@@ -177,7 +175,7 @@ class GaussianNoise(Postprocessor):
         return replace(update, delta=delta, num_samples=min(update.num_samples, self.max_weight))
 
     def decode(self, update: Update, gathering: Gathering) -> Update:
-        """Make sure of norm and weight, where noise is yet to come: codecs and liars change both."""
+        """Clip and limit again before central noise: codecs and dishonest clients can change both."""
         if self.where == "local" or update.client_id == EVERYONE:
             return update
         delta = self._shortened(update)
@@ -195,12 +193,10 @@ class GaussianNoise(Postprocessor):
         return self._noisy(mean, self.noise_multiplier * self.max_norm * self.max_weight / total, gathering)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was spent."""
         asked = {str(client_id): rounds for client_id, rounds in self._asked.items()}
         return {"accountant": self._accountant.state_dict(), "asked": asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was spent."""
         self._accountant.load_state_dict(state["accountant"])
         self._asked = Counter({int(client_id): rounds for client_id, rounds in state["asked"].items()})
 
@@ -223,7 +219,7 @@ class GaussianNoise(Postprocessor):
 
 @contextmanager
 def _calm() -> Iterator[None]:
-    """Keep quiet about orders of Rényi divergence that are not the best, and about logarithms of 0."""
+    """Ignore warnings about orders of the Rényi divergence and about logarithms of 0."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.filterwarnings("ignore", message="Optimal order is the")
         yield

@@ -1,4 +1,4 @@
-"""Fewer bits per number."""
+"""Quantization of updates: fewer bits per number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import DataError, expect
 from dovetail.federated.postprocess.base import TensorCodec
 
 __all__ = ["QSGD", "Bfloat16", "Quantization"]
@@ -37,14 +37,12 @@ class Quantization(TensorCodec):
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ConfigError(f"bits: expected 4 or 8, got {self.bits!r}")
+        expect(self.bits in (4, 8), "bits", "4 or 8", self.bits)
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the levels of a tensor and the range they divide."""
         low, high = tensor.aminmax()
         step = self._step(low, high)
-        # A tensor that is the same everywhere has no steps; NaN has to stay NaN, in the range.
+        # A constant tensor has no steps. NaN stays NaN, in the range.
         exact = torch.where(step != 0, (tensor.to(step) - low) / step, 0.0)
         levels = _rounded(exact, generator if self.stochastic else None)
         levels = levels.clamp(0, 2**self.bits - 1).to(torch.uint8)
@@ -56,7 +54,6 @@ class Quantization(TensorCodec):
         return parts
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor of these levels."""
         levels = parts["levels"]
         low, high = parts["range"]
         if self.bits == 4:
@@ -95,20 +92,17 @@ class QSGD(TensorCodec):
     levels: int = 64
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 127:
-            raise ConfigError(f"levels: expected a whole number from 1 to 127, got {self.levels!r}")
+        expect(1 <= self.levels <= 127, "levels", "a whole number from 1 to 127", self.levels)
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the levels of a tensor and its norm."""
         exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         norm = torch.linalg.vector_norm(exact)
         shares = torch.where(norm != 0, exact.abs() * (self.levels / norm), 0.0)
         levels = _rounded(shares, generator).clamp(max=self.levels) * exact.sign()
-        # A tensor without elements tells the type for nothing.
+        # A tensor without elements has the type, and no bytes.
         return {"levels": levels.to(torch.int8), "norm": norm, "type": tensor.new_empty(0)}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor of these levels."""
         return (parts["levels"] * (parts["norm"] / self.levels)).to(parts["type"].dtype)
 
 
@@ -123,17 +117,15 @@ class Bfloat16(TensorCodec):
     """
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the tensor in 16 bits."""
         # As whole numbers of 16 bits: numpy, which some transports go through, has no such floats.
         return {"bfloat16": tensor.to(torch.bfloat16).view(torch.int16), "type": tensor.new_empty(0)}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor in the type it had."""
         return parts["bfloat16"].view(torch.bfloat16).to(parts["type"].dtype)
 
 
 def _rounded(exact: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Round to the nearest, or by the dice of a generator."""
+    """Round to the nearest number, or at random with a generator."""
     if generator is None:
         return exact.round()
     dice = torch.rand(exact.shape, generator=generator, dtype=exact.dtype)

@@ -1,4 +1,4 @@
-"""Only the numbers that matter."""
+"""Sparsification of updates: only the largest numbers are sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import DataError, expect
 from dovetail.federated.messages import Update
 from dovetail.federated.postprocess.base import TensorCodec, Upload
 
@@ -39,11 +39,10 @@ class TopK(TensorCodec):
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ConfigError(f"ratio: expected a number above 0 and at most 1, got {self.ratio!r}")
+        expect(0 < self.ratio <= 1, "ratio", "a number above 0 and at most 1", self.ratio)
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Pack the update's difference, and with error feedback what is left of earlier ones."""
+        """Pack the difference of the update; with error feedback, plus the rest of earlier ones."""
         if not self.error_feedback:
             return super().encode(update, upload)
         left = upload.state.get("left", {})
@@ -54,16 +53,15 @@ class TopK(TensorCodec):
         return update.with_delta(packed)
 
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the largest numbers of a tensor in the order of their places, and those places."""
+        """Return the largest numbers of a tensor in the order of their positions, and the positions."""
         flat = tensor.flatten()
         indices = flat.abs().topk(self._num_kept(flat.numel()), sorted=False).indices.sort().values
         shape = torch.tensor(tensor.shape, dtype=torch.int64)
         return {"values": flat[indices], "indices": indices.to(torch.int32), "shape": shape}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor, with 0 for what was not sent."""
         values, shape = parts["values"], parts["shape"].tolist()
-        # Whoever sends little cannot make the server set aside much.
+        # Reject a small message that claims a huge tensor (memory exhaustion).
         if len(values) != self._num_kept(math.prod(shape)):
             raise DataError(f"{len(values)} values are not the share of {self.ratio} of a tensor of {shape}")
         flat = values.new_zeros(math.prod(shape))

@@ -1,4 +1,4 @@
-"""How much an update counts."""
+"""Weights of updates in the mean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import UnknownNameError, expect
 from dovetail.federated.messages import Update
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
 
@@ -15,14 +15,14 @@ __all__ = ["Weighting"]
 
 @dataclass(frozen=True)
 class Weighting(Postprocessor):
-    """Let an update count by something else than its samples. What it counts stands in `num_samples`.
+    """Replaces the weight of an update, which is its `num_samples`.
 
-    The server makes sure of `"uniform"` and of the cap itself; a function is the client's word.
+    The server enforces `"uniform"` and the cap; it cannot check a function.
 
     Args:
-        rule: `"samples"`, `"uniform"` for 1 each that has any, or a function of the update that returns a whole number.
-            Only the proportions matter.
-        cap: The most that one client can count.
+        rule: `"samples"`, `"uniform"` for 1 per client with samples, or a function of the update that returns a whole
+            number. Only proportions matter.
+        cap: The largest weight of a client.
 
     Example:
         >>> from dovetail.federated.messages import Task
@@ -39,15 +39,13 @@ class Weighting(Postprocessor):
     def __post_init__(self) -> None:
         if not callable(self.rule) and self.rule not in ("samples", "uniform"):
             raise UnknownNameError("weighting", str(self.rule), ("samples", "uniform"))
-        if self.cap is not None and self.cap < 1:
-            raise ConfigError(f"cap: expected a whole number of at least 1, got {self.cap!r}")
+        expect(self.cap is None or self.cap >= 1, "cap", "a whole number of at least 1", self.cap)
 
     def encode(self, update: Update, upload: Upload) -> Update:
-        """Count the update by the rule."""
         return self._capped(update, self.rule(update) if callable(self.rule) else update.num_samples)
 
     def decode(self, update: Update, gathering: Gathering) -> Update:
-        """Count the update by what the server can know of the rule."""
+        """Apply the part of the rule that the server can check."""
         return update if update.client_id == EVERYONE else self._capped(update, update.num_samples)
 
     def _capped(self, update: Update, weight: int) -> Update:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.data import as_loader, split_batch
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, UnknownNameError, expect
 from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.backends import Backend
 from dovetail.federated.config import FederatedConfig
@@ -49,10 +49,6 @@ def check_settings(config: FederatedConfig, outbound: Chain) -> None:
 
 def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
     """Return the settings that differ from their defaults but have no effect, each with the reason.
-
-    Args:
-        config: The settings.
-        backend: The backend of the server, which may have been given as an object.
 
     Example:
         >>> from dovetail.federated.backends import Sequential
@@ -115,17 +111,11 @@ def check_epochs(epochs: int | None) -> None:
     Raises:
         ConfigError: There is less than one epoch.
     """
-    if epochs is not None and epochs < 1:
-        raise ConfigError(f"personalization: expected at least 1 epoch, or None for those of a round, got {epochs!r}")
+    expect(epochs is None or epochs >= 1, "personalization", "at least 1 epoch, or None for those of a round", epochs)
 
 
 def check_model(name: str, model: nn.Module, datasource: Datasource) -> None:
-    """Raise if the model of a configuration does not accept a batch of its data.
-
-    Args:
-        name: The name of the model in the configuration.
-        model: The model, which is not changed.
-        datasource: The data source.
+    """Raise if the model that a configuration names does not accept a batch of its data; the model is not changed.
 
     Raises:
         ConfigError: The message has the shape of the data and the error of the model.

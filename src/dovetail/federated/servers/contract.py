@@ -218,7 +218,6 @@ class _Leave(ServerCallback):
         self.last = last
 
     def on_weights_aggregated(self, server: Any, updates: Any) -> None:
-        """Leave, with what this round has made."""
         if server.current_round == self.last + 1:
             raise _LeftError
 

@@ -36,7 +36,6 @@ class RoundDisplay(ServerCallback):
         self._bar: Progress | None = None
 
     def on_training_will_start(self, server: Any) -> None:
-        """Start the progress bar."""
         self._console = self._console or Console(highlight=False)
         if self._console.is_terminal:
             self._bar = Progress(
@@ -54,13 +53,11 @@ class RoundDisplay(ServerCallback):
             )
 
     def on_clients_selected(self, server: Any, selected_clients: Sequence[int], **kwargs: Any) -> None:
-        """Show the selected clients."""
         if self._bar is not None:
             some = ", ".join(map(str, selected_clients[:8])) + (" …" if len(selected_clients) > 8 else "")
             self._bar.update(self._task, doing=f"clients {some}")
 
     def on_clients_processed(self, server: Any) -> None:
-        """Print a line for the round."""
         assert self._console is not None
         line = _line(server.records[-1], server.config, server.backend.name)
         self._console.print(line, soft_wrap=True, markup=False)
@@ -68,7 +65,6 @@ class RoundDisplay(ServerCallback):
             self._bar.update(self._task, completed=server.current_round)
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Print a line with the metrics of the personalized models."""
         assert self._console is not None
         found = server.personalized
         words = [f"{counted(len(found.metrics), 'client')} for themselves"]

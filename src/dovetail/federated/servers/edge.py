@@ -12,7 +12,7 @@ from torch import nn
 from dovetail.errors import ConfigError
 from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.clients.simple import Client
-from dovetail.federated.config import FederatedConfig, ResultsConfig
+from dovetail.federated.config import AlgorithmConfig, FederatedConfig, ResultsConfig
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.selection import ClientSelection
 from dovetail.federated.states import ClientState
@@ -66,11 +66,9 @@ class Silos:
         return Edge(self, client, model, datasource)
 
     def faults(self, own: Iterable[Fault], updates: Iterable[Update]) -> list[Fault]:
-        """Return the faults of edge servers and of their clients; each reason says which, because the ids overlap.
+        """Return the faults of edge servers, and of their clients, which are in the updates of the edge servers.
 
-        Args:
-            own: The faults of edge servers.
-            updates: The updates of edge servers, which contain the faults of their clients.
+        Each reason names the kind of the client, because the ids of edge servers and clients overlap.
         """
         found = list(own)
         told: list[Fault] = []
@@ -88,12 +86,6 @@ class Edge:
 
     The server above stores the state of an edge server between two tasks: the states of its clients, of its
     algorithm, of its selection and of its postprocessors.
-
-    Args:
-        silos: The division of clients among edge servers.
-        client: Does the work of all clients.
-        model: The initial model.
-        datasource: The data of all clients.
 
     Example:
         >>> from dovetail.federated.servers import fedavg
@@ -127,13 +119,8 @@ class Edge:
             found = server.evaluate_clients() if task.kind == "evaluate" else server.personalize(epochs=epochs)
             names = sorted({name for each in found.metrics.values() for name in each})
             metrics = {name: found.mean(name) for name in names}
-            answer = Update(
-                task.client_id,
-                task.round,
-                sum(found.num_samples.values()),
-                payload=_told(found.faults),
-                metrics=metrics,
-            )
+            num_samples = sum(found.num_samples.values())
+            answer = Update(task.client_id, task.round, num_samples, payload=_told(found.faults), metrics=metrics)
             if task.kind == "evaluate":
                 return answer, state
             after = server.state_dict()
@@ -163,36 +150,26 @@ class Edge:
         if silo > 1:
             # Otherwise all edge servers would select the same positions of their lists of clients.
             selection.seed = derive_seed(selection.seed, "silo", silo)
-        rounds = task.round * config.algorithm.local_rounds
         server = Server(
             self._model,
             self._datasource,
             copy.deepcopy(self._silos.algorithm),
             callbacks=(),
             selection=selection,
-            config=replace(
-                config,
-                clients=replace(
-                    config.clients,
-                    per_round=len(_part(range(config.clients.per_round), silo, len(self._silos.ids))),
-                    outbound_processors=copy.deepcopy(config.clients.outbound_processors),
-                ),
-                server=replace(
-                    config.server,
-                    do_test=False,
-                    backend="sequential",
-                    min_clients=1,
-                    checkpoint_path=None,
-                    states_path=None,
-                    # Only the server above can stop an edge server that takes too long.
-                    timeout=config.server.timeout if config.server.simulate_wall_time else None,
-                ),
-                trainer=replace(config.trainer, rounds=rounds, target_accuracy=None, target_perplexity=None),
+            config=config.with_settings(
+                server=replace(config.server, do_test=False, backend="sequential", min_clients=1),
+                per_round=len(_part(range(config.clients.per_round), silo, len(self._silos.ids))),
+                outbound_processors=copy.deepcopy(config.clients.outbound_processors),
+                checkpoint_path=None,
+                states_path=None,
+                target_accuracy=None,
+                target_perplexity=None,
+                # Only the server above can stop an edge server that takes too long.
+                timeout=config.server.timeout if config.server.simulate_wall_time else None,
+                rounds=task.round * config.algorithm.local_rounds,
                 results=ResultsConfig(),
                 # Clients personalize once, when the server above sends that task.
-                algorithm=replace(
-                    config.algorithm, cross_silo=False, total_silos=2, local_rounds=1, personalization={}
-                ),
+                algorithm=AlgorithmConfig(config.algorithm.type, options=config.algorithm.options),
             ),
         )
         server.members = _part(range(1, self._datasource.num_clients + 1), silo, len(self._silos.ids))

@@ -21,11 +21,8 @@ def collect_metrics(
 ) -> ClientsEvaluation:
     """Return the metrics of clients; if they personalize, their new states are stored.
 
-    Args:
-        server: A server whose backend is started.
-        ids: The clients. None means all.
-        config: The settings of local training.
-        kind: `evaluate` to measure the global model; `personalize` to train it first, for the client alone.
+    The backend of the server must be started. None for `ids` means all clients. `evaluate` measures the global model,
+    and `personalize` trains it first, for the client alone.
 
     Raises:
         FederationError: All clients failed.

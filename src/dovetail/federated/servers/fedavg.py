@@ -29,7 +29,7 @@ from dovetail.federated.servers.round import is_finished, run_round
 from dovetail.federated.servers.saving import restore_server, resume_server, server_state
 from dovetail.federated.servers.settings import read_settings
 from dovetail.federated.servers.setup import build_datasource, build_trainer, start_worker
-from dovetail.federated.servers.tasks import TaskKind, training_config
+from dovetail.federated.servers.tasks import training_config
 from dovetail.federated.states import ClientStates
 from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.runtime.seeds import derive_seed
@@ -264,7 +264,8 @@ class Server:
         Args:
             ids: The clients. None means all. Clients without test data are skipped.
         """
-        return self._collect_metrics(ids, training_config(self.config), "evaluate")
+        with _preserved_rng(), self._started_backend():
+            return collect_metrics(self, ids, training_config(self.config), "evaluate")
 
     def personalize(self, ids: Iterable[int] | None = None, epochs: int | None = None) -> ClientsEvaluation:
         """Let each client train the model for itself, after all rounds, and test it on its own test data.
@@ -286,7 +287,8 @@ class Server:
         # For strategies, this is the round after the last one.
         self.current_round += 1
         try:
-            found = self._collect_metrics(ids, config, "personalize")
+            with _preserved_rng(), self._started_backend():
+                found = collect_metrics(self, ids, config, "personalize")
         except BaseException:
             self.states.rollback()
             raise
@@ -322,12 +324,6 @@ class Server:
             check_model(self.config.trainer.model_type, model, self.datasource)
         self._trainer, self._initial_model = trainer, model
         self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-    def _collect_metrics(
-        self, ids: Iterable[int] | None, config: Mapping[str, Any], kind: TaskKind
-    ) -> ClientsEvaluation:
-        with _preserved_rng(), self._started_backend():
-            return collect_metrics(self, ids, config, kind)
 
     @contextmanager
     def _started_backend(self) -> Iterator[None]:

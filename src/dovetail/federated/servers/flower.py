@@ -190,16 +190,13 @@ class _Tell(ServerCallback):
         self._file.flush()
 
     def on_training_will_start(self, server: Any) -> None:
-        """Write the rounds of the checkpoint."""
         for record in server.records:
             self.tell(record.to_plain())
 
     def on_clients_processed(self, server: Any) -> None:
-        """Write the round."""
         self.tell(server.records[-1].to_plain())
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Write what clients have become."""
         self.tell(server.personalized.to_plain())
 
 

@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["REPLACEMENTS", "call_choose_clients", "call_weights_received", "notify", "trained_weights"]
 
 # Events of callbacks for which the server has a method of the same name without "on_".
-_METHODS = {
-    name: name.removeprefix("on_")
-    for name in (
-        "on_training_will_start",
-        "on_clients_selected",
-        "on_weights_aggregated",
-        "on_clients_processed",
-        "on_server_will_close",
-    )
+_WITH_METHOD = {
+    "on_training_will_start",
+    "on_clients_selected",
+    "on_weights_aggregated",
+    "on_clients_processed",
+    "on_server_will_close",
 }
 
 _AGGREGATE = "give the server an algorithm with aggregate(weights, updates, average), or an aggregator"
@@ -53,8 +50,8 @@ REPLACEMENTS = {
 
 def notify(server: Server, event: str, *arguments: Any) -> None:
     """Call the server's own method for an event first, as plato does, and then its callbacks."""
-    if (method := _METHODS.get(event)) is not None:
-        getattr(server, method)(*arguments)
+    if event in _WITH_METHOD:
+        getattr(server, event.removeprefix("on_"))(*arguments)
     for callback in server.callbacks:
         getattr(callback, event)(server, *arguments)
 
@@ -62,10 +59,7 @@ def notify(server: Server, event: str, *arguments: Any) -> None:
 def call_choose_clients(server: Server, count: int, busy: Collection[int]) -> list[int]:
     """Return the clients of a round, from `choose_clients` if a subclass overrides it, else from the selection.
 
-    Args:
-        server: The server.
-        count: The number of clients to select.
-        busy: The ids of clients that still work for an earlier round.
+    Clients that still work for an earlier round are `busy` and are not selected.
 
     Raises:
         ConfigError: The override returned a client twice, or one that cannot be selected.

@@ -6,6 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,7 @@ from dovetail.federated.records import RoundRecord
 __all__ = ["Personalized", "WriteResults", "plot_rounds", "rows_of"]
 
 # The columns of a record besides its metrics.
-_COLUMNS = (
-    "round",
-    "elapsed_time",
-    "selected",
-    "reported",
-    "faults",
-    "bytes_down",
-    "bytes_up",
-    "staleness",
-    "backend",
-)
+_COLUMNS = tuple(each.name for each in fields(RoundRecord) if each.name != "metrics")
 
 _OF_CLIENTS = ("clients_accuracy", "clients_accuracy_std", "clients_accuracy_worst")
 
@@ -59,14 +50,12 @@ class WriteResults(ServerCallback):
         self.types = None if types is None else tuple(types)
 
     def on_clients_processed(self, server: Any) -> None:
-        """Write the table."""
         types = self.types
         if types is not None and "backend" not in types and ran_elsewhere(server.records, server.backend.name):
             types = (*types, "backend")
         self._write("rounds.csv", rows_of(server.records, types))
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Write the metrics of every client's personalized model."""
         found = server.personalized
         rows = [
             {"client": client_id, "num_samples": found.num_samples[client_id], **each}
@@ -76,7 +65,6 @@ class WriteResults(ServerCallback):
             self._write("clients.csv", rows)
 
     def on_server_will_close(self, server: Any) -> None:
-        """Draw the figure."""
         if server.records:
             plot_rounds(server.records, self.folder / "rounds.png")
 
@@ -93,10 +81,6 @@ class WriteResults(ServerCallback):
 
 def with_results(callbacks: Sequence[ServerCallback], config: ResultsConfig) -> list[ServerCallback]:
     """Return the callbacks, and one that writes results if a folder is set and no callback writes them.
-
-    Args:
-        callbacks: The callbacks of a server.
-        config: The settings of results.
 
     Example:
         >>> [type(it).__name__ for it in with_results([], ResultsConfig(result_path="out"))]
@@ -129,7 +113,6 @@ class Personalized(ServerCallback):
     found: dict[str, Any] | None = None
 
     def on_clients_personalized(self, server: Any) -> None:
-        """Store the metrics."""
         self.found = server.personalized.to_plain()
 
 
@@ -145,11 +128,9 @@ def ran_elsewhere(records: Sequence[RoundRecord], requested: str) -> list[RoundR
 
 
 def rows_of(records: Sequence[RoundRecord], types: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rounds as rows of a table; a metric that a round does not have is empty there.
+    """Return the rounds, at least one, as rows of a table; a metric that a round does not have is empty.
 
-    Args:
-        records: At least one.
-        types: The columns; None for all.
+    None for `types` means all columns.
 
     Raises:
         UnknownNameError: No round has such a column.

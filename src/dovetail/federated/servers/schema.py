@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from dovetail.checks import Check, Key, Refused, flag, mapping, number, text, whole
 from dovetail.data.models import models
 from dovetail.federated.algorithms.registry import algorithms
 from dovetail.federated.backends.registry import backends
-from dovetail.federated.config import (
-    AlgorithmConfig,
-    ClientsConfig,
-    DataConfig,
-    ParametersConfig,
-    ResultsConfig,
-    ServerConfig,
-    TrainerConfig,
-)
+from dovetail.federated.config import FederatedConfig
 from dovetail.federated.data.partition import partitions
 from dovetail.federated.data.sources import datasources
 from dovetail.federated.postprocess.registry import postprocessors
@@ -48,21 +41,23 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _spec(value: Any) -> Any:
     """Accept a name, or a mapping of one name to its arguments."""
-    if isinstance(value, Mapping) and len(value) == 1 and isinstance(next(iter(value.values())), Mapping):
-        return dict(value)
-    if not isinstance(value, str):
+    if not _is_spec(value):
         raise Refused("expected a name, or one with what it takes, such as {trimmed_mean: {share: 0.1}}")
-    return value
+    return value if isinstance(value, str) else dict(value)
 
 
 def _processors(value: Any) -> tuple[Any, ...]:
     """Accept names, and mappings of one name to its arguments."""
     items = value if isinstance(value, list) else [value]
-    for item in items:
-        one_name = isinstance(item, Mapping) and len(item) == 1 and isinstance(next(iter(item.values())), Mapping)
-        if not (isinstance(item, str) or one_name):
-            raise Refused("expected a list of names, such as [quantize, {clip: {max_norm: 1.0}}]")
+    if not all(map(_is_spec, items)):
+        raise Refused("expected a list of names, such as [quantize, {clip: {max_norm: 1.0}}]")
     return tuple(items)
+
+
+def _is_spec(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return len(value) == 1 and isinstance(next(iter(value.values())), Mapping)
+    return isinstance(value, str)
 
 
 def _personalization(value: Any) -> dict[str, Any]:
@@ -71,7 +66,7 @@ def _personalization(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping) or list(value) != ["epochs"]:
         raise Refused("expected epochs, such as {epochs: 5}")
-    return {"epochs": _COUNT(value["epochs"])}
+    return {"epochs": whole(1)(value["epochs"])}
 
 
 def _algorithms(value: Any) -> str | tuple[Any, ...]:
@@ -79,104 +74,42 @@ def _algorithms(value: Any) -> str | tuple[Any, ...]:
     return value if isinstance(value, str) else _processors(value)
 
 
-def _keys(kind: type[Any], **checks: Check) -> dict[str, Key]:
-    """Return the keys of a section with their checks, and the defaults of its dataclass."""
-    default = kind()
-    assert checks.keys() == kind.__dataclass_fields__.keys(), checks.keys() ^ kind.__dataclass_fields__.keys()
-    return {name: Key(check, default=getattr(default, name)) for name, check in checks.items()}
-
-
-_COUNT, _SHARE, _SEED = whole(1), number(0, 1), whole(0)
-
-# The keys of each section.
-SECTIONS: dict[str, dict[str, Key]] = {
-    "clients": _keys(
-        ClientsConfig,
-        type=text,
-        total_clients=_COUNT,
-        per_round=_COUNT,
-        do_test=flag,
-        test_interval=_COUNT,
-        random_seed=_SEED,
-        speed_simulation=flag,
-        simulation_distribution=mapping,
-        avg_training_time=number(0),
-        comm_simulation=flag,
-        inbound_processors=_processors,
-        outbound_processors=_processors,
-    ),
-    "server": _keys(
-        ServerConfig,
-        type=text,
-        synchronous=flag,
-        minimum_clients_aggregated=_COUNT,
-        staleness_bound=whole(0),
-        simulate_wall_time=flag,
-        periodic_interval=number(0),
-        request_update=flag,
-        do_test=flag,
-        random_seed=_SEED,
-        checkpoint_path=text,
-        states_path=text,
-        downlink_bandwidth=number(0),
-        uplink_bandwidth=number(0),
-        backend=text,
-        num_workers=_COUNT,
-        min_clients=_COUNT,
-        timeout=number(0),
-        selection=text,
-        aggregator=_spec,
-    ),
-    "data": _keys(
-        DataConfig,
-        datasource=text,
-        sampler=text,
-        testset_sampler=text,
-        testset_size=_COUNT,
-        random_seed=_SEED,
-        options=mapping,
-    ),
-    "trainer": _keys(
-        TrainerConfig,
-        type=text,
-        rounds=_COUNT,
-        epochs=_COUNT,
-        batch_size=_COUNT,
-        optimizer=text,
-        lr_scheduler=text,
-        loss_criterion=text,
-        global_lr_scheduler=flag,
-        model_type=text,
-        model_name=text,
-        max_concurrency=_COUNT,
-        target_accuracy=_SHARE,
-        target_perplexity=number(0),
-    ),
-    "algorithm": _keys(
-        AlgorithmConfig,
-        type=_algorithms,
-        personalization=_personalization,
-        cross_silo=flag,
-        total_silos=_COUNT,
-        local_rounds=_COUNT,
-        options=mapping,
-    ),
-    "parameters": _keys(
-        ParametersConfig, model=mapping, optimizer=mapping, learning_rate=mapping, loss_criterion=mapping
-    ),
-    "results": _keys(ResultsConfig, types=_names, result_path=text, record_clients_accuracy=flag),
+_SEED = whole(0)
+# The check of a key by the type of its field, and of the keys whose check is another one.
+_BY_TYPE: dict[str, Check] = {
+    "bool": flag,
+    "int": whole(1),
+    "float": number(0),
+    "str": text,
+    "Mapping[str, Any]": mapping,
+}
+_CHECKS: dict[str, dict[str, Check]] = {
+    "clients": {"random_seed": _SEED, "inbound_processors": _processors, "outbound_processors": _processors},
+    "server": {"random_seed": _SEED, "staleness_bound": _SEED, "aggregator": _spec},
+    "data": {"random_seed": _SEED},
+    "trainer": {"target_accuracy": number(0, 1)},
+    "algorithm": {"type": _algorithms, "personalization": _personalization},
+    "results": {"types": _names},
 }
 
 # The dataclass of each section.
-KINDS: dict[str, type[Any]] = {
-    "clients": ClientsConfig,
-    "server": ServerConfig,
-    "data": DataConfig,
-    "trainer": TrainerConfig,
-    "algorithm": AlgorithmConfig,
-    "parameters": ParametersConfig,
-    "results": ResultsConfig,
-}
+KINDS: dict[str, type[Any]] = {name: type(default) for name, default in vars(FederatedConfig()).items()}
+
+
+def _keys(section: str) -> dict[str, Key]:
+    """Return the keys of a section with their checks, and the defaults of its dataclass."""
+    default, checks = KINDS[section](), _CHECKS.get(section, {})
+    return {
+        each.name: Key(
+            checks.get(each.name) or _BY_TYPE[str(each.type).removesuffix(" | None")],
+            default=getattr(default, each.name),
+        )
+        for each in fields(default)
+    }
+
+
+# The keys of each section.
+SECTIONS: dict[str, dict[str, Key]] = {name: _keys(name) for name in KINDS}
 
 # Keys of the algorithm that plato has in the section `server`.
 ALGORITHM_KEYS_OF_SERVER = ("mixing_hyperparameter", "adaptive_mixing", "staleness_weighting_function")

@@ -12,7 +12,7 @@ from dovetail.federated.algorithms import Algorithm, FedAvg
 from dovetail.federated.algorithms.registry import algorithm_of
 from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, backends
-from dovetail.federated.callbacks import ServerCallback
+from dovetail.federated.callbacks import ServerCallback, as_callback
 from dovetail.federated.clock import Speeds
 from dovetail.federated.config import FederatedConfig
 from dovetail.federated.postprocess import Chain
@@ -27,18 +27,13 @@ __all__ = ["ServerSettings", "read_settings"]
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The configuration of a server, and the objects that it names.
+    """The configuration of a server, and the objects that it names; `Server` has them as attributes.
 
     Attributes:
-        config: The configuration, which includes the arguments that were given by name.
         callbacks: The callbacks of the server, and the one that writes results if a folder is set.
         algorithm: The server's part of the algorithm. With edge servers it is FedAvg, because they run the algorithm.
-        selection: Selects the clients of a round.
-        backend: Runs the clients.
-        aggregator: Turns the updates of a round into one.
         inbound: The postprocessors of the weights on the way to clients.
         outbound: The postprocessors of the updates on the way to the server.
-        speeds: The simulated speeds of clients.
         silos: The division of clients among edge servers. None means that there are no edge servers.
     """
 
@@ -65,18 +60,10 @@ def read_settings(
     aggregator: Average | str | None = None,
     postprocessors: Iterable[Any] | None = None,
 ) -> ServerSettings:
-    """Return the settings that the arguments of a server describe.
+    """Return the settings that the arguments of a `Server` describe.
 
-    Args:
-        config: The configuration. None means the defaults.
-        changes: Settings by name that replace values of `config`.
-        algorithm: An algorithm, its class or its name. None means the algorithm that the configuration names; so does
-            None for every argument below.
-        callbacks: Callbacks or their classes.
-        selection: A client selection.
-        backend: A backend or its name.
-        aggregator: An aggregator or its name.
-        postprocessors: The postprocessors of updates.
+    `changes` are settings by name that replace values of `config`. None for any other argument means the object that
+    the configuration names.
 
     Raises:
         ConfigError: A setting is unknown, or contradicts another one.
@@ -99,7 +86,7 @@ def read_settings(
     server = config.server
     settings = ServerSettings(
         config,
-        callbacks=with_results([_as_server_callback(it) for it in callbacks or ()], config.results),
+        callbacks=with_results([as_callback(it, ServerCallback) for it in callbacks or ()], config.results),
         algorithm=_copied(algorithm) or algorithm_of(config.algorithm),
         selection=selection or selections.get(server.selection)(server.random_seed),
         backend=backend or _build_backend(config),
@@ -141,10 +128,3 @@ def _copied(algorithm: Any) -> Algorithm | None:
     if given is not None and not isinstance(given, Algorithm):
         raise ConfigError(f"algorithm: expected a name or an Algorithm (class or instance), got {algorithm!r}")
     return copy.deepcopy(given)
-
-
-def _as_server_callback(candidate: Any) -> ServerCallback:
-    callback = candidate() if isinstance(candidate, type) else candidate
-    if not isinstance(callback, ServerCallback):
-        raise ConfigError(f"callbacks: expected a ServerCallback (class or instance), got {candidate!r}")
-    return callback

@@ -40,12 +40,8 @@ def build_datasource(config: FederatedConfig) -> Datasource:
 def build_trainer(model: _Model, trainer: _Trainer, client: Client, data: Any) -> tuple[Trainer, nn.Module]:
     """Return the trainer that tests the global model, and the initial model, which is not the trainer's.
 
-    Args:
-        model: The model that the server was given. None means the model of the client, else of a trainer, else the
-            default model of the data.
-        trainer: The trainer that the server was given. None means the client's.
-        client: The client.
-        data: The data source.
+    Without a model, it is the model of the client, else of a trainer, else the default model of the data. Without a
+    trainer, it is the client's.
     """
     own: Any = as_trainer(trainer or client._given_trainer)
     trainers = [it for it in (trainer, client._given_trainer, own) if isinstance(it, Trainer)]
@@ -56,12 +52,7 @@ def build_trainer(model: _Model, trainer: _Trainer, client: Client, data: Any) -
 
 
 def start_worker(server: Server, client: Client, model: nn.Module) -> Worker:
-    """Return the object that does the work of the clients of a server: the client, or one for edge servers.
-
-    Args:
-        server: The server.
-        client: Does the work of all clients; it is changed here.
-        model: The initial model.
+    """Return the object that does the work of the clients of a server: the client, which is changed, or an `Edge`.
 
     Raises:
         ConfigError: The client overrides a method that edge servers do not call.

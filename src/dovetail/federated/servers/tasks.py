@@ -23,12 +23,8 @@ def make_task(
 ) -> Task:
     """Return the task of one client.
 
-    Args:
-        server: The server.
-        client_id: The client.
-        weights: What `packed_weights` returns. Tasks of one round share it, so that a backend transfers it once.
-        config: What `training_config` returns, which the tasks of one round share too.
-        kind: The kind of work.
+    All tasks of a round share the result of `packed_weights` and of `training_config`, so that a backend transfers
+    them once.
     """
     payload = server.algorithm.payload(client_id)
     if kind != "evaluate" and defines(server, "customize_server_response"):
