@@ -14,27 +14,6 @@ from dovetail.config import locate, parse_config
 from dovetail.errors import ConfigError
 from dovetail.units import TrainUnit, parse_unit
 
-__all__ = [
-    "LIMIT",
-    "REQUIRED",
-    "ConfigErrors",
-    "Key",
-    "Problem",
-    "Problems",
-    "Refused",
-    "flag",
-    "list_of",
-    "mapping",
-    "number",
-    "one_of",
-    "override",
-    "read_section",
-    "text",
-    "unit",
-    "unknown_key",
-    "whole",
-]
-
 _Keys = tuple[str | int, ...]
 
 Check = Callable[[Any], Any]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from html import escape
 
-__all__ = ["page_text", "printable"]
-
 # Control characters (C0, DEL, C1), line separators, marks and overrides of the writing direction, half surrogate pairs.
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\N{ARABIC LETTER MARK}\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"

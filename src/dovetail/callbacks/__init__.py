@@ -10,13 +10,14 @@ from dovetail.callbacks.handler import CallbackHandler
 from dovetail.callbacks.lambda_callback import LambdaCallback
 from dovetail.callbacks.log_file import CSVLogger, JSONLLogger
 from dovetail.callbacks.lr_monitor import LRMonitor
-from dovetail.callbacks.monitor import Mode, Monitor, mode_of
+from dovetail.callbacks.monitor import Monitor
 from dovetail.callbacks.non_finite import NonFiniteLoss
 from dovetail.callbacks.plateau import ReduceOnPlateau
 from dovetail.callbacks.plato import PlatoAdapter, TrainerCallback
 from dovetail.callbacks.profiler import Profiler
 from dovetail.callbacks.progress import ProgressDisplay
 from dovetail.callbacks.timing import Timer
+from dovetail.history import Mode, mode_of
 
 __all__ = [
     "EMA",

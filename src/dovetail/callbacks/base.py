@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["FOREIGN_HOOKS", "HOOKS", "Callback", "Callbacks", "Report", "is_new_run"]
-
 
 @dataclass(frozen=True)
 class Report:

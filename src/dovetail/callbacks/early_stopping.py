@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dovetail.callbacks.base import is_new_run
-from dovetail.callbacks.monitor import Mode, Monitor
+from dovetail.callbacks.monitor import Monitor
 from dovetail.errors import ConfigError
+from dovetail.history import Mode
 from dovetail.units import check_count, check_finite
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-
-__all__ = ["EarlyStopping", "ImprovementWindow", "StopWhen"]
 
 
 class _Stopper(Monitor):

@@ -17,8 +17,6 @@ from dovetail.units import check_count, counted
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["EMA"]
-
 
 class EMA(Callback):
     """Keep an exponential moving average of the trainable parameters.

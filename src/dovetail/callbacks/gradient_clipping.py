@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["GradientClipping"]
-
 
 class GradientClipping(Callback):
     """Clip gradients by their norm or by value before an optimizer steps.

@@ -9,8 +9,6 @@ from dovetail.callbacks.base import Callback, Callbacks
 from dovetail.callbacks.plato import PlatoAdapter, TrainerCallback
 from dovetail.errors import UnknownNameError
 
-__all__ = ["CallbackHandler"]
-
 _EVENTS = frozenset(name for kind in (Callback, TrainerCallback) for name in vars(kind) if name.startswith("on_"))
 
 

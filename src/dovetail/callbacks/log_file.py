@@ -20,8 +20,6 @@ from dovetail.history.lines import as_line, write_atomically
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["CSVLogger", "JSONLLogger"]
-
 
 class _RowLogger(Callback, ABC):
     """One row per epoch, and per validation inside an epoch: where training stood, and all metrics.

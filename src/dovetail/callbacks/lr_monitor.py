@@ -11,8 +11,6 @@ from dovetail.units import Epochs, TrainUnit, Updates
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["LRMonitor"]
-
 
 class LRMonitor(Callback):
     """Record the learning rate and momentum of every parameter group in the history, under the stage `lr`.

@@ -13,8 +13,6 @@ from dovetail.history import Mode, mode_of
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Mode", "Monitor", "mode_of"]
-
 
 class Monitor(Callback, ABC):
     """Hands every new value of one metric to `observe`.

@@ -12,8 +12,6 @@ from dovetail.errors import ConfigError, NonFiniteLossError
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["NonFiniteLoss"]
-
 _ADVICE = "try a lower learning rate, gradient clipping, or mixed precision in bfloat16 instead of float16"
 
 

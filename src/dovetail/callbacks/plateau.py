@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dovetail.callbacks.base import is_new_run
-from dovetail.callbacks.monitor import Mode, Monitor
+from dovetail.callbacks.monitor import Monitor
 from dovetail.errors import ConfigError
+from dovetail.history import Mode
 from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-
-__all__ = ["ReduceOnPlateau"]
 
 
 class ReduceOnPlateau(Monitor):

@@ -10,8 +10,6 @@ from dovetail.callbacks.base import Callback
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["PlatoAdapter", "TrainerCallback"]
-
 
 class TrainerCallback:
     """Plato's trainer callback: every event gets the trainer and its configuration.

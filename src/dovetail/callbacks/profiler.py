@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Profiler"]
-
 # The profiler says on the terminal that it starts and stops, at level 5, unless the environment says otherwise when
 # a process first uses it.
 _LOG_LEVEL, _QUIET = "KINETO_LOG_LEVEL", "6"

@@ -24,8 +24,6 @@ from dovetail.units import Batches, Epochs
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["ProgressDisplay"]
-
 
 class ProgressDisplay(Callback):
     """Show the running epoch as a bar, and leave one line for every epoch.

@@ -13,8 +13,6 @@ from dovetail.units import Progress
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Timer"]
-
 
 class Timer(Callback):
     """Measure epochs, validations and the speed of training, without a hook in any step.

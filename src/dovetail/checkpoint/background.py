@@ -16,8 +16,6 @@ from dovetail.checkpoint.manifest import summarize
 from dovetail.checkpoint.store import CheckpointWarning, check_on_error, write
 from dovetail.errors import CheckpointError
 
-__all__ = ["AsyncWriter"]
-
 
 class AsyncWriter:
     """Saves checkpoints in a background thread, one at a time, with the guarantees of `save`.

@@ -36,8 +36,6 @@ from dovetail.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Encoded", "decode", "encode", "encode_plain"]
-
 _MAX_DEPTH = 64
 # A dict compares keys of equal hash one by one, so n of them take n² comparisons. Text is hashed with a secret number,
 # but whole numbers are hashed modulo 2**61 - 1, and a file can hold as many equal hashes as it likes.

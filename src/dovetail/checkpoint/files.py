@@ -17,23 +17,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = [
-    "CHUNK",
-    "DISK",
-    "Digest",
-    "Files",
-    "aside_name",
-    "damaged_name",
-    "discard",
-    "is_temporary",
-    "make_parents",
-    "names_in",
-    "reserve",
-    "resolve",
-    "sweep",
-    "write_file",
-]
-
 CHUNK = 1 << 20
 """Bytes that are hashed and written at a time: small beside a model, large beside a system call."""
 

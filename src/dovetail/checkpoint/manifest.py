@@ -20,19 +20,6 @@ from dovetail.checkpoint.files import CHUNK, Digest
 from dovetail.checkpoint.strict_json import seal, unseal
 from dovetail.errors import CheckpointError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "SHARDS",
-    "STATE",
-    "TENSORS",
-    "CheckpointInfo",
-    "StoredFile",
-    "make_manifest",
-    "next_sequence",
-    "read_manifest",
-]
-
 FORMAT_VERSION = 1
 """The version of the format that this release writes. It reads this one and all before it."""
 

@@ -15,8 +15,6 @@ from dovetail.checkpoint.manifest import CheckpointInfo
 from dovetail.checkpoint.store import is_unchanged, list_checkpoints, remove
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["TrialCheckpoint", "experiment_retention", "prune", "retain"]
-
 _Item = TypeVar("_Item")
 
 

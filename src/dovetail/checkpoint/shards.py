@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-__all__ = ["Peers", "parse_index", "plan_shards", "read_shards", "together"]
-
 
 class Peers(Protocol):
     """The processes that write and read checkpoints together, as one of them sees them."""

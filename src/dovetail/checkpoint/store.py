@@ -70,18 +70,6 @@ from dovetail.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "MIGRATIONS",
-    "CheckpointWarning",
-    "inspect",
-    "latest",
-    "list_checkpoints",
-    "load",
-    "load_latest",
-    "save",
-    "verify",
-]
-
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
 _OnError = Literal["raise", "warn"]

@@ -20,20 +20,6 @@ from dovetail.checkpoint.manifest import MANIFEST
 from dovetail.checkpoint.strict_json import seal, unseal
 from dovetail.errors import CheckpointError
 
-__all__ = [
-    "FILES",
-    "Digests",
-    "StoredFiles",
-    "check_stored_file",
-    "digest_of",
-    "file_chunks",
-    "is_stored_files",
-    "make_stored_manifest",
-    "names_below",
-    "read_stored_files",
-    "verify_stored_files",
-]
-
 FILES = "files"
 """The folder of the script's files in a checkpoint."""
 

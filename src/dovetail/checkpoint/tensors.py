@@ -20,18 +20,6 @@ from dovetail.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DTYPES",
-    "MAX_ELEMENTS",
-    "Block",
-    "TensorFile",
-    "dtype_name",
-    "make_block",
-    "read_tensors",
-    "stream",
-    "stream_size",
-]
-
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),

@@ -23,14 +23,12 @@ from dovetail.cli.output import (
     plain,
     print_facts,
     print_json,
-    printable,
 )
 from dovetail.errors import CheckpointError, ConfigError
+from dovetail.printing import printable
 
 if TYPE_CHECKING:
     from dovetail.checkpoint import CheckpointInfo
-
-__all__ = ["app", "best_checkpoint"]
 
 app = typer.Typer(help="Inspect, verify, list, export and prune checkpoints.", no_args_is_help=True)
 

@@ -11,8 +11,6 @@ from dovetail.cli.output import Home, StoreUrl, open_store
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 
-__all__ = ["dashboard"]
-
 
 def dashboard(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any that is free.")] = 8080,

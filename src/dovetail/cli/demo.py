@@ -15,8 +15,6 @@ from dovetail.cli.output import console, make_table
 from dovetail.demos import DEMOS
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["complete_demos", "demo"]
-
 
 def complete_demos(incomplete: str) -> list[str]:
     """Return the names of demos that begin so."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.cli.output import AsJson, Home, StoreUrl, console, print_json, printable
+from dovetail.cli.output import AsJson, Home, StoreUrl, console, print_json
+from dovetail.printing import printable
 from dovetail.units import counted
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from dovetail.cli.checkup import Check
-
-__all__ = ["doctor", "table"]
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 

@@ -30,20 +30,18 @@ from dovetail.cli.output import (
     open_store,
     print_facts,
     print_json,
-    printable,
     state_text,
 )
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TEST_MODE
+from dovetail.printing import printable
 from dovetail.units import counted
 
 if TYPE_CHECKING:
     from dovetail.search.records import ExperimentRecord
     from dovetail.search.schema import ExperimentConfig
     from dovetail.search.store import Store
-
-__all__ = ["app"]
 
 app = typer.Typer(help="Create experiments, watch, pause and compare them.", no_args_is_help=True, epilog=EXIT_CODES)
 
@@ -95,8 +93,8 @@ def create(
 def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
     """List all experiments, the oldest first."""
     from dovetail.search.charts import shown
+    from dovetail.search.records import ExperimentError
     from dovetail.search.report import duration
-    from dovetail.search.store import ExperimentError
 
     try:
         records = open_store(home, store).experiments()

@@ -10,8 +10,6 @@ import typer
 from dovetail.cli.output import print_json, print_line
 from dovetail.extras import require
 
-__all__ = ["federate"]
-
 
 def federate(
     config: Annotated[

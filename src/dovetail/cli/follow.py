@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.cli.output import console, hparams_text, make_table, printable
+from dovetail.cli.output import console, hparams_text, make_table
 from dovetail.errors import ConfigError
+from dovetail.printing import printable
 from dovetail.search.charts import shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
 from dovetail.search.report import duration, flat, searched
@@ -24,8 +25,6 @@ from dovetail.units import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-__all__ = ["changes", "print_log", "summary", "trials_view", "watching"]
 
 _POLL_SECONDS = 0.2
 _STATUS_WIDTH = 24

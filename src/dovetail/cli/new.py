@@ -13,8 +13,6 @@ import typer
 
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["new"]
-
 _STYLES = ("composable", "subclass", "trial", "federated")
 
 

@@ -22,32 +22,6 @@ if TYPE_CHECKING:
     from dovetail.search.records import ExperimentRecord, JobRecord, TrialRecord
     from dovetail.search.store import Store
 
-__all__ = [
-    "EXIT_CODES",
-    "AsJson",
-    "ConfigFile",
-    "ContextDir",
-    "FollowLog",
-    "Home",
-    "StoreUrl",
-    "bytes_text",
-    "completion",
-    "console",
-    "describe_experiment",
-    "describe_job",
-    "describe_trial",
-    "hparams_text",
-    "make_table",
-    "moment",
-    "open_store",
-    "plain",
-    "print_facts",
-    "print_json",
-    "print_line",
-    "printable",
-    "state_text",
-]
-
 EXIT_CODES = (
     "Exit codes: 0 fine; 1 a mistake, said in one sentence; 2 wrong usage; 3 the experiment or job ended in ERROR; "
     "130 interrupted, paused or canceled before its end."
@@ -105,7 +79,8 @@ def open_store(home: Path | None, url: str | None, made_by: str = "experiment cr
     Raises:
         ExperimentError: There is none.
     """
-    from dovetail.search.store import ExperimentError, Store, home_directory
+    from dovetail.search.records import ExperimentError
+    from dovetail.search.store import Store, home_directory
 
     folder = home_directory(home)
     if url is None and not (folder / "store.db").exists():

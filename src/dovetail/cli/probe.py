@@ -16,8 +16,6 @@ from importlib import import_module
 from threading import Thread
 from typing import Any
 
-__all__ = ["PROBES", "main"]
-
 _PATIENCE = timedelta(seconds=10)
 
 

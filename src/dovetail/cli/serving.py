@@ -20,8 +20,6 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from dovetail.runtime.signals import SignalHandler
 
-__all__ = ["HOST", "Guarded", "LocalServer", "serve"]
-
 HOST = "127.0.0.1"
 _HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
 _TOKEN = "token"  # noqa: S105 - the name of a field

@@ -31,8 +31,6 @@ from dovetail.units import counted
 if TYPE_CHECKING:
     from dovetail.search.reports import RejectedLine
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Look at trials, their logs and metrics.", no_args_is_help=True, epilog=EXIT_CODES)
 
 

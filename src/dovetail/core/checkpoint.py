@@ -46,8 +46,6 @@ from dovetail.checkpoint.stored_files import (
 from dovetail.core.distributed import DistributedContext
 from dovetail.errors import CheckpointError, ConfigError, DovetailError, UnknownNameError
 
-__all__ = ["CheckpointContext", "storage_directory"]
-
 _Path = str | os.PathLike[str]
 _Selector = Callable[[str], bool]
 

@@ -14,8 +14,6 @@ from dovetail.core.train import EarlyExitReason, TensorboardMode, TrainContext
 from dovetail.errors import InvalidHP
 from dovetail.info import TrialInfo, get_cluster_info
 
-__all__ = ["Context", "init"]
-
 _MISSING = {
     "searcher": "a script runs to its own length here, and reports its metrics by train.report_validation_metrics",
     "profiler": "torch.profiler writes into train.get_tensorboard_path()",

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from dovetail.distributed import Group, is_launched
 from dovetail.errors import CheckpointError, ConfigError, DataError
 
-__all__ = ["DistributedContext"]
-
 
 class DistributedContext:
     """The place of this process among those of a run, and messages between them.

@@ -12,8 +12,6 @@ from dovetail.errors import ConfigError
 from dovetail.info import ATTEMPT, PREEMPTED
 from dovetail.runtime.signals import SignalHandler, announce
 
-__all__ = ["PreemptContext", "PreemptMode"]
-
 
 class PreemptMode(enum.Enum):
     """Who of several processes knows whether to leave.

@@ -29,8 +29,6 @@ from torch import Tensor
 from dovetail.errors import ConfigError, DataError
 from dovetail.info import TrialInfo
 
-__all__ = ["METRICS", "EarlyExitReason", "ExitedReason", "TensorboardMode", "TrainContext", "read_metrics"]
-
 METRICS = "metrics.jsonl"
 """The name of the file in the trial's folder."""
 

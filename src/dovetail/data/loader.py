@@ -31,8 +31,6 @@ from dovetail.data.workers import WorkerStates
 from dovetail.errors import DataError
 from dovetail.runtime.seeds import derive_seed
 
-__all__ = ["DataLoader", "EpochSampler", "iterate_from"]
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

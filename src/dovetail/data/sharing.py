@@ -13,8 +13,6 @@ from torch.utils.data import DistributedSampler
 from dovetail.data.loader import DataLoader, iterate_from
 from dovetail.data.sources import num_batches
 
-__all__ = ["Share", "is_shared_already", "shared"]
-
 
 @dataclass(frozen=True)
 class Share:

@@ -22,8 +22,6 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-__all__ = ["Rows", "rows_in_memory"]
-
 # Batches are cut from a copied run of samples. About a megabyte is best by measurement: one copy of a whole
 # epoch of MNIST takes five times as long, since all of its pages are new to the process; one copy per batch
 # takes up to seven times as long when batches are tiny.

@@ -14,8 +14,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from dovetail.data.loader import DataLoader
 from dovetail.errors import DataError
 
-__all__ = ["SamplerSource", "as_loader", "holds_samples", "is_one_shot", "num_batches"]
-
 
 @runtime_checkable
 class SamplerSource(Protocol):

@@ -26,8 +26,6 @@ from dovetail.data.generators import (
     set_global_states,
 )
 
-__all__ = ["WorkerStates"]
-
 State = dict[str, Any]
 
 

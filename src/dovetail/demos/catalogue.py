@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-__all__ = ["DEMOS", "Demo", "Outcome"]
-
 
 @dataclass(frozen=True)
 class Outcome:

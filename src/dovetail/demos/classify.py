@@ -20,8 +20,6 @@ from dovetail.history import History
 from dovetail.trainers import Trainer
 from dovetail.units import counted
 
-__all__ = ["run"]
-
 _SHOWN = 12
 
 

@@ -13,8 +13,6 @@ from dovetail.search.records import ExperimentRecord, TrialRecord
 from dovetail.search.report import report, searched
 from dovetail.units import counted
 
-__all__ = ["run"]
-
 _SEARCH = """\
 name: spirals
 entrypoint: python3 train.py

@@ -23,8 +23,6 @@ from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 from dovetail.units import counted
 
-__all__ = ["run"]
-
 _NUM_CLIENTS = 10
 
 

@@ -22,8 +22,6 @@ from dovetail.trainers import Trainer
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["run"]
-
 _NUM_LATENT = 8
 _NUM_CLOUDS = 8
 _RADIUS = 2.0

@@ -9,8 +9,6 @@ from typing import Any
 from dovetail.errors import MissingExtraError
 from dovetail.extras import require
 
-__all__ = ["BLUE", "GREEN", "GREY", "INK", "ORANGE", "picture", "tidy"]
-
 # Okabe and Ito's, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 INK, GREY = "#333333", "#B8B8B8"

@@ -32,8 +32,6 @@ from dovetail.units import Batches
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["run", "train"]
-
 # In which batch the process is killed, and how often it saves: neither at the end of an epoch, nor right after a save.
 _KILLED_AT = 170
 _SAVE_EVERY = 50

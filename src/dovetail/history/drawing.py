@@ -12,8 +12,6 @@ from dovetail.extras import require
 from dovetail.history.lines import CUSTOM, Row
 from dovetail.history.metrics import mode_or_none
 
-__all__ = ["Series", "draw"]
-
 # The colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 
 _STAGES = {"train": ("#0072B2", "o"), "valid": ("#D55E00", "s"), "test": ("#009E73", "^")}

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     import pandas
     from torch import Tensor
 
-__all__ = ["History"]
-
 _MAX_HEADER = 1000
 _OTHER_FORMATS = (".csv", ".json", ".parquet", ".tsv", ".xlsx")
 

@@ -36,8 +36,6 @@ from dovetail.trainers.precision import Precision
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import Batches, Epochs, TrainUnit
 
-__all__ = ["AT_THE_END", "CheckpointPolicy", "Period", "TrialTrainer", "Wishes"]
-
 CheckpointPolicy = Literal["best", "all", "none"]
 Period = TrainUnit | Mapping[str, int] | None
 

@@ -23,8 +23,6 @@ from dovetail.errors import ConfigError, DataError, misspelled_methods
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.runtime.signals import Interrupted
 
-__all__ = ["TorchBatchProcessor", "TorchBatchProcessorContext", "torch_batch_process"]
-
 _logger = logging.getLogger("dovetail.pytorch")
 
 _OURS = ("sampler", "batch_sampler", "num_replicas", "rank")

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
     from dovetail.trainers.precision import PrecisionName
 
-__all__ = ["Hyperparameters", "MissingHyperparameterError", "PyTorchTrialContext", "init"]
-
 _Trial = TypeVar("_Trial", bound="PyTorchTrial")
 _Module = TypeVar("_Module", bound=nn.Module)
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)

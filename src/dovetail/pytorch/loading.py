@@ -16,8 +16,6 @@ from dovetail.errors import CheckpointError, ConfigError
 from dovetail.pytorch.context import Hyperparameters, PyTorchTrialContext
 from dovetail.pytorch.trial import PyTorchTrial
 
-__all__ = ["load_trial_from_checkpoint_path"]
-
 _Trial = TypeVar("_Trial", bound=PyTorchTrial)
 
 

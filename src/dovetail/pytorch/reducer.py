@@ -24,17 +24,6 @@ from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError, DataError, UnknownNameError, add_note
 from dovetail.trainers.context import Stage
 
-__all__ = [
-    "Exchange",
-    "FunctionReducer",
-    "MetricReducer",
-    "Reducer",
-    "Reducers",
-    "as_scalar",
-    "described",
-    "reduce_validation",
-]
-
 Exchange = Callable[[Any], list[Any]]
 
 

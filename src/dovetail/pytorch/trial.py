@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dovetail.pytorch.context import PyTorchTrialContext
     from dovetail.pytorch.data import TorchData
 
-__all__ = ["PyTorchTrial"]
-
 
 class PyTorchTrial(ABC):
     """A model, its optimizers and its data, and what is computed for a batch.

@@ -6,8 +6,6 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["graphics_cards", "num_cores", "threads_per_process"]
-
 
 def num_cores() -> int:
     """Return how many cores this process may use."""

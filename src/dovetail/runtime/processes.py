@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["describe_exit", "end_with_parent"]
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -19,20 +19,6 @@ from dovetail.checkpoint.encoding import encode
 from dovetail.errors import CheckpointError, DovetailError, add_note
 from dovetail.runtime.cores import threads_per_process
 
-__all__ = [
-    "TrainingProcessError",
-    "arithmetic",
-    "circumstances",
-    "described",
-    "is_storable",
-    "load_error",
-    "rebuilt",
-    "saved_error",
-    "set_arithmetic",
-    "set_circumstances",
-    "share_of_threads",
-]
-
 
 class TrainingProcessError(DovetailError):
     """Training in a process of its own brought no result; where the child could tell why, a note has its traceback."""

@@ -15,8 +15,6 @@ from typing import Any, Literal
 from dovetail.printing import page_text as escape
 from dovetail.printing import printable
 
-__all__ = ["BarChart", "Dimension", "Line", "LineChart", "ParallelChart", "Polyline", "Scale", "shown"]
-
 Color = tuple[float, float, float]
 GOOD: Color = (0.09, 0.36, 0.72)
 BAD: Color = (0.84, 0.80, 0.75)

@@ -14,8 +14,6 @@ from dovetail.checkpoint.store import remove, scan
 from dovetail.checkpoint.stored_files import is_stored_files, read_stored_files, verify_stored_files
 from dovetail.errors import CheckpointError
 
-__all__ = ["StoredCheckpoint", "checkpoints_of", "latest_checkpoint", "remove_surplus"]
-
 
 @dataclass(frozen=True)
 class StoredCheckpoint:

@@ -37,8 +37,6 @@ from dovetail.search.secrets import masked_url, write_private
 from dovetail.search.spread import is_spreadable, spread
 from dovetail.search.storage import opened, pull, push
 
-__all__ = ["ClusterLostError", "RayBackend", "guarded", "main"]
-
 _EVERY = 0.05
 # Seconds for which the nodes of a cluster are believed to be the same.
 _REMEMBERED = 2.0

@@ -20,8 +20,6 @@ from dovetail.search.searchers.base import Searcher, Suggestion
 from dovetail.search.space import Space
 from dovetail.search.store import Store, best_step
 
-__all__ = ["SearcherContract", "answer"]
-
 _SEED = 3
 # A searcher that never ends does not hang a test.
 _ENOUGH = 300

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from optuna.storages import RDBStorage
     from sqlalchemy import Engine
 
-__all__ = ["file_url", "open_file", "open_server", "quiet_optuna", "server_engine"]
-
 _FILE = "store.db"
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from dovetail.search.processes import Attempt
 
-__all__ = ["has_read_hparams", "reset_access_time", "sentence_about_hparams", "sentence_about_metric"]
-
 _PROBE = ".access-time"
 
 

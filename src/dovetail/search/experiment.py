@@ -26,8 +26,6 @@ from dovetail.search.store import Store, best_step, trial_record
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["Experiment", "Report", "SearchResult", "TrialStopped", "search"]
-
 Report = Callable[[int, float], None]
 """Takes how long a trial has trained, in the unit of the searcher's `time_metric`, and the value of the metric then."""
 

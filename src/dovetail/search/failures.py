@@ -9,8 +9,6 @@ from pathlib import Path
 
 from dovetail.search.checkpoints import checkpoints_of
 
-__all__ = ["last_words", "log_size", "newest_checkpoint", "tell_log"]
-
 _LOG = "log.txt"
 # Lines that may follow the one that names an error.
 _NOTES = 20

@@ -23,8 +23,6 @@ from dovetail.search.snapshot import take_snapshot
 from dovetail.search.starting import backend_for, command_of, variables_of
 from dovetail.search.store import Store
 
-__all__ = ["run_job"]
-
 _EVERY = 0.02
 _SAID = ("the job is asked to leave (again to kill it)", "the job is killed")
 

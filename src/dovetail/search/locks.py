@@ -11,8 +11,6 @@ from pathlib import Path
 
 from dovetail.search.records import ExperimentError
 
-__all__ = ["holding", "is_taken"]
-
 # Seconds: longer than anyone who only looks whether it is taken.
 _PATIENCE = 2.0
 

@@ -32,8 +32,6 @@ import psutil
 from dovetail.info import ATTEMPT, HPARAMS_READ, PREEMPTED
 from dovetail.runtime.cores import graphics_cards, num_cores, threads_per_process
 
-__all__ = ["ATTEMPT", "Attempt", "Backend", "Ended", "LocalBackend", "Wish", "is_at_work", "wrapped"]
-
 Wish = Literal["pause", "stop", "cancel"]
 """Why a trial is asked to leave: `stop` is the searcher's wish, the others are people's."""
 

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from dovetail.errors import DovetailError
 
-__all__ = ["OVER", "ExperimentError", "ExperimentRecord", "ExperimentState", "JobRecord", "TrialRecord", "TrialState"]
-
 ExperimentState = Literal["ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR"]
 TrialState = Literal["WAITING", "RUNNING", "COMPLETED", "STOPPED", "INVALID_HP", "CANCELED", "ERROR"]
 

@@ -37,8 +37,6 @@ from dovetail.search.charts import (
 from dovetail.search.databases import quiet_optuna
 from dovetail.search.records import ExperimentRecord, TrialRecord
 
-__all__ = ["best_config", "best_so_far", "duration", "flat", "report", "searched", "to_yaml", "varied"]
-
 # Fewer say nothing about which hyperparameter matters.
 _ENOUGH = 5
 _Chart = LineChart | ParallelChart | BarChart

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["LARGEST_STEP", "METRICS", "RejectedLine", "Reports", "number", "parse_report", "shortened"]
-
 METRICS = "metrics.jsonl"
 """The name of the file in the folder of a trial."""
 

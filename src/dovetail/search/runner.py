@@ -54,8 +54,6 @@ from dovetail.search.starting import backend_for, command_of, trial_seed, variab
 from dovetail.search.store import STORE, WISHES, Store, best_step, experiment_record
 from dovetail.units import counted
 
-__all__ = ["Observer", "Runner", "backend_for", "command_of", "main", "request", "start_detached", "trial_seed"]
-
 Observer = Callable[[ExperimentRecord], None]
 
 # Seconds that a trial has to save and leave before it is killed.

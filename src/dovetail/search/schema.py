@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.checks import (
-    ConfigErrors,
     Key,
     Problem,
     Problems,
@@ -35,8 +34,6 @@ from dovetail.search.searchers.registry import IGNORED as _IGNORED_BY_SEARCHERS
 from dovetail.search.searchers.registry import read_searcher, searchers, unit_name
 from dovetail.search.space import Space
 from dovetail.units import Batches, TrainUnit
-
-__all__ = ["ConfigErrors", "ExperimentConfig", "StorageConfig", "read_experiment"]
 
 Policy = Literal["best", "all", "none"]
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["HIDDEN", "masked", "masked_url", "without_secrets", "write_private"]
-
 HIDDEN = "***"
 """What stands in the place of a secret."""
 

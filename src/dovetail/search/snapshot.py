@@ -13,8 +13,6 @@ from pathlib import Path
 
 from dovetail.errors import ConfigError
 
-__all__ = ["IGNORE_FILES", "MAX_BYTES", "IgnoreRules", "take_snapshot"]
-
 IGNORE_FILES = (".detignore", ".dovetailignore")
 """Files at the top of the folder that say what to leave out, one pattern a line, as `.gitignore` does."""
 

@@ -20,8 +20,6 @@ from dovetail.extras import require
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-__all__ = ["Categorical", "Double", "Integer", "Log", "Parameter", "Space"]
-
 MAX_GRID = 100_000
 """More trials than anybody wants; a grid is made as a whole."""
 

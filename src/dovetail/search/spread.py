@@ -21,10 +21,9 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.extras import require
+from dovetail.info import ATTEMPT
 from dovetail.runtime.ray_cluster import connect
-from dovetail.search.processes import ATTEMPT, Attempt
-
-__all__ = ["is_spreadable", "main", "spread"]
+from dovetail.search.processes import Attempt
 
 _EVERY = 0.05
 # A watcher that nobody listens to, and statistics that nobody reads, cost seconds; an end is to be seen soon.

@@ -15,8 +15,6 @@ from dovetail.search.schema import ExperimentConfig
 from dovetail.search.secrets import masked_url
 from dovetail.search.store import HOME
 
-__all__ = ["backend_for", "command_of", "trial_seed", "variables_of"]
-
 
 def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
     """Return the command of a trial: this Python for `python`, and a launcher for several slots.

@@ -19,8 +19,6 @@ from dovetail.errors import CheckpointError, MissingExtraError, UnknownNameError
 from dovetail.extras import require
 from dovetail.search.checkpoints import checkpoints_of, latest_checkpoint
 
-__all__ = ["opened", "pull", "push"]
-
 _STORED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.\-]{0,127})-[0-9a-f]{16}")
 
 

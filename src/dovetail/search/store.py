@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from dovetail.search.schema import ExperimentConfig
 
-__all__ = ["HOME", "STORE", "WISHES", "ExperimentError", "Store", "home_directory"]
-
 HOME = "DOVETAIL_HOME"
 """The environment variable that names the folder of experiments."""
 

@@ -8,8 +8,6 @@ from dovetail.callbacks import Callback, TrainerCallback
 from dovetail.testing.comparing import difference
 from dovetail.testing.contract import EPOCHS, Contract
 
-__all__ = ["CallbackContract"]
-
 
 class CallbackContract(Contract):
     """Tests of a `Callback` or `TrainerCallback`; make one that does not end training within two epochs.

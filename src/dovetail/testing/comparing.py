@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["assert_same", "difference"]
-
 
 def assert_same(one: Any, other: Any, what: str) -> None:
     """Fail with the first difference between two nested values, if there is one."""

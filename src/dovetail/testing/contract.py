@@ -22,16 +22,6 @@ from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
 from dovetail.units import Batches, Epochs
 
-__all__ = [
-    "BATCHES",
-    "BATCH_SIZE",
-    "EPOCHS",
-    "PASSES_BEFORE_FAILURE",
-    "Contract",
-    "StrategyContract",
-    "randomness_kept",
-]
-
 _SAMPLES = 18
 BATCH_SIZE = 4
 BATCHES = math.ceil(_SAMPLES / BATCH_SIZE)

@@ -39,16 +39,6 @@ from dovetail.trainers.strategies.base import (
 from dovetail.trainers.strategies.nesting import Nesting
 from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
 
-__all__ = [
-    "DataLoaderStrategyContract",
-    "LRSchedulerStrategyContract",
-    "LossStrategyContract",
-    "ModelUpdateStrategyContract",
-    "OptimizerStrategyContract",
-    "TestingStrategyContract",
-    "TrainingStepStrategyContract",
-]
-
 
 class LossStrategyContract(StrategyContract):
     """Tests of a `LossCriterionStrategy`.

@@ -18,8 +18,6 @@ from dovetail.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Histogram", "Logger", "Run", "Scalar", "Sorted", "Status", "Value", "check_name", "quiet", "sort"]
-
 Scalar: TypeAlias = "str | int | float | bool | None"
 """A hyperparameter."""
 

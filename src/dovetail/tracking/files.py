@@ -17,8 +17,6 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.history.lines import as_line, encode, write_atomically
 from dovetail.tracking.base import Logger, Run, Status, Value, check_name, sort
 
-__all__ = ["FolderLogger", "InFolders"]
-
 
 class InFolders(Logger, ABC):
     """Base of loggers that give every run a folder of its own: nothing that an earlier run has written is touched.

@@ -18,8 +18,6 @@ from dovetail.tracking.base import Scalar
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["flatten", "hyperparameters_of", "without_passwords"]
-
 MASK = "***"
 
 _SECRET_WORDS = frozenset(

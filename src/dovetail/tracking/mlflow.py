@@ -11,8 +11,6 @@ from typing import Any
 from dovetail.extras import require
 from dovetail.tracking.base import Logger, Run, Status, Value, quiet, sort
 
-__all__ = ["MLflowLogger"]
-
 _TAG = "dovetail.run_id"
 
 

@@ -11,8 +11,6 @@ from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.tracking.base import Logger, Run, Status, Value, quiet, sort
 
-__all__ = ["NeptuneLogger"]
-
 # What the package would collect by itself: nothing, unless it is asked for.
 _MODEST: dict[str, Any] = {
     "capture_stdout": False,

@@ -10,8 +10,6 @@ from dovetail.extras import require
 from dovetail.tracking.base import Run, Status, Value, sort
 from dovetail.tracking.files import InFolders
 
-__all__ = ["TensorBoardLogger"]
-
 
 class TensorBoardLogger(InFolders):
     """Write event files that `tensorboard --logdir root` shows: scalars, histograms, images and hyperparameters.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
     from dovetail.units import Progress
 
-__all__ = ["Tracker"]
-
 
 class Tracker(Callback):
     """Log hyperparameters, metrics, learning rates and, on request, histograms and figures with any loggers.

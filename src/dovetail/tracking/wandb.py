@@ -14,8 +14,6 @@ from dovetail.tracking.base import Logger, Run, Status, Value, sort
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["WandBLogger"]
-
 
 class WandBLogger(Logger):
     """Log to Weights & Biases, or to a folder that `wandb sync` sends there later (`mode="offline"`).

@@ -11,8 +11,6 @@ from dovetail.cli.checkup.packages import check_extras, check_packages, check_py
 from dovetail.cli.checkup.store import check_store
 from dovetail.cli.checkup.torch_build import answers_of, check_torch, probing
 
-__all__ = ["checkup"]
-
 
 def checkup(folder: Path, home: Path | None = None, store: str | None = None) -> list[Check]:
     """Look at everything.

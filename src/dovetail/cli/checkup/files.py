@@ -9,8 +9,6 @@ from pathlib import Path
 from dovetail.cli.checkup.check import Check, Status
 from dovetail.cli.output import bytes_text
 
-__all__ = ["check_descriptors", "check_disk", "check_folder", "check_shared_memory", "nearest"]
-
 _LITTLE_DISK, _TOO_LITTLE_DISK = 5_000_000_000, 200_000_000
 _LITTLE_SHARED_MEMORY = 500_000_000
 _FEW_DESCRIPTORS = 1024

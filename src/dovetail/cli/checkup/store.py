@@ -13,8 +13,6 @@ from dovetail.cli.checkup.files import nearest
 from dovetail.errors import MissingExtraError
 from dovetail.units import counted
 
-__all__ = ["check_store"]
-
 _CONNECT_SECONDS = 5
 
 

@@ -17,8 +17,6 @@ from dovetail.cli.checkup.check import Check, shortened
 from dovetail.runtime.cores import num_cores
 from dovetail.units import counted
 
-__all__ = ["TESTED_TORCH", "answers_of", "check_torch", "probing"]
-
 TESTED_TORCH = "2.13.0"
 """The version of torch that the tests run with."""
 

@@ -17,8 +17,6 @@ from dovetail.units import TrainUnit, check_count
 if TYPE_CHECKING:
     from optuna import Study
 
-__all__ = ["WORST", "Composed", "NeverStop", "Sampler", "Searcher", "SearcherConfig", "StoppingRule", "Suggestion"]
-
 WORST = sys.float_info.max
 """What a trial that failed counts as, and a metric that is not a number: JSON has no infinity."""
 

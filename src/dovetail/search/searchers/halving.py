@@ -10,8 +10,6 @@ from typing import Any, Literal, NamedTuple
 from dovetail.search.records import TrialState
 from dovetail.search.searchers.base import WORST, StoppingRule
 
-__all__ = ["AsyncHalving", "Bracket", "adaptive_brackets", "rung_units"]
-
 
 class Bracket(NamedTuple):
     """A part of the trials that are compared with each other only.

@@ -15,8 +15,6 @@ from dovetail.search.space import Space
 if TYPE_CHECKING:
     from optuna import Study
 
-__all__ = ["PopulationBasedTraining"]
-
 
 @dataclass
 class _Member:

@@ -31,8 +31,6 @@ from dovetail.search.searchers.sampled import CmaSampler, GridSampler, OptunaSam
 from dovetail.search.space import Space
 from dovetail.units import TrainUnit
 
-__all__ = ["COMMON", "IGNORED", "SearcherKind", "make_searcher", "read_searcher", "searchers", "unit_name"]
-
 Make = Callable[[SearcherConfig, Space, int], Searcher]
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from optuna.storages import InMemoryStorage
     from optuna.trial import FrozenTrial, TrialState
 
-__all__ = ["CmaSampler", "GridSampler", "OptunaSampler", "RandomSampler"]
-
 
 class RandomSampler(Sampler):
     """Draws every hyperparameter from its range.
