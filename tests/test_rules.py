@@ -1,4 +1,4 @@
-"""Rules of the project that the source must keep: verbs, training loops and lengths of files.
+"""Rules of the project that the source must keep: verbs, training loops, docstrings and lengths of files.
 
 A rule is a function that returns the places that break it. Every place is either fixed or in the rule's table of
 exceptions, with a reason; an exception that is no longer needed fails too.
@@ -141,7 +141,9 @@ class Classes:
         self.bases: dict[str, set[str]] = {}
         self.methods: dict[str, dict[str, Function]] = {}
         for each in found:
-            self.bases.setdefault(each.name, set()).update(map(last_name, each.bases))
+            # `Base[T]` has the name of `Base`.
+            named = [base.value if isinstance(base, ast.Subscript) else base for base in each.bases]
+            self.bases.setdefault(each.name, set()).update(map(last_name, named))
             own = {node.name: node for node in each.body if isinstance(node, Function)}
             self.methods.setdefault(each.name, {}).update(own)
 
@@ -360,6 +362,52 @@ def assert_only(found: set[str], exceptions: Mapping[str, str]) -> None:
     """Compare what breaks a rule with its named exceptions."""
     assert sorted(found - exceptions.keys()) == [], "breaks the rule; see docs/architecture.md"
     assert sorted(exceptions.keys() - found) == [], "no longer needs its exception; remove it"
+
+
+# ------------------------------------------------------------------ docstrings of methods
+
+
+def undocumented_methods(trees: Iterable[ast.Module]) -> set[str]:
+    """Return the public methods of public classes that have no docstring, neither their own nor an inherited one."""
+    modules = list(trees)
+    kinds = [(tree, node) for tree in modules for node in tree.body if isinstance(node, ast.ClassDef)]
+    private = {kind.name for tree, kind in kinds if not is_public(tree, kind.name)}
+    methods = [(kind.name, node) for _, kind in kinds for node in kind.body if isinstance(node, Function)]
+    documented = {(kind, node.name) for kind, node in methods if ast.get_docstring(node)}
+    classes = Classes(modules)
+    return {
+        f"{kind}.{node.name}"
+        for kind, node in methods
+        if kind not in private
+        and not node.name.startswith("_")
+        and not any((above, node.name) in documented for above in classes.ancestors(kind))
+    }
+
+
+def is_public(tree: ast.Module, name: str) -> bool:
+    """Whether a name is in `__all__` or, in a module without that list, has no underscore."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and last_name(node.targets[0]) == "__all__":
+            return name in ast.literal_eval(node.value)
+    return not name.startswith("_")
+
+
+def test_public_methods_have_docstrings_or_inherit_them() -> None:
+    assert undocumented_methods(parsed()) == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("class A:\n    def go(self): pass", {"A.go"}),
+        ("class A:\n    def go(self):\n        'Go.'", set()),
+        ("class A:\n    def go(self):\n        'Go.'\nclass B(A[int]):\n    def go(self): pass", set()),
+        ("class A:\n    def go(self):\n        'Go.'\nclass B(A):\n    def stop(self): pass", {"B.stop"}),
+        ("class _A:\n    def go(self): pass\nclass B:\n    def _go(self): pass", set()),
+    ],
+)
+def test_a_method_without_a_docstring_is_found(code: str, found: set[str]) -> None:
+    assert undocumented_methods([ast.parse(code)]) == found
 
 
 def test_the_context_has_at_most_20_public_names() -> None:

@@ -75,7 +75,6 @@ class GradientClipping(Callback):
             self._tallies.clear()
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
-        """Clip what the optimizer is about to use."""
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
         ]
@@ -90,7 +89,6 @@ class GradientClipping(Callback):
             clip_grad_value_(parameters, self.max_value)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Record the sizes of the epoch."""
         record: dict[str, float] = {}
         for place, tally in sorted(self._tallies.items()):
             size, clipped, steps = tally.tolist()
@@ -112,10 +110,8 @@ class GradientClipping(Callback):
         self._tallies[place] = entry if known is None else entry + known.to(entry.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the running epoch."""
         tallies = {str(place): tally for place, tally in self._tallies.items()}
         return {"tallies": tallies} if self.log else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._tallies = {int(place): tally for place, tally in state["tallies"].items()}

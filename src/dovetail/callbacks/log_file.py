@@ -40,13 +40,11 @@ class _RowLogger(Callback, ABC):
         self._start = self._end = 0
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Make the file hold the rows of this run so far."""
         if is_new_run(context):
             self._rows = []
         self._write_all()
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Write a row."""
         self._add(context, metrics)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
@@ -99,7 +97,6 @@ class _RowLogger(Callback, ABC):
         """Make room for everything in `rows`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rows written."""
         return {"rows": len(self._rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

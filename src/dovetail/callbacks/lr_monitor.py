@@ -40,17 +40,14 @@ class LRMonitor(Callback):
         self._updates = unit.length if isinstance(unit, Updates) else None
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Record the rates of the first update."""
         if self._updates is not None and context.progress.updates == 0:
             _record(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Record the rates that an epoch starts with."""
         if self._updates is None and context.progress.epoch % self.every.length == 0:
             _record(context)
 
     def on_update(self, context: TrainingContext) -> None:
-        """Record the rates after an update and the schedules' answer to it."""
         if self._updates is not None and context.progress.updates % self._updates == 0:
             _record(context)
 

@@ -44,12 +44,10 @@ class Monitor(Callback, ABC):
             )
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Look at a metric of validation."""
         if self._of_validation:
             self.observe(context, self._pick(metrics))
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Look at any other metric."""
         if not self._of_validation:
             self.observe(context, self._pick(metrics))
         elif context.run.validated_at == context.progress.batches:

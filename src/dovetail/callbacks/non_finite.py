@@ -40,11 +40,9 @@ class NonFiniteLoss(Callback):
         self._warned = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Warn anew in every run."""
         self._warned = False
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
-        """Act on the first loss that is not finite."""
         # The sum of finite losses may overflow, which the search settles; it is one call for the usual case.
         if math.isfinite(sum(report.losses)):
             return

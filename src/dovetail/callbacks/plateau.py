@@ -83,7 +83,6 @@ class ReduceOnPlateau(Monitor):
         self._has_warned = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Bind to the optimizers of the run."""
         super().on_train_start(context)
         self._lowered, self._has_warned = [], False
         bound = [scheduler.optimizer for scheduler in self._schedulers]
@@ -97,7 +96,6 @@ class ReduceOnPlateau(Monitor):
         self._loaded = None
 
     def observe(self, context: TrainingContext, value: float) -> None:
-        """Give the value to every scheduler."""
         before = self._rates()
         self._warn_if_undone(before)
         for scheduler in self._schedulers:
@@ -122,7 +120,6 @@ class ReduceOnPlateau(Monitor):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the schedulers have learned."""
         if self._loaded is not None:
             return {"schedulers": self._loaded}
         return {"schedulers": [{name: getattr(scheduler, name) for name in _LEARNED} for scheduler in self._schedulers]}

@@ -62,27 +62,21 @@ class PlatoAdapter(Callback):
         self.callback = callback
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Fire `on_train_run_start`."""
         self.callback.on_train_run_start(context.run.trainer, context.config)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Fire `on_train_run_end`."""
         self.callback.on_train_run_end(context.run.trainer, context.config)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Fire `on_train_epoch_start`."""
         self.callback.on_train_epoch_start(context.run.trainer, context.config)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Fire `on_train_epoch_end`."""
         self.callback.on_train_epoch_end(context.run.trainer, context.config)
 
     def on_step_start(self, context: TrainingContext, batch: Any) -> None:
-        """Fire `on_train_step_start` with the index of the batch."""
         self.callback.on_train_step_start(context.run.trainer, context.config, batch=context.progress.batch)
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        """Fire `on_train_step_end` when the batch closed its accumulation window."""
         if context.run.window.closes:
             self.callback.on_train_step_end(
                 context.run.trainer,

@@ -87,7 +87,6 @@ class Profiler(Callback):
         self._sets_level = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin the first cycle."""
         from torch.profiler import profile, schedule
 
         self._steps, self._num_earlier = 0, len(self.traces)
@@ -101,7 +100,6 @@ class Profiler(Callback):
         self._profiler.start()
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        """Go one step further in the cycle."""
         if self._profiler is None:
             return
         with warnings.catch_warnings():

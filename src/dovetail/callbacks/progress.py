@@ -80,7 +80,6 @@ class ProgressDisplay(Callback):
         self._validation: Mapping[str, float] = {}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Find out where to draw."""
         self._surface.close()
         self._surface = _surface(self._console, self._period)
         self._due = 0.0 if self._surface.has_bar else math.inf
@@ -89,17 +88,14 @@ class ProgressDisplay(Callback):
         self._done_before = self._done(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Begin a new bar."""
         self._begin_epoch(context)
         self._draw_if_due(context)
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
-        """Draw the bar, if the last time is long enough ago."""
         self._metrics = report.metrics
         self._draw_if_due(context)
 
     def on_validation_start(self, context: TrainingContext) -> None:
-        """Say that validation runs."""
         self._validation_began = now = time.monotonic()
         # At once in a long epoch, whose validation may be long too: until it ends there is no further report.
         if self._surface.has_bar and (now >= self._due or now - self._epoch_began > self._period):
@@ -107,7 +103,6 @@ class ProgressDisplay(Callback):
             self._surface.show(self._bar(context, now, validates=True))
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Leave a line for a validation inside an epoch."""
         self._training_began += time.monotonic() - self._validation_began
         self._validation = metrics
         # What ends with the epoch is in the epoch's line.
@@ -115,17 +110,14 @@ class ProgressDisplay(Callback):
             self._print_partial(context)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Leave a line for the epoch."""
         self._validation = {name: value for name, value in metrics.items() if name.startswith("valid_")}
         train = {name: value for name, value in metrics.items() if name not in self._validation}
         self._print_line(context, train)
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """Clear the screen for the error."""
         self._close()
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Leave a line for an epoch that was not finished, and the reason of a stop."""
         if context.progress.batch > 0 and context.progress.batches != self._printed_at:
             self._print_partial(context)
         elif self._validation:

@@ -113,15 +113,12 @@ class FunctionReducer(MetricReducer):
         self._values.append(map_tensors(Tensor.detach, value))
 
     def reset(self) -> None:
-        """Forget every value."""
         self._values = []
 
     def per_slot_reduce(self) -> list[Any]:
-        """Return the values of this slot."""
         return self._values
 
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """Return what the function makes of the values of all slots."""
         # Batches are dealt out to the slots in turn.
         turns = chain.from_iterable(zip_longest(*per_slot_metrics, fillvalue=_NOTHING))
         return self._function([value for value in turns if value is not _NOTHING])

@@ -202,7 +202,6 @@ class ReproducibleShuffleSampler(_Wrapper[T]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`."""
         super().set_epoch(epoch)
         self._epoch = epoch
 

@@ -72,7 +72,6 @@ class _Loopback(RendezvousHandler):
         self._store: Any = None
 
     def get_backend(self) -> str:
-        """Name it."""
         return "loopback"
 
     @property
@@ -101,11 +100,9 @@ class _Loopback(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Name the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Let the store go."""
         self._store = None
         return True
 

@@ -202,7 +202,6 @@ class Integer(Parameter):
         return self.minval + min(int(place * size), size - 1)
 
     def place(self, value: int) -> float:
-        """Return the middle of the share of a value."""
         return (value - self.minval + 0.5) / (self.maxval - self.minval + 1)
 
     def grid(self) -> list[int]:
@@ -214,7 +213,6 @@ class Integer(Parameter):
         return [self.minval + (2 * index * span + count - 1) // (2 * (count - 1)) for index in range(count)]
 
     def distribution(self) -> BaseDistribution:
-        """Return an IntDistribution."""
         found: BaseDistribution = _optuna().IntDistribution(self.minval, self.maxval)
         return found
 
@@ -241,24 +239,19 @@ class Double(Parameter):
     kind = "double"
 
     def at(self, place: float) -> float:
-        """Return the value at a place."""
         return self._within(self.minval + place * (self.maxval - self.minval))
 
     def place(self, value: float) -> float:
-        """Return the place of a value."""
         return _share(value, self.minval, self.maxval)
 
     def grid(self) -> list[float]:
-        """Return evenly spaced values; the middle when it is one."""
         return [self.at(place) for place in _spaced(self.count or 0)]
 
     def distribution(self) -> BaseDistribution:
-        """Return a FloatDistribution."""
         found: BaseDistribution = _optuna().FloatDistribution(self.minval, self.maxval)
         return found
 
     def scaled(self, value: float, factor: float) -> float:
-        """Return the value times a factor."""
         return self._within(value * factor)
 
     def _within(self, value: float) -> float:
@@ -281,11 +274,9 @@ class Log(Parameter):
     kind = "log"
 
     def at(self, place: float) -> float:
-        """Return the value at a place of the exponents."""
         return self._within(self._power(place))
 
     def place(self, value: float) -> float:
-        """Return the place of the exponent of a value."""
         return _share(math.log(value) / math.log(self.base), self.minval, self.maxval)
 
     def grid(self) -> list[float]:
@@ -293,12 +284,10 @@ class Log(Parameter):
         return [self.at(place) for place in _spaced(self.count or 0)]
 
     def distribution(self) -> BaseDistribution:
-        """Return a FloatDistribution on a logarithmic scale."""
         found: BaseDistribution = _optuna().FloatDistribution(self._power(0), self._power(1), log=True)
         return found
 
     def scaled(self, value: float, factor: float) -> float:
-        """Return the value times a factor."""
         return self._within(value * factor)
 
     def _within(self, value: float) -> float:
@@ -329,15 +318,12 @@ class Categorical(Parameter):
         return choices[min(int(place * len(choices)), len(choices) - 1)]
 
     def place(self, value: Any) -> float:
-        """Return the middle of the share of a choice."""
         return (list(self.choices).index(value) + 0.5) / len(self.choices)
 
     def grid(self) -> list[Any]:
-        """Return all choices."""
         return list(self.choices)
 
     def distribution(self) -> BaseDistribution:
-        """Return a CategoricalDistribution."""
         found: BaseDistribution = _optuna().CategoricalDistribution(tuple(self.choices))
         return found
 

@@ -104,7 +104,6 @@ class FolderLogger(InFolders):
             _cut(folder / "histograms.jsonl", lambda line: json.loads(line)["step"] <= run.step)
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Append to the files."""
         found = sort(values)
         if found.numbers and self.format == "csv":
             text = io.StringIO(newline="")
@@ -121,7 +120,6 @@ class FolderLogger(InFolders):
             figure.savefig(target)
 
     def finish(self, status: Status) -> None:
-        """Write the status."""
         self._write_status(status)
         self._run = None
 

@@ -57,7 +57,6 @@ class MLflowLogger(Logger):
         self._known: dict[str, int] = {}
 
     def start(self, run: Run) -> None:
-        """Make the run, or find the one that is resumed."""
         # Read when the package is imported: it reports on its use to its makers otherwise.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         mlflow = require("mlflow", "mlflow")
@@ -87,7 +86,6 @@ class MLflowLogger(Logger):
             client.log_batch(self.run_id, params=parameters[first : first + 100])
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Write the metrics of a step at once, and the rest as artifacts."""
         found, now, entities = sort(values), int(time.time() * 1000), require("mlflow.entities", "mlflow")
         metrics = [
             entities.Metric(name, number, now, step)
@@ -103,7 +101,6 @@ class MLflowLogger(Logger):
             self._client.log_figure(self.run_id, figure, f"figures/{name}/{step}.png")
 
     def finish(self, status: Status) -> None:
-        """Set the status."""
         client, run_id, self._client, self.run_id = self._client, self.run_id, None, None
         client.set_terminated(run_id, "FINISHED" if status == "finished" else "FAILED")
 

@@ -62,7 +62,6 @@ class NeptuneLogger(Logger):
         self.run: Any = None
 
     def start(self, run: Run) -> None:
-        """Open the run."""
         neptune = require("neptune", "neptune")
         with quiet("neptune"):
             self.run = neptune.init_run(
@@ -77,7 +76,6 @@ class NeptuneLogger(Logger):
                 self.run["hyperparameters"][name] = "None" if value is None else value
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Append to the series."""
         found, run = sort(values), self.run
         for name, number in found.numbers.items():
             if math.isfinite(number):
@@ -91,7 +89,6 @@ class NeptuneLogger(Logger):
                 run[name].append(file.as_image(figure), step=step)
 
     def finish(self, status: Status) -> None:
-        """Send what is left, and close the run."""
         run, self.run = self.run, None
         with quiet("neptune"):
             run["sys/failed"] = status == "failed"

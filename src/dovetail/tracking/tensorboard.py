@@ -32,7 +32,6 @@ class TensorBoardLogger(InFolders):
         self._writer: Any = None
 
     def start(self, run: Run) -> None:
-        """Open an event file."""
         require("tensorboard", "tensorboard")
         tensorboard = require("torch.utils.tensorboard", "tensorboard")
         # Everything from this step on is hidden. Not asked for in a new run: it would hide what has no step, too.
@@ -45,7 +44,6 @@ class TensorBoardLogger(InFolders):
                 self._writer.file_writer.add_summary(summary)
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Write events."""
         found, writer = sort(values), self._writer
         for name, number in found.numbers.items():
             writer.add_scalar(name, number, step)
@@ -65,7 +63,6 @@ class TensorBoardLogger(InFolders):
             writer.add_figure(name, figure, step, close=False)
 
     def finish(self, status: Status) -> None:
-        """Close the event file."""
         writer, self._writer = self._writer, None
         summary = require("torch.utils.tensorboard.summary", "tensorboard").hparams({}, {})[2]
         plugin = summary.value[0].metadata.plugin_data

@@ -94,7 +94,6 @@ class Tracker(Callback):
         self.log({name: figure}, step)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Open the runs."""
         if not self.loggers:
             warnings.warn(
                 "Tracker has no loggers, so nothing is logged: give it one, such as FolderLogger('runs')",
@@ -128,25 +127,20 @@ class Tracker(Callback):
         self._gradients = {}
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
-        """Log the running means and the learning rates."""
         running = {f"running_{name}": value for name, value in report.metrics.items()}
         self._log({**running, **_rates(context)}, context.progress.batches)
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a validation."""
         self._log(metrics, context.progress.batches)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Log the means of an epoch; those of its validation are logged already."""
         own = {name: value for name, value in metrics.items() if not name.startswith("valid_")}
         self._log({"epoch": context.progress.epoch, **own}, context.progress.batches)
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """Close the runs as failed."""
         self._close("failed")
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Close the runs."""
         self._close("finished")
 
     def _histograms_due(self, update: int) -> bool:

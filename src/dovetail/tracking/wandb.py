@@ -47,7 +47,6 @@ class WandBLogger(Logger):
         self.run: Any = None
 
     def start(self, run: Run) -> None:
-        """Open the run."""
         if (self.mode or os.environ.get("WANDB_MODE")) == "offline":
             # Or else the package sends reports about its own errors.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -71,7 +70,6 @@ class WandBLogger(Logger):
         )
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Log values; those of the same step make one row."""
         found, wandb = sort(values), require("wandb", "wandb")
         self.run.log(
             {
@@ -86,7 +84,6 @@ class WandBLogger(Logger):
         )
 
     def finish(self, status: Status) -> None:
-        """Send what is left, and close the run."""
         run, self.run = self.run, None
         run.finish(exit_code=0 if status == "finished" else 1)
 

@@ -179,7 +179,6 @@ class NeverStop(StoppingRule):
     """
 
     def report(self, number: int, time: int, value: float) -> bool:
-        """Return True."""
         return True
 
 
@@ -228,32 +227,26 @@ class Composed(Searcher):
         self._invalid: set[int] = set()
 
     def suggest(self, study: Study, number: int) -> Suggestion | None:
-        """Return the trial of the next number; None once there are enough."""
         if number >= self._limit:
             return None
         self._num_created = max(self._num_created, number + 1)
         return Suggestion(self._sampler.sample(study, number), attributes=self._rule.admit(number))
 
     def on_validation(self, number: int, time: int, value: float) -> bool:
-        """Ask the rule."""
         return self._rule.report(number, time, comparable(self._sign * value))
 
     def on_exit(self, number: int, state: TrialState) -> None:
-        """Tell the rule."""
         if state == "INVALID_HP":
             self._invalid.add(number)
         self._rule.leave(number, state)
 
     def is_over(self) -> bool:
-        """Whether all trials were created."""
         return self._num_created >= self._limit
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of trials, those that were invalid, and the state of the rule."""
         return {"created": self._num_created, "invalid": sorted(self._invalid), "rule": self._rule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned."""
         self._num_created = state["created"]
         self._invalid = set(state["invalid"])
         self._rule.load_state_dict(state["rule"])

@@ -146,14 +146,12 @@ class AsyncHalving(StoppingRule):
         trial.is_stopped = trial.has_left = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all rungs, and how far every trial has come."""
         return {
             "rungs": [[[list(entry) for entry in rung] for rung in rungs] for rungs in self._rungs],
             "trials": {str(number): asdict(trial) for number, trial in self._trials.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned."""
         self._rungs = [[[list(entry) for entry in rung] for rung in rungs] for rungs in state["rungs"]]
         self._trials = {int(number): _Trial(**trial) for number, trial in state["trials"].items()}
 

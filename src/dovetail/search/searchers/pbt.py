@@ -155,17 +155,14 @@ class PopulationBasedTraining(Searcher):
             self._state.vacancies.append([self._leader(number, passed), passed])
 
     def is_over(self) -> bool:
-        """Whether the population is complete, and nobody waits for a successor."""
         created = max(self._state.members, default=-1) + 1
         return created >= self._max_trials or (self._num_lacking == 0 and not self._state.vacancies)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the population, the values of all rounds, and who is to be replaced."""
         state = asdict(self._state)
         return {**state, "members": {str(number): member for number, member in state["members"].items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned."""
         self._state = _State(
             {int(number): _Member(**member) for number, member in state["members"].items()},
             [[list(entry) for entry in entries] for entries in state["rounds"]],

@@ -33,7 +33,6 @@ class RandomSampler(Sampler):
         self._seed = seed
 
     def sample(self, study: Study, number: int) -> dict[str, Any]:
-        """Return values that depend on seed and number only."""
         return self._space.sample(generator(self._seed, number))
 
 
@@ -53,7 +52,6 @@ class GridSampler(Sampler):
         return len(self._points)
 
     def sample(self, study: Study, number: int) -> dict[str, Any]:
-        """Return the point of a number."""
         return dict(self._points[number])
 
 
@@ -84,7 +82,6 @@ class OptunaSampler(Sampler):
         self._direction = "minimize" if smaller_is_better else "maximize"
 
     def sample(self, study: Study, number: int) -> dict[str, Any]:
-        """Return what the sampler suggests after the finished trials."""
         optuna = require("optuna", "search")
         states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
         # A study of its own: samplers write down what they think, and look at trials that still run.
