@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from dovetail.checkpoint.encoding import encode
@@ -21,11 +20,7 @@ class AsyncWriter:
     """Saves checkpoints in a background thread, one at a time, with the guarantees of `save`.
 
     The state is copied to host memory before `submit` returns, so training may change it at once. A failed
-    write is raised by the next call of `submit`, `check` or `close`.
-
-    Args:
-        on_error: Whether a disk that refuses raises an error there or is warned about.
-        files: The file operations; tests put failing ones here.
+    write is raised, or with `on_error="warn"` warned about, by the next call of `submit`, `check` or `close`.
 
     Example:
         >>> import tempfile, torch
@@ -91,9 +86,7 @@ class AsyncWriter:
     def __enter__(self) -> AsyncWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except CheckpointError as failure:

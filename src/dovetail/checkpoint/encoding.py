@@ -91,13 +91,7 @@ def encode_plain(value: Mapping[str, Any], what: str) -> Any:
 
 
 def decode(tree: Any, where: str, tensors: Mapping[str, torch.Tensor] | None = None, map_location: Any = "cpu") -> Any:
-    """Return the state of a JSON tree.
-
-    Args:
-        tree: What `parse_json` made of the text.
-        where: The file that it was read from, for the errors.
-        tensors: The tensors that it names.
-        map_location: The device that the tensors are moved to.
+    """Return the state of a JSON tree and the tensors that it names; `where` is the file, for the errors.
 
     Raises:
         CheckpointError: The tree is none that `encode` makes.

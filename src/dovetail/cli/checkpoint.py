@@ -201,6 +201,6 @@ def _as_dict(info: CheckpointInfo) -> dict[str, Any]:
         "size": info.size,
         "format_version": info.format_version,
         "dovetail_version": info.dovetail_version,
-        "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in info.files.items()},
+        "files": {name: file._asdict() for name, file in info.files.items()},
         "summary": plain(info.summary),
     }

@@ -23,7 +23,10 @@ from dovetail.checkpoint.encoding import encode_plain
 from dovetail.checkpoint.files import (
     DISK,
     Digest,
+    StoredFile,
+    digest_of,
     discard,
+    file_chunks,
     is_temporary,
     make_parents,
     reserve,
@@ -35,9 +38,6 @@ from dovetail.checkpoint.stored_files import (
     FILES,
     Digests,
     StoredFiles,
-    check_stored_file,
-    digest_of,
-    file_chunks,
     is_stored_files,
     make_stored_manifest,
     read_stored_files,
@@ -193,7 +193,7 @@ class CheckpointContext:
                     for chunk in file_chunks(place / FILES / name):
                         copy.write(chunk)
                         digest.update(chunk)
-                check_stored_file(place / FILES / name, (digest.size, digest.sha256), files[name])
+                files[name].check(digest.stored, place / FILES / name)
                 unfinished.replace(target / name)
             finally:
                 unfinished.unlink(missing_ok=True)
@@ -247,7 +247,7 @@ class CheckpointContext:
             moves = [name for name, owner in owners.items() if owner == self._distributed.rank and not chief]
             work = _attempt(lambda: _moved(temporary / FILES, home, moves))
         self._told(None, work if isinstance(work, Exception) else None)
-        everything: Digests = {name: tuple(it) for part in parts for name, it in part["files"].items()}
+        everything = {name: StoredFile(*it) for part in parts for name, it in part["files"].items()}
         done = _attempt(lambda: _commit(temporary, metadata, everything, target)) if chief else None
         self._told(None, done if isinstance(done, Exception) else None)
 
