@@ -52,12 +52,7 @@ class Refused(ValueError):  # noqa: N818 - a word in a sentence: the value is re
 
 
 class Problem(NamedTuple):
-    """A mistake, and the way to it from the top of the configuration.
-
-    Example:
-        >>> Problem(("searcher", "max_trials"), "missing").keys
-        ('searcher', 'max_trials')
-    """
+    """A mistake, and the way to it from the top of the configuration."""
 
     keys: _Keys
     sentence: str
@@ -120,10 +115,6 @@ class Key:
         check: Returns the value that is used, or raises `Refused`.
         default: What it is when it is not given, or null.
         hint: What to do when it is required and missing.
-
-    Example:
-        >>> Key(whole(1), default=16).check(4)
-        4
     """
 
     check: Check
@@ -178,12 +169,7 @@ def unknown_key(name: str, known: Iterable[str]) -> Problem:
 
 
 def override(config: Any, setting: str, given: dict[_Keys, str]) -> list[Problem]:
-    """Set one key of a configuration by a text such as `trainer.rounds=4`, and remember by which.
-
-    Args:
-        config: Is changed.
-        setting: Dotted keys, and a value as a file would have it.
-        given: Is told the text that a key was set by.
+    """Set one key of a configuration by a text such as `trainer.rounds=4`, and store the text in `given`.
 
     Example:
         >>> config, given = {}, {}

@@ -35,7 +35,7 @@ from dovetail.cli.output import (
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TEST_MODE
-from dovetail.printing import printable
+from dovetail.printing import printable, quiet
 from dovetail.units import counted
 
 if TYPE_CHECKING:
@@ -334,13 +334,12 @@ def _ask(store: Store, experiment_id: int, wish: str) -> None:
 
 def _test_settings(config: ExperimentConfig) -> list[str]:
     """Return what makes an experiment one trial of one batch: the searcher's first one, which may not fail twice."""
-    from dovetail.search.databases import quiet_optuna
     from dovetail.search.searchers import make_searcher
     from dovetail.search.space import Space
 
     space = Space(config.hyperparameters)
     optuna = require("optuna", "search")
-    with quiet_optuna():
+    with quiet("optuna"):
         nothing_yet = optuna.create_study()
     first = make_searcher(config.searcher, space, config.seed).suggest(nothing_yet, 0)
     searcher = config.raw["searcher"]

@@ -57,15 +57,8 @@ def remove_surplus(
 ) -> list[Path]:
     """Remove the checkpoints of trials that no rule keeps, and return their folders.
 
-    A damaged one counts for nothing, and stays for whoever wants to look at it.
-
-    Args:
-        trials: The folders of trials, and their metric after so many batches.
-        ended: Those of them that have ended: only they lose any.
-        experiment_best: Keep so many of the best of all trials.
-        trial_best: Keep so many of the best of every trial.
-        trial_latest: Keep so many of the newest of every trial.
-        smaller_is_better: The direction of the metric.
+    `trials` has the folders of all trials with their metric by batches; only those in `ended` lose checkpoints. The
+    numbers are how many checkpoints each rule keeps. A damaged checkpoint does not count, and stays for the user.
     """
     # A link in place of a trial's folder would lead out of the experiment.
     own = [trial for trial in trials if not trial.is_symlink()]

@@ -32,6 +32,7 @@ from typing import Any
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.runtime.ray_cluster import NAMESPACE, connect
 from dovetail.search.checkpoints import latest_checkpoint
+from dovetail.search.failures import tell_log
 from dovetail.search.processes import Attempt, Ended, LocalBackend
 from dovetail.search.secrets import masked_url, write_private
 from dovetail.search.spread import is_spreadable, spread
@@ -113,7 +114,7 @@ class RayBackend:
             wanted, command = {}, spread(command, slots, self._resource)
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         if slots > sum(rooms):
-            _tell(attempt, f"waits for {slots} slots: the cluster has {sum(rooms)}")
+            tell_log(attempt.trial, f"waits for {slots} slots: the cluster has {sum(rooms)}")
         options = {
             "name": _name(attempt),
             "namespace": NAMESPACE,
@@ -146,9 +147,9 @@ class RayBackend:
         keeping = self._keepers.pop(attempt.folder, None) or self._found(attempt)
         if keeping is not None:
             self._ray.kill(keeping.keeper)
-        place, trial = self._place(attempt), attempt.folder.parent.parent
-        if place is not None and ended.code != 0 and latest_checkpoint(trial) is None:
-            pull(place, trial)
+        place = self._place(attempt)
+        if place is not None and ended.code != 0 and latest_checkpoint(attempt.trial) is None:
+            pull(place, attempt.trial)
         return ended
 
     def stop(self, attempt: Attempt, kill: bool = False) -> None:
@@ -200,7 +201,7 @@ class RayBackend:
         """Return where the checkpoints of a trial are copied to, which nobody else's ever were."""
         if self._storage is None:
             return None
-        trial = attempt.folder.parent.parent
+        trial = attempt.trial
         written = trial / "storage"
         if not written.exists():
             trial.mkdir(parents=True, exist_ok=True)
@@ -227,7 +228,7 @@ class RayBackend:
         keeping = self._keeping(attempt)
         if keeping is None:
             if attempt.exit_code is None and attempt.asked is None:
-                _tell(attempt, f"the cluster does not know attempt {attempt.number} any more")
+                tell_log(attempt.trial, f"the cluster does not know attempt {attempt.number} any more")
             return Ended(None)
         if not self._is_ready(keeping.over):
             return None
@@ -242,7 +243,7 @@ class RayBackend:
             if keeping.lost_at is None:
                 keeping.lost_at = time.monotonic()
                 if attempt.exit_code is None and attempt.asked is None:
-                    _tell(attempt, _reason(attempt, error))
+                    tell_log(attempt.trial, _reason(attempt, error))
             return Ended(None) if time.monotonic() - keeping.lost_at > _SETTLING else None
         return ended
 
@@ -319,10 +320,10 @@ class _Keeper:
             return
         async with self._copying:
             try:
-                await asyncio.to_thread(push, self._attempt.folder.parent.parent, storage)
+                await asyncio.to_thread(push, self._attempt.trial, storage)
             except Exception as error:  # every kind of place has its own
                 why = f"{type(error).__name__}: {masked_url(str(error))}"
-                _tell(self._attempt, f"checkpoints could not be copied: {why}")
+                tell_log(self._attempt.trial, f"checkpoints could not be copied: {why}")
 
     def _leave_after(self, seconds: float) -> threading.Timer:
         # A runner ends the keepers of attempts that are over. Those of a runner that is dead would keep their slots.
@@ -333,13 +334,9 @@ class _Keeper:
 
 
 def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[bytes]:
-    """Start a process that ends others as soon as this one is dead, however it dies.
+    """Start a process that kills an attempt, or a group of processes, as soon as this process is dead.
 
-    A word that is written to it sends it home: there is nothing to do any more.
-
-    Args:
-        attempt: Whose processes on this machine are ended.
-        group: A group of processes to end instead.
+    It exits without doing so when anything is written to it.
     """
     command = [sys.executable, "-m", "dovetail.search.cluster", str(attempt.folder), str(group or 0)]
     guard = subprocess.Popen(  # noqa: S603 - this program
@@ -350,11 +347,7 @@ def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[byte
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be the process that `guarded` starts.
-
-    Args:
-        arguments: The folder of an attempt, and a group of processes or 0.
-    """
+    """Be the process that `guarded` starts, with the folder of an attempt and a group of processes or 0."""
     # Nobody's child: Ray kills those together with their parent.
     if os.fork():
         return 0
@@ -376,14 +369,8 @@ def _cluster_address() -> str:
 
 
 def _name(attempt: Attempt) -> str:
-    trial = attempt.folder.parent.parent
-    place = sha256(str(trial).encode()).hexdigest()[:12]
-    return f"{trial.name}-{place}-{attempt.number}"
-
-
-def _tell(attempt: Attempt, sentence: str) -> None:
-    with open(attempt.folder.parent.parent / "log.txt", "a", encoding="utf-8") as log:
-        log.write(f"dovetail: {sentence}\n")
+    place = sha256(str(attempt.trial).encode()).hexdigest()[:12]
+    return f"{attempt.trial.name}-{place}-{attempt.number}"
 
 
 def _reason(attempt: Attempt, error: Exception) -> str:

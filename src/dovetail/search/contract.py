@@ -343,13 +343,7 @@ print(answer(*sys.argv[1:], sys.stdin.read()))
 
 
 def answer(path: str, name: str, told: str) -> str:
-    """Return, as JSON, what a searcher suggests in a process that knows nothing else.
-
-    Args:
-        path: The file of its contract.
-        name: The contract in it.
-        told: The finished trials, the searcher's state and the number of the trial, as JSON.
-    """
+    """Return, as JSON, what a contract's searcher suggests in a new process, after the trials that it is told."""
     from optuna.trial import TrialState as OptunaState
     from optuna.trial import create_trial
 

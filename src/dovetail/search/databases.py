@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +69,7 @@ def open_server(url: str) -> RDBStorage:
 
 
 def server_engine(url: str, **options: Any) -> Engine:
-    """Return what connects to a server; it has not done so yet.
-
-    Args:
-        url: The address; of PostgreSQL, without a driver.
-        options: Those of SQLAlchemy's `create_engine`.
+    """Return SQLAlchemy's engine for a server, with options of `create_engine`; it has not connected yet.
 
     Raises:
         MissingExtraError: The driver of the server is not installed.
@@ -104,15 +97,3 @@ def server_engine(url: str, **options: Any) -> Engine:
 
 def _place(url: str) -> str:
     return masked_url(url).partition("://")[2].rpartition("@")[2]
-
-
-@contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """Keep what Optuna says of every new study from the terminal."""
-    logger = logging.getLogger("optuna")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -83,11 +83,7 @@ class Experiment:
         return cls(config, Path(path).read_text(encoding="utf-8"), Path(context_dir))
 
     def create(self, store: Store | None = None) -> ExperimentRecord:
-        """Write it down in a store, and run nothing yet.
-
-        Args:
-            store: Where; None is the folder `.dovetail`, as `Store.open` finds it.
-        """
+        """Add the experiment to a store, by default that of `Store.open()`, without running it."""
         return (store or Store.open()).create_experiment(self.config, self.text, self.context_dir)
 
     def run(

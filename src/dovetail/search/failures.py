@@ -22,17 +22,13 @@ def log_size(trial: Path) -> int:
 
 
 def tell_log(trial: Path, sentence: str) -> None:
-    """Append a line to the log of a trial, which its processes append to as well."""
+    """Append a sentence of this library to the log of a trial, which its processes append to as well."""
     with suppress(OSError), open(trial / _LOG, "ab", buffering=0) as log:
-        log.write(f"{sentence}\n".encode("utf-8", errors="backslashreplace"))
+        log.write(f"dovetail: {sentence}\n".encode("utf-8", errors="backslashreplace"))
 
 
 def last_words(trial: Path, begin: int) -> str:
     r"""Return what an attempt has said last, in a line: of an error its type and message.
-
-    Args:
-        trial: The folder of the trial.
-        begin: Where the attempt begins in the log.
 
     Example:
         >>> import tempfile

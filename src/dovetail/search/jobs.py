@@ -103,7 +103,7 @@ def _wait(
     slots: int,
     on_output: Callable[[str], None] | None,
 ) -> None:
-    folder = attempt.folder.parent.parent
+    folder = attempt.trial
     log = folder / "log.txt"
     log.touch()
     # A sign of several bytes may be half written.

@@ -17,11 +17,7 @@ _PATIENCE = 2.0
 
 @contextmanager
 def holding(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock, for as long as the block lasts and this process lives.
-
-    Args:
-        path: The file, which says who holds it.
-        what: What is done meanwhile, for the error.
+    """Hold a lock on a file, which then has the id of this process, for the length of the block.
 
     Raises:
         ExperimentError: Another process holds it.

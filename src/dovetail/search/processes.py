@@ -96,6 +96,11 @@ class Attempt:
         return []
 
     @property
+    def trial(self) -> Path:
+        """The folder of the trial."""
+        return self.folder.parent.parent
+
+    @property
     def number(self) -> int:
         """Its number, from 0."""
         return int(self.folder.name)

@@ -24,6 +24,7 @@ from dovetail.config import parse_scalar
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.printing import page_text as escape
+from dovetail.printing import quiet
 from dovetail.search.charts import (
     BarChart,
     Dimension,
@@ -34,7 +35,6 @@ from dovetail.search.charts import (
     Scale,
     shown,
 )
-from dovetail.search.databases import quiet_optuna
 from dovetail.search.records import ExperimentRecord, TrialRecord
 
 # Fewer say nothing about which hyperparameter matters.
@@ -302,7 +302,7 @@ def _shares(
 ) -> dict[str, float]:
     import optuna
 
-    with quiet_optuna():
+    with quiet("optuna"):
         study = optuna.create_study(direction="minimize" if record.smaller_is_better else "maximize")
     for index, trial in enumerate(trials):
         params = {name: column[index] for name, column in columns.items()}

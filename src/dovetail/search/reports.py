@@ -48,9 +48,6 @@ class Reports:
     Attributes:
         rejected: The lines of the last `read` that were no reports.
 
-    Args:
-        path: The file, which need not be there yet.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / METRICS

@@ -26,7 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -65,6 +65,8 @@ _SHOWN_EVERY = 5.0
 # Rejected lines of a trial that are named in its log; a broken script may write millions.
 _NAMED_LINES = 20
 _LONGEST_STATUS = 200
+# The fields of a trial that the next runner needs and that no file of the trial has.
+_REMEMBERED = ("told", "verdict", "end", "reason", "failure", "log_at", "rejected_to")
 _SAID = ("trials save and leave (again to kill them)", "trials are killed")
 
 
@@ -113,10 +115,9 @@ class Runner:
         self._observed_at = 0.0
 
     def run(self, *, only_wish: bool = False) -> ExperimentRecord:
-        """Run, and return what has become of the experiment. One that is over already is left alone.
+        """Run the experiment, and return its record. One that is over already is left alone.
 
-        Args:
-            only_wish: Whether to do no more than grant a wish (`Store.wish`) that nobody has granted yet.
+        With `only_wish` it is not run further: only a stop request (`Store.wish`) is carried out.
 
         Raises:
             ExperimentError: Another process runs it.
@@ -174,14 +175,12 @@ class Runner:
                 self._ended[each.directory] = each.values
         pending = memory.get("pending")
         if pending is not None and pending["number"] == len(record.trials):
-            self._create(pending["number"], Suggestion(pending["params"], pending["source"], pending["attributes"]))
+            suggested = {name: value for name, value in pending.items() if name != "number"}
+            self._create(pending["number"], Suggestion(**suggested))
 
     def _adopted(self, record: TrialRecord, told: Mapping[str, Any]) -> _Trial:
-        trial = _Trial(record, Reports(record.directory / METRICS), values=dict(record.values))
-        trial.told, trial.verdict = told.get("told", -1), told.get("verdict")
-        trial.end, trial.reason = told.get("end"), told.get("reason")
-        trial.failure, trial.log_at = told.get("failure"), told.get("log_at", 0)
-        trial.rejected_to = told.get("rejected_to", 0)
+        known = {name: told[name] for name in _REMEMBERED if name in told}
+        trial = _Trial(record, Reports(record.directory / METRICS), values=dict(record.values), **known)
         attempts = Attempt.all_of(record.directory)
         if attempts and self._work.adopt(attempts[-1]):
             trial.attempt, trial.is_at_work = attempts[-1], trial.end is None
@@ -244,7 +243,7 @@ class Runner:
             return
         if trial.num_rejected == _NAMED_LINES:
             sentence += "; further ones are ignored without a word"
-        tell_log(trial.folder, f"dovetail: {sentence}")
+        tell_log(trial.folder, sentence)
         self._say(f"trial {trial.id}: {sentence}")
 
     def _hear(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
@@ -361,16 +360,7 @@ class Runner:
 
     def _remember(self, pending: Mapping[str, Any] | None = None) -> None:
         trials = {
-            str(trial.number): {
-                "told": trial.told,
-                "verdict": trial.verdict,
-                "end": trial.end,
-                "reason": trial.reason,
-                "failure": trial.failure,
-                "log_at": trial.log_at,
-                "rejected_to": trial.rejected_to,
-            }
-            for trial in self._trials.values()
+            str(trial.number): {name: getattr(trial, name) for name in _REMEMBERED} for trial in self._trials.values()
         }
         memory = {"searcher": self._searcher.state_dict(), "trials": trials, "pending": pending}
         self.store.remember(self.experiment_id, memory)
@@ -456,13 +446,7 @@ class Runner:
             if suggestion is None:
                 self._is_exhausted = True
                 break
-            pending = {
-                "number": following,
-                "params": suggestion.params,
-                "source": suggestion.source,
-                "attributes": suggestion.attributes,
-            }
-            self._remember(pending)
+            self._remember({"number": following, **asdict(suggestion)})
             self._start(self._create(following, suggestion))
             found = True
         return found

@@ -50,10 +50,6 @@ class StorageConfig:
         save_experiment_best: How many of the best checkpoints of all trials stay.
         save_trial_best: How many of the best of every trial.
         save_trial_latest: How many of the newest of every trial.
-
-    Example:
-        >>> StorageConfig(folder=Path("checkpoints")).save_trial_best
-        1
     """
 
     folder: Path | None = None
@@ -390,7 +386,7 @@ class _Reader:
 
     def _storage(self, given: str | Mapping[str, Any]) -> StorageConfig:
         if isinstance(given, str):
-            return _place(given)
+            return StorageConfig(url=given) if "://" in given else StorageConfig(Path(given))
         if not given:
             return StorageConfig()
         kind = given.get("type", "shared_fs")
@@ -435,7 +431,3 @@ _PLAIN = (
     *("checkpoint_policy", "perform_initial_validation", "data"),
 )
 """The keys whose values are fields as they are."""
-
-
-def _place(where: str) -> StorageConfig:
-    return StorageConfig(url=where) if "://" in where else StorageConfig(Path(where))

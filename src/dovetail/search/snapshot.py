@@ -23,16 +23,11 @@ _NEVER = {".git", ".dovetail", "__pycache__"}
 
 
 def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), max_bytes: int = MAX_BYTES) -> int:
-    """Copy a folder of code, and return how many bytes that were.
+    """Copy a folder of code to a new folder, and return how many bytes that were.
 
-    Left out is what the folder's `.detignore` and `.dovetailignore` say, `.git`, `.dovetail`, `__pycache__`, every
-    checkpoint, and all that is neither a file nor a folder. Links stay links, to where they lead now.
-
-    Args:
-        source: The folder.
-        target: Its copy, which must not be there yet.
-        leave_out: Further files or folders to leave out, wherever they are.
-        max_bytes: How large the copy may be.
+    The copy is without the paths in `leave_out`, what `.detignore` and `.dovetailignore` list, `.git`, `.dovetail`,
+    `__pycache__`, checkpoints, and anything that is neither a file nor a folder. Links stay links, to where they lead
+    now.
 
     Raises:
         ConfigError: There is no such folder, or too much is in it.

@@ -140,10 +140,6 @@ class Parameter(ABC):
     Attributes:
         keys: The way to it from the top of the hyperparameters.
         count: How many values of it a grid tries; None where the file does not say.
-
-    Example:
-        >>> Integer(("layers",), None, 1, 4).at(0.99)
-        4
     """
 
     keys: tuple[str, ...]
@@ -213,8 +209,7 @@ class Integer(Parameter):
         return [self.minval + (2 * index * span + count - 1) // (2 * (count - 1)) for index in range(count)]
 
     def distribution(self) -> BaseDistribution:
-        found: BaseDistribution = _optuna().IntDistribution(self.minval, self.maxval)
-        return found
+        return _distribution("IntDistribution", self.minval, self.maxval)
 
     def scaled(self, value: int, factor: float) -> int:
         """Return the value times a factor, at least 1 further on."""
@@ -224,8 +219,29 @@ class Integer(Parameter):
         return max(self.minval, min(moved, self.maxval))
 
 
+class _Continuous(Parameter):
+    """Numbers between two ends, on a linear or a logarithmic scale."""
+
+    @property
+    @abstractmethod
+    def ends(self) -> tuple[float, float]:
+        """The smallest and the largest value."""
+
+    def grid(self) -> list[float]:
+        """Return values at evenly spaced places; the middle one if `count` is 1."""
+        count = self.count or 0
+        return [self.at(0.5 if count == 1 else index / (count - 1)) for index in range(count)]
+
+    def scaled(self, value: float, factor: float) -> float:
+        return self._within(value * factor)
+
+    def _within(self, value: float) -> float:
+        low, high = self.ends
+        return max(low, min(value, high))
+
+
 @dataclass(frozen=True)
-class Double(Parameter):
+class Double(_Continuous):
     """Numbers.
 
     Example:
@@ -238,28 +254,22 @@ class Double(Parameter):
 
     kind = "double"
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        return self.minval, self.maxval
+
     def at(self, place: float) -> float:
         return self._within(self.minval + place * (self.maxval - self.minval))
 
     def place(self, value: float) -> float:
         return _share(value, self.minval, self.maxval)
 
-    def grid(self) -> list[float]:
-        return [self.at(place) for place in _spaced(self.count or 0)]
-
     def distribution(self) -> BaseDistribution:
-        found: BaseDistribution = _optuna().FloatDistribution(self.minval, self.maxval)
-        return found
-
-    def scaled(self, value: float, factor: float) -> float:
-        return self._within(value * factor)
-
-    def _within(self, value: float) -> float:
-        return max(self.minval, min(value, self.maxval))
+        return _distribution("FloatDistribution", *self.ends)
 
 
 @dataclass(frozen=True)
-class Log(Parameter):
+class Log(_Continuous):
     """Powers of a base; the exponent is uniform. The flat value is the power itself.
 
     Example:
@@ -273,25 +283,18 @@ class Log(Parameter):
 
     kind = "log"
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        return self._power(0), self._power(1)
+
     def at(self, place: float) -> float:
         return self._within(self._power(place))
 
     def place(self, value: float) -> float:
         return _share(math.log(value) / math.log(self.base), self.minval, self.maxval)
 
-    def grid(self) -> list[float]:
-        """Return powers with evenly spaced exponents; the middle one when it is one."""
-        return [self.at(place) for place in _spaced(self.count or 0)]
-
     def distribution(self) -> BaseDistribution:
-        found: BaseDistribution = _optuna().FloatDistribution(self._power(0), self._power(1), log=True)
-        return found
-
-    def scaled(self, value: float, factor: float) -> float:
-        return self._within(value * factor)
-
-    def _within(self, value: float) -> float:
-        return max(self._power(0), min(value, self._power(1)))
+        return _distribution("FloatDistribution", *self.ends, log=True)
 
     def _power(self, place: float) -> float:
         return math.pow(self.base, self.minval + place * (self.maxval - self.minval))
@@ -324,8 +327,7 @@ class Categorical(Parameter):
         return list(self.choices)
 
     def distribution(self) -> BaseDistribution:
-        found: BaseDistribution = _optuna().CategoricalDistribution(tuple(self.choices))
-        return found
+        return _distribution("CategoricalDistribution", tuple(self.choices))
 
     def scaled(self, value: Any, factor: float) -> Any:
         """Return the choice: it has no size."""
@@ -446,13 +448,10 @@ def _flat(choice: Any) -> Any:
     return json.dumps(choice) if isinstance(choice, (list, dict)) else choice
 
 
-def _spaced(count: int) -> list[float]:
-    return [0.5] if count == 1 else [index / (count - 1) for index in range(count)]
-
-
 def _share(value: float, low: float, high: float) -> float:
     return 0.5 if low == high else max(0.0, min((value - low) / (high - low), 1.0))
 
 
-def _optuna() -> Any:
-    return require("optuna.distributions", "search")
+def _distribution(kind: str, *arguments: Any, **options: Any) -> BaseDistribution:
+    found: BaseDistribution = getattr(require("optuna.distributions", "search"), kind)(*arguments, **options)
+    return found

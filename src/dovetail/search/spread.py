@@ -38,13 +38,8 @@ _LAUNCHER = ["-m", "dovetail.launch", "--slots"]
 def spread(command: Sequence[str], slots: int, resource: str) -> list[str]:
     """Return the command that runs the processes of a trial on several nodes, in place of those on one.
 
-    Args:
-        command: What `dovetail.launch` starts with so many slots.
-        slots: How many processes.
-        resource: What each of them needs one of: `CPU` or `GPU`.
-
     Raises:
-        ConfigError: The command is another one.
+        ConfigError: The command is not one of `dovetail.launch`.
 
     Example:
         >>> spread(["python3", "-m", "dovetail.launch", "--slots", "2", "train.py"], 2, "CPU")[4:]
@@ -73,11 +68,7 @@ def is_spreadable(command: Sequence[str]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command in several processes that form one group, to their end; the exit code is 1 if one fails.
-
-    Args:
-        arguments: How many processes, what each of them needs one of, and the command.
-    """
+    """Run a command in so many processes of one group, each with one resource; the exit code is 1 if one fails."""
     slots, resource, *command = arguments
     attempt = Attempt(Path(os.environ[ATTEMPT]))
     # The processes see for themselves that they were asked to leave; this one is the last to go.
@@ -134,7 +125,7 @@ def _run_rank(work: Mapping[str, Any]) -> None:
     env = {**work["env"], **own, **{name: str(value) for name, value in place.items()}}
     if host.startswith("127."):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with open(attempt.folder.parent.parent / "log.txt", "ab") as log:
+    with open(attempt.trial / "log.txt", "ab") as log:
         process = subprocess.Popen(  # noqa: S603 - the user's own command
             work["command"], cwd=work["cwd"], env=env, stdout=log, stderr=log, start_new_session=True
         )

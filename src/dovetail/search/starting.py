@@ -37,13 +37,7 @@ def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
 
 
 def variables_of(config: ExperimentConfig, home: Path, info: Path) -> dict[str, str]:
-    """Return the environment variables of a trial or a job, beside those of this process.
-
-    Args:
-        config: What it is.
-        home: The folder of experiments.
-        info: What it is told about itself.
-    """
+    """Return the environment variables of a trial or a job, beside those of this process."""
     # Lines of a process that is killed are in its log.
     return {"PYTHONUNBUFFERED": "1", **config.environment, VARIABLE: str(info), HOME: str(home)}
 
@@ -54,14 +48,10 @@ def trial_seed(seed: int, number: int) -> int:
 
 
 def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:
-    """Return where the configuration of an experiment wants its trials to run.
-
-    Args:
-        config: The configuration.
-        concurrent: How many trials are at work at the same time at most.
+    """Return the backend that a configuration names, for at most so many trials at the same time.
 
     Raises:
-        ConfigError: It wants what this place cannot do.
+        ConfigError: The configuration copies checkpoints to a URL and names no cluster.
     """
     if config.cluster is None:
         if config.checkpoint_storage.url is not None:

@@ -18,8 +18,8 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from dovetail.errors import UnknownNameError
 from dovetail.extras import require
-from dovetail.search.databases import file_url, open_file, open_server, quiet_optuna
+from dovetail.printing import quiet
+from dovetail.search.databases import file_url, open_file, open_server
 from dovetail.search.locks import holding, is_taken
 from dovetail.search.processes import Attempt, is_at_work
 from dovetail.search.records import (
@@ -61,6 +62,8 @@ WISHES = ("pause", "cancel", "kill")
 # PostgreSQL counts rows with 32 bits.
 _LARGEST_NUMBER = 2**31 - 1
 _RECORD = "dovetail"
+# The fields of a trial that Optuna has no place for.
+_TOLD = ("experiment_id", "hparams", "source", "state", "restarts", "reason", "steps", "progress", "status")
 _STATE = "state"
 _WARNINGS = "warnings"
 _MEMORY = "dovetail:runner"
@@ -159,13 +162,10 @@ class Store:
             ExperimentError: There is none of that number.
         """
         folder = self.home / "jobs" / str(job_id)
-        if not _is_possible(job_id):
+        if not _is_possible(job_id) or not (folder / "job.json").exists():
             raise _no_such("job", job_id, self._job_numbers())
-        try:
-            told = json.loads((folder / "job.json").read_text())
-        except FileNotFoundError:
-            raise _no_such("job", job_id, self._job_numbers()) from None
-        attempt, started = Attempt.of(folder, 0), _time(told["started"])
+        told = json.loads((folder / "job.json").read_text())
+        attempt, started = Attempt.of(folder, 0), datetime.fromisoformat(told["started"])
         code = attempt.exit_code
         # Somebody waits for it, or did so and was killed.
         if code is None and (is_taken(folder / "lock") or is_at_work(attempt)):
@@ -268,15 +268,13 @@ class Store:
         unfinished.write_text(wish)
         unfinished.replace(path)
 
-    @contextmanager
-    def running(self, experiment_id: int) -> Iterator[None]:
+    def running(self, experiment_id: int) -> AbstractContextManager[None]:
         """Be the one who runs an experiment, for as long as the block lasts and this process lives.
 
         Raises:
             ExperimentError: Another process does.
         """
-        with holding(self.folder(experiment_id) / "lock", f"experiment {experiment_id}"):
-            yield
+        return holding(self.folder(experiment_id) / "lock", f"experiment {experiment_id}")
 
     # ------------------------------------------------------------------ what the runner needs
 
@@ -287,7 +285,7 @@ class Store:
 
         direction = StudyDirection.MINIMIZE if smaller_is_better else StudyDirection.MAXIMIZE
         for again in itertools.count(1):
-            with suppress(DuplicatedStudyError), quiet_optuna():
+            with suppress(DuplicatedStudyError), quiet("optuna"):
                 return self.storage.create_new_study([direction], name if again == 1 else f"{name} #{again}")
         raise AssertionError("there is always a free number")
 
@@ -373,17 +371,7 @@ class Store:
 
     def update_trial(self, trial: TrialRecord) -> None:
         """Write down what has changed about a trial that is not over: its state, how far it has come, and why."""
-        told: dict[str, Any] = {
-            "experiment_id": trial.experiment_id,
-            "hparams": trial.hparams,
-            "source": trial.source,
-            "state": trial.state,
-            "restarts": trial.restarts,
-            "reason": trial.reason,
-            "steps": trial.steps,
-            "progress": trial.progress,
-            "status": trial.status,
-        }
+        told = {name: getattr(trial, name) for name in _TOLD}
         self.storage.set_trial_system_attr(trial.id, _RECORD, told)
 
     def end_trial(self, trial: TrialRecord) -> None:
@@ -452,13 +440,7 @@ def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
 
 
 def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> ExperimentRecord:
-    """Return an experiment as its study has it.
-
-    Args:
-        number: The number of the study.
-        attributes: Its attributes.
-        trials: Its trials.
-    """
+    """Return the experiment of a study, from its number, attributes and trials."""
     told, state = attributes[_RECORD], attributes.get(_STATE, {"state": "ACTIVE", "reason": None, "ended": None})
     directory, place = Path(told["directory"]), Path(told["trials"])
     smaller = _smaller_is_better(attributes)
@@ -468,8 +450,8 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
         state=state["state"],
         config=told["config"],
         directory=directory,
-        created=_time(told["created"]),
-        ended=None if state["ended"] is None else _time(state["ended"]),
+        created=datetime.fromisoformat(told["created"]),
+        ended=None if state["ended"] is None else datetime.fromisoformat(state["ended"]),
         reason=state["reason"],
         is_running=is_taken(directory / "lock"),
         trials=tuple(trial_record(trial, place, smaller) for trial in trials if _RECORD in trial.system_attrs),
@@ -478,13 +460,7 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
 
 
 def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> TrialRecord:
-    """Return a trial as its study has it.
-
-    Args:
-        trial: The trial.
-        place: Where the folders of trials are.
-        smaller_is_better: The direction of its metric.
-    """
+    """Return the record of Optuna's trial whose folder is in `place`."""
     told: Mapping[str, Any] = trial.system_attrs[_RECORD]
     values = dict(sorted(trial.intermediate_values.items()))
     best_at = best_step(values, smaller_is_better)
@@ -529,10 +505,6 @@ def _folder_name(number: int, directory: Path) -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat()
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 def _utc(moment: datetime | None) -> datetime | None:

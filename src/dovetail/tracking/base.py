@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -166,15 +164,3 @@ def check_name(name: str) -> str:
     if any(part in ("", ".", "..") or not re.fullmatch(r"[^\\:\x00-\x1f]+", part) for part in parts):
         raise ConfigError(f"figure: expected a name such as 'confusion' or 'valid/confusion', got {name!r}")
     return name
-
-
-@contextmanager
-def quiet(logger: str) -> Iterator[None]:
-    """Keep a package's news off the terminal while we call it; its warnings still come."""
-    talker = logging.getLogger(logger)
-    level = talker.level
-    talker.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        talker.setLevel(level)

@@ -22,10 +22,6 @@ class InFolders(Logger, ABC):
     """Base of loggers that give every run a folder of its own: nothing that an earlier run has written is touched.
 
     The name of a run's folder is its label and the first digits of its id, such as `run-3f2a9c1b`.
-
-    Args:
-        root: Where the folders of the runs are.
-        label: How their names begin.
     """
 
     def __init__(self, root: str | os.PathLike[str], label: str) -> None:

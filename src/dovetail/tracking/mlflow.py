@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.extras import require
-from dovetail.tracking.base import Logger, Run, Status, Value, quiet, sort
+from dovetail.printing import quiet
+from dovetail.tracking.base import Logger, Run, Status, Value, sort
 
 _TAG = "dovetail.run_id"
 
@@ -61,7 +62,7 @@ class MLflowLogger(Logger):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         mlflow = require("mlflow", "mlflow")
         uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-        with quiet("mlflow"), quiet("alembic"):
+        with quiet("mlflow", "alembic"):
             self._client = client = mlflow.MlflowClient(tracking_uri=uri)
             found = client.get_experiment_by_name(self.experiment)
             experiment = (

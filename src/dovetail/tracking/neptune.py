@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from dovetail.errors import ConfigError
 from dovetail.extras import require
-from dovetail.tracking.base import Logger, Run, Status, Value, quiet, sort
+from dovetail.printing import quiet
+from dovetail.tracking.base import Logger, Run, Status, Value, sort
 
 # What the package would collect by itself: nothing, unless it is asked for.
 _MODEST: dict[str, Any] = {

@@ -33,10 +33,6 @@ class SearcherConfig:
         max_length: How long trials train, where the file says so.
         source_trial_id: The trial of the store whose checkpoint all trials begin with, if any.
         options: Those of the searcher itself, each with its value or default.
-
-    Example:
-        >>> SearcherConfig("random", "loss", options={"max_trials": 8}).time_metric
-        'batches'
     """
 
     name: str
@@ -56,10 +52,6 @@ class Suggestion:
         params: The searched hyperparameters by their dotted names; `Space.hparams` adds the constants.
         source: The number of the trial whose newest checkpoint to begin with, or None.
         attributes: What else to say about the trial, for people, such as its bracket.
-
-    Example:
-        >>> Suggestion({"lr": 0.1}).source is None
-        True
     """
 
     params: dict[str, Any]
@@ -144,12 +136,7 @@ class Sampler(ABC):
 
 
 class StoppingRule(ABC):
-    """Decides which trials end early. Values are such that smaller is better, and never NaN or infinite.
-
-    Example:
-        >>> NeverStop().report(0, time=1, value=0.5)
-        True
-    """
+    """Decides which trials end early. Values are such that smaller is better, and never NaN or infinite."""
 
     @abstractmethod
     def report(self, number: int, time: int, value: float) -> bool:
@@ -171,12 +158,7 @@ class StoppingRule(ABC):
 
 
 class NeverStop(StoppingRule):
-    """Lets every trial train to its end.
-
-    Example:
-        >>> NeverStop().admit(0)
-        {}
-    """
+    """Lets every trial train to its end."""
 
     def report(self, number: int, time: int, value: float) -> bool:
         return True

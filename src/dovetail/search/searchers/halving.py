@@ -18,10 +18,6 @@ class Bracket(NamedTuple):
         num_rungs: How often they are compared.
         max_trials: How many there are.
         max_concurrent_trials: How many of them run at a time, while there are enough.
-
-    Example:
-        >>> Bracket(4, 64, 16).num_rungs
-        4
     """
 
     num_rungs: int
@@ -172,13 +168,9 @@ class AsyncHalving(StoppingRule):
         """Insert a value into the next rung of a trial; return its position there and the number of values."""
         rung = self._rungs[trial.bracket][trial.rung]
         # Of equal values the older is the better.
-        position = bisect_right(rung, value, key=_value)
+        position = bisect_right(rung, value, key=lambda entry: entry[0])
         rung.insert(position, [value, number])
         return position, len(rung)
-
-
-def _value(entry: list[float]) -> float:
-    return entry[0]
 
 
 def _log(value: int, base: int) -> int:

@@ -11,7 +11,6 @@ from dovetail.checks import (
     Key,
     Problem,
     Problems,
-    Refused,
     flag,
     list_of,
     number,
@@ -34,10 +33,6 @@ from dovetail.units import TrainUnit
 Make = Callable[[SearcherConfig, Space, int], Searcher]
 
 
-def _no_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
-    return iter(())
-
-
 @dataclass(frozen=True)
 class SearcherKind:
     """How a configuration becomes a searcher.
@@ -57,7 +52,7 @@ class SearcherKind:
 
     make: Make
     options: Mapping[str, Key] = field(default_factory=dict)
-    problems: Callable[[SearcherConfig, Space], Iterator[Problem]] = _no_problems
+    problems: Callable[[SearcherConfig, Space], Iterator[Problem]] = lambda config, space: iter(())
 
 
 def make_searcher(config: SearcherConfig, space: Space, seed: int) -> Searcher:
@@ -106,7 +101,9 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
         keys = {**COMMON, **options}
     else:
         # Whose options they are is not known: of these, only their names are looked at.
-        options = {name: Key(_anything, None) for known in searchers.names() for name in searchers.get(known).options}
+        options = {
+            name: Key(lambda value: value, None) for known in searchers.names() for name in searchers.get(known).options
+        }
         keys = {**options, **COMMON}
     values = read_section(section, keys, noted, IGNORED)
     if kind is not None and "max_time" in options:
@@ -148,19 +145,11 @@ def unit_name(length: TrainUnit) -> str:
     return type(length).__name__.lower()
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise Refused(f"expected one of {', '.join(searchers.names())}")
-    checked: str = one_of(*searchers.names())(value)
-    return checked
-
-
 COMMON = {
-    "name": Key(_name, hint="one of the searchers, such as single, grid, random or adaptive_asha"),
+    "name": Key(
+        lambda value: one_of(*searchers.names())(value),
+        hint="one of the searchers, such as single, grid, random or adaptive_asha",
+    ),
     "metric": Key(text, hint="the validation metric that trials are compared by, such as validation_loss"),
     "smaller_is_better": Key(flag, True),
     "max_length": Key(unit(1), None),
@@ -179,23 +168,18 @@ def _random(config: SearcherConfig, space: Space, seed: int) -> Sampler:
     return RandomSampler(space, seed)
 
 
-def _tpe(config: SearcherConfig, space: Space, seed: int) -> Sampler:
+def _tpe(config: SearcherConfig, space: Space, seed: int, kind: str = "TPESampler") -> Sampler:
     startup = config.options.get("num_startup_trials", 10)
 
     def make(seed: int) -> Any:
-        return require("optuna", "search").samplers.TPESampler(seed=seed, n_startup_trials=startup)
+        return getattr(require("optuna", "search").samplers, kind)(seed=seed, n_startup_trials=startup)
 
     return OptunaSampler(space, seed, make, config.smaller_is_better)
 
 
 def _gp(config: SearcherConfig, space: Space, seed: int) -> Sampler:
     require("scipy", "search")
-    startup = config.options["num_startup_trials"]
-
-    def make(seed: int) -> Any:
-        return require("optuna", "search").samplers.GPSampler(seed=seed, n_startup_trials=startup)
-
-    return OptunaSampler(space, seed, make, config.smaller_is_better)
+    return _tpe(config, space, seed, "GPSampler")
 
 
 def _cma(config: SearcherConfig, space: Space, seed: int) -> Sampler:
@@ -258,10 +242,6 @@ def _hyperband(options: Mapping[str, Any]) -> list[Bracket]:
     return _adaptive({**options, "mode": "conservative", "bracket_rungs": ()})
 
 
-def _grid_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
-    return space.grid_problems()
-
-
 def _cma_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
     if not any(parameter.is_numeric for parameter in space.parameters.values()):
         yield Problem(
@@ -307,7 +287,7 @@ _PBT = {
 def _built_in() -> dict[str, SearcherKind]:
     return {
         "single": SearcherKind(_single),
-        "grid": SearcherKind(_grid, _CONCURRENT, _grid_problems),
+        "grid": SearcherKind(_grid, _CONCURRENT, lambda config, space: space.grid_problems()),
         "random": SearcherKind(_sampled(_random), _TRIALS),
         "tpe": SearcherKind(_sampled(_tpe), {**_TRIALS, **_STARTUP}),
         "gp": SearcherKind(_sampled(_gp), {**_TRIALS, **_STARTUP}),

@@ -8,7 +8,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from dovetail.extras import require
-from dovetail.search.databases import quiet_optuna
+from dovetail.printing import quiet
 from dovetail.search.searchers.base import Sampler, comparable, generator
 from dovetail.search.space import Space
 
@@ -87,7 +87,7 @@ class OptunaSampler(Sampler):
         # A study of its own: samplers write down what they think, and look at trials that still run.
         storage = _storage_of(_with_finite_values(_finished(study, *states)))
         sampler = self._make(generator(self._seed, number).getrandbits(32))
-        with quiet_optuna():
+        with quiet("optuna"):
             finished = optuna.create_study(storage=storage, sampler=sampler, direction=self._direction)
         params: dict[str, Any] = finished.ask(self._space.distributions()).params
         return params
