@@ -32,11 +32,7 @@ _STATUS_WIDTH = 24
 
 @contextmanager
 def watching(seen: ExperimentRecord | None = None) -> Iterator[Callable[[ExperimentRecord], None]]:
-    """Give what shows an experiment, again and again while it runs, on stdout.
-
-    Args:
-        seen: The experiment as it was before: lines are about what has happened since.
-    """
+    """Lend a function that shows an experiment on stdout; its lines are about what has changed since `seen`."""
     if not sys.stdout.isatty():
 
         def say(record: ExperimentRecord) -> None:

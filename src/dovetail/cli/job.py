@@ -85,12 +85,7 @@ def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) ->
 
 
 @app.command()
-def logs(
-    id: _Id,
-    follow: FollowLog = False,
-    home: Home = None,
-    store: StoreUrl = None,
-) -> None:
+def logs(id: _Id, follow: FollowLog = False, home: Home = None, store: StoreUrl = None) -> None:
     """Print what a job has said."""
     from dovetail.cli.follow import print_log
 

@@ -16,10 +16,6 @@ from dovetail.errors import ConfigError, UnknownNameError
 _STYLES = ("composable", "subclass", "trial", "federated")
 
 
-def _complete_styles(incomplete: str) -> list[str]:
-    return [style for style in _STYLES if style.startswith(incomplete)]
-
-
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The folder of the project.")],
     style: Annotated[
@@ -27,7 +23,7 @@ def new(
         typer.Option(
             metavar="STYLE",
             help="composable (from strategies), subclass, trial (for searches) or federated.",
-            autocompletion=_complete_styles,
+            autocompletion=lambda incomplete: [style for style in _STYLES if style.startswith(incomplete)],
         ),
     ] = _STYLES[0],
     into: Annotated[

@@ -31,9 +31,6 @@ class Guarded:
     Attributes:
         token: The random text that every request needs.
 
-    Args:
-        application: What answers requests that pass the checks.
-
     Example:
         >>> guarded = Guarded(lambda environment, start: [])
         >>> said = []

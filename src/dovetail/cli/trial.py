@@ -71,12 +71,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
 
 
 @app.command()
-def logs(
-    id: _Id,
-    follow: FollowLog = False,
-    home: Home = None,
-    store: StoreUrl = None,
-) -> None:
+def logs(id: _Id, follow: FollowLog = False, home: Home = None, store: StoreUrl = None) -> None:
     """Print what a trial has said."""
     from dovetail.cli.follow import print_log
 

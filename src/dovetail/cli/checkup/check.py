@@ -19,11 +19,6 @@ class Check:
             needed, else `"ok"`.
         found: What was found, in plain words.
         remedy: The command that installs or repairs it, or empty.
-
-    Example:
-        >>> check = Check("files", "open files", "ok", "at most 1,024 in a process")
-        >>> check.part, check.name
-        ('files', 'open files')
     """
 
     part: str

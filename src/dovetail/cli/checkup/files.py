@@ -40,14 +40,7 @@ def check_folder(folder: Path) -> Check:
 
 
 def check_disk(name: str, folder: Path, *, little: int = _LITTLE_DISK, too_little: int = _TOO_LITTLE_DISK) -> Check:
-    """Compare the free space where a folder is, or will be, with what a run needs.
-
-    Args:
-        name: What the check is called.
-        folder: The folder.
-        little: Bytes below which there is a note.
-        too_little: Bytes below which there is a problem.
-    """
+    """Compare the free bytes where a folder is, or will be, with two limits: for a note, and for a problem."""
     place = nearest(folder)
     free = shutil.disk_usage(place).free
     text = f"{bytes_text(free)} free in {place}"
