@@ -26,9 +26,6 @@ class _RowLogger(Callback, ABC):
 
     A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of; what the
     lost part of the run had written after them is dropped.
-
-    Args:
-        path: The file; folders on the way are created.
     """
 
     main_rank_only = True

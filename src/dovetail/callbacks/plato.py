@@ -52,11 +52,7 @@ class TrainerCallback:
 
 
 class PlatoAdapter(Callback):
-    """Calls a `TrainerCallback` at our events.
-
-    Args:
-        callback: The callback to call; its state, if it has `state_dict`, stays its own business.
-    """
+    """Calls a `TrainerCallback` at our events."""
 
     def __init__(self, callback: TrainerCallback) -> None:
         self.callback = callback

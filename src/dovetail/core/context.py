@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.checkpoint import CheckpointContext, storage_directory
@@ -20,6 +20,7 @@ _MISSING = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class Context:
     """Checkpoints, processes, preemption and reports of a script.
 
@@ -41,19 +42,11 @@ class Context:
         False
     """
 
-    def __init__(
-        self,
-        checkpoint: CheckpointContext,
-        distributed: DistributedContext,
-        preempt: PreemptContext,
-        train: TrainContext,
-        info: TrialInfo | None,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.distributed = distributed
-        self.preempt = preempt
-        self.train = train
-        self.info = info
+    checkpoint: CheckpointContext
+    distributed: DistributedContext
+    preempt: PreemptContext
+    train: TrainContext
+    info: TrialInfo | None
 
     def __getattr__(self, name: str) -> Any:
         instead = f": {_MISSING[name]}" if name in _MISSING else ""
@@ -63,19 +56,13 @@ class Context:
         self.preempt.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, InvalidHP):
             self.train.report_early_exit(EarlyExitReason.INVALID_HP)
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Put signal handlers back and leave the group.
-
-        Args:
-            error: Why the script ends early; the other processes are told.
-        """
+        """Restore the signal handlers and leave the group; the other processes are told the error, if any."""
         self.preempt.close()
         self.distributed.close(error)
 

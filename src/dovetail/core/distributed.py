@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from dovetail.distributed import Group, is_launched
 from dovetail.errors import CheckpointError, ConfigError, DataError
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class DistributedContext:
     """The place of this process among those of a run, and messages between them.
 
@@ -34,31 +36,19 @@ class DistributedContext:
         (True, [{'loss': 0.5}], 64)
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int = 0,
-        size: int = 1,
-        local_rank: int = 0,
-        local_size: int = 1,
-        cross_rank: int = 0,
-        cross_size: int = 1,
-    ) -> None:
-        for name, number, limit in (
-            ("rank", rank, size),
-            ("local_rank", local_rank, local_size),
-            ("cross_rank", cross_rank, cross_size),
-        ):
-            if not 0 <= number < limit:
-                raise ConfigError(f"{name}: expected a number from 0 to {limit - 1}, got {number}")
-        self.rank = rank
-        self.size = size
-        self.local_rank = local_rank
-        self.local_size = local_size
-        self.cross_rank = cross_rank
-        self.cross_size = cross_size
-        self._group: Group | None = None
-        self._is_owner = False
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    _group: Group | None = field(default=None, init=False)
+    _is_owner: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        for name, limit in (("rank", self.size), ("local_rank", self.local_size), ("cross_rank", self.cross_size)):
+            if not 0 <= getattr(self, name) < limit:
+                raise ConfigError(f"{name}: expected a number from 0 to {limit - 1}, got {getattr(self, name)}")
 
     @classmethod
     def from_torch_distributed(cls) -> DistributedContext:
@@ -175,11 +165,7 @@ class DistributedContext:
         return self.allgather_local(value if self.is_local_chief else None)[0]
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group, if this object has joined it.
-
-        Args:
-            error: Why this process leaves early; the others are told.
-        """
+        """Leave the group, if this object has joined it; the other processes are told the error, if any."""
         if self._group is not None:
             if error is not None:
                 self._group.tell_failure(error)
@@ -205,8 +191,7 @@ class DistributedContext:
         # Gone, too, when another object has left the group for all.
         if self._group is None or not dist.is_initialized():
             self._is_owner = not dist.is_initialized()
-            has_cuda = torch.cuda.is_available()
-            group = Group.join(torch.device("cuda", self.local_rank) if has_cuda else torch.device("cpu"))
+            group = Group.join(local_device(self.local_rank))
             if (group.rank, group.size) != (self.rank, self.size):
                 raise ConfigError(
                     f"this process is rank {group.rank} of {group.size}, but its DistributedContext says rank "
@@ -217,6 +202,11 @@ class DistributedContext:
 
 
 _INSTEAD = "expected processes that torch starts; use DistributedContext.from_torch_distributed()"
+
+
+def local_device(local_rank: int) -> torch.device:
+    """Return the device of one process of a machine: a card for each of them, or the CPU if there are none."""
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _number(variable: str, default: int | None = None) -> int:

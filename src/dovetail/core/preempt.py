@@ -14,12 +14,7 @@ from dovetail.runtime.signals import SignalHandler, announce
 
 
 class PreemptMode(enum.Enum):
-    """Who of several processes knows whether to leave.
-
-    Example:
-        >>> PreemptMode.WorkersAskChief.name
-        'WorkersAskChief'
-    """
+    """Who of several processes knows whether to leave."""
 
     ChiefOnly = "CHIEF_ONLY"
     """Only the chief asks; how the others learn of it is the script's matter."""

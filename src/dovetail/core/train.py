@@ -38,12 +38,7 @@ _ACCEPTED = "numbers, tensors, arrays, text, and lists and dicts of them"
 
 
 class EarlyExitReason(enum.Enum):
-    """Why a trial ends before its time.
-
-    Example:
-        >>> EarlyExitReason("INVALID_HP")
-        <EarlyExitReason.INVALID_HP: 'INVALID_HP'>
-    """
+    """Why a trial ends before its time."""
 
     INVALID_HP = "INVALID_HP"
     """Its hyperparameters cannot work: a search replaces it by another."""
@@ -56,12 +51,7 @@ ExitedReason = EarlyExitReason
 
 
 class TensorboardMode(enum.Enum):
-    """How Determined uploads TensorBoard's files. Here they stay where they are written, in either mode.
-
-    Example:
-        >>> [mode.name for mode in TensorboardMode]
-        ['AUTO', 'MANUAL']
-    """
+    """How Determined uploads TensorBoard's files. Here they stay where they are written, in either mode."""
 
     AUTO = "AUTO"
     MANUAL = "MANUAL"

@@ -45,23 +45,9 @@ class DataLoader(torch_data.DataLoader[T_co]):
     Each iteration is one epoch, counted from 0, unless `set_epoch` says which one is next.
 
     Args:
-        dataset: As for torch, like every argument up to `in_order`.
-        batch_size: Samples per batch.
-        shuffle: Draw a new order every epoch.
-        sampler: Indices in the order to read them.
-        batch_sampler: Lists of indices, one per batch.
-        num_workers: Processes that read samples.
-        collate_fn: Makes a batch of a list of samples.
-        pin_memory: Hand out batches in pinned memory, where there is an accelerator.
-        drop_last: Leave out a last batch that is not full.
-        timeout: Seconds to wait for a worker.
-        worker_init_fn: Called in each worker first.
-        multiprocessing_context: How workers are started.
-        generator: Source of the order and of the workers' seeds; `None` is torch's global one.
-        prefetch_factor: Batches that each worker reads ahead.
-        persistent_workers: Keep workers from epoch to epoch.
-        pin_memory_device: Deprecated by torch.
-        in_order: Hand out batches in the order of the sampler.
+        dataset: As for torch, like every argument that is not described here.
+        pin_memory: Hand out batches in pinned memory if there is an accelerator; otherwise it has no effect.
+        generator: Source of the order and of the workers' seeds; None means torch's global one.
         seed: Makes the order of `shuffle` a function of this seed and the epoch alone, and leaves the global
             random state untouched. What samples draw in workers follows from seed, epoch and batch.
         num_replicas: Number of loaders that share the batches of each epoch.

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from dovetail import checkpoint, core
+from dovetail.core.distributed import local_device
 from dovetail.data import DataLoader, Share, to_device
 from dovetail.errors import ConfigError, DataError, misspelled_methods
 from dovetail.pytorch.reducer import MetricReducer, Reducers
@@ -43,8 +44,7 @@ class TorchBatchProcessorContext:
     def __init__(self, core_context: core.Context, output_path: Path, max_batches: int | None = None) -> None:
         self._core = core_context
         self.distributed = core_context.distributed
-        local_rank = self.distributed.local_rank
-        self.device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = local_device(self.distributed.local_rank)
         self.max_batches = max_batches
         self.output_path = output_path
         self._reducers = Reducers()

@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from dovetail.config import hyperparameters, locate
 from dovetail.core import DistributedContext, storage_directory
+from dovetail.core.distributed import local_device
 from dovetail.data import to_device
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
@@ -22,6 +22,7 @@ from dovetail.info import TrialInfo, get_cluster_info, note_hparams_read, unnoti
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.trainers.randomness import seed_everything
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.pytorch.trainer import Trainer
@@ -140,7 +141,7 @@ class PyTorchTrialContext:
         verbose: bool = True,
     ) -> None:
         self.distributed = distributed
-        self.device = _device(distributed)
+        self.device = local_device(distributed.local_rank)
         self.unnoticed_hparams = Hyperparameters(hparams)
         self.info = info
         self.aggregation_frequency = aggregation_frequency
@@ -171,9 +172,7 @@ class PyTorchTrialContext:
     def __enter__(self) -> PyTorchTrialContext:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.distributed.close(error)
 
     # ------------------------------------------------------------------ for a script
@@ -439,9 +438,8 @@ class PyTorchTrialContext:
     def get_global_batch_size(self) -> int:
         """Return the hyperparameter `global_batch_size`: samples of all processes in one batch each."""
         size = self.hparams["global_batch_size"]
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"global_batch_size: expected a whole number that is at least 1, got {size!r}")
-        return size
+        check_count("global_batch_size", size)
+        return int(size)
 
     def get_per_slot_batch_size(self) -> int:
         """Return the share of one process in the global batch size."""
@@ -613,12 +611,6 @@ def _checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: M
     if info is not None and info.directory is not None:
         return Path(info.directory).parent
     return storage_directory(config.get("checkpoint_storage") or "checkpoints")
-
-
-def _device(distributed: DistributedContext) -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", distributed.local_rank)
-    return torch.device("cpu")
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

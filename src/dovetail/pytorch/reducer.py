@@ -35,10 +35,6 @@ class Reducer(Enum):
         SUM: The sum over batches.
         MAX: The largest value of any batch.
         MIN: The smallest value of any batch.
-
-    Example:
-        >>> Reducer("avg")
-        <Reducer.AVG: 'avg'>
     """
 
     AVG = "avg"
@@ -148,13 +144,9 @@ class Reducers:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Keep a reducer, and return it; a function becomes an object with `update(value)`.
+        """Store a reducer, and return it, as `PyTorchTrialContext.wrap_reducer` describes.
 
-        Args:
-            reducer: A `MetricReducer`, or a function of the list of all values.
-            name: The name of the metric; None when the reducer returns a dict of metrics.
-            for_training: Reduce it whenever training metrics are reported.
-            for_validation: Reduce it at the end of each validation.
+        A function becomes an object with `update(value)`.
         """
         if not isinstance(reducer, MetricReducer):
             if not callable(reducer) or (isinstance(reducer, type) and issubclass(reducer, MetricReducer)):
@@ -173,12 +165,7 @@ class Reducers:
             wrapped.reducer.reset()
 
     def reduce(self, stage: Stage, exchange: Exchange) -> dict[str, Any]:
-        """Return the metrics of a stage's reducers, over all slots. Every slot must call this.
-
-        Args:
-            stage: All stages but training are those of validation.
-            exchange: Called once, or not at all where the stage has no reducers.
-        """
+        """Return the metrics of a stage's reducers, over all slots. Every slot must call this."""
         chosen = self._of(stage)
         if not chosen:
             return {}

@@ -23,10 +23,5 @@ def graphics_cards() -> list[str]:
 
 
 def threads_per_process(num_processes: int) -> int:
-    """Return how many threads each of several processes gets; more threads than cores wait for each other, spinning.
-
-    Example:
-        >>> threads_per_process(10**6)
-        1
-    """
+    """Return how many threads each of several processes gets; more threads than cores wait for each other, spinning."""
     return max(1, num_cores() // num_processes)
