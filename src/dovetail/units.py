@@ -148,12 +148,7 @@ Batch = Batches
 Record = Records
 Update = Updates
 
-_UNITS: dict[str, type[TrainUnit]] = {
-    "epochs": Epochs,
-    "batches": Batches,
-    "records": Records,
-    "updates": Updates,
-}
+_UNITS: dict[str, type[TrainUnit]] = {"epochs": Epochs, "batches": Batches, "records": Records, "updates": Updates}
 
 
 def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> TrainUnit:

@@ -46,11 +46,7 @@ class EMA(Callback):
     """
 
     def __init__(
-        self,
-        decay: float = 0.999,
-        every: int = 1,
-        warmup: bool = False,
-        validate_with_average: bool = True,
+        self, decay: float = 0.999, every: int = 1, warmup: bool = False, validate_with_average: bool = True
     ) -> None:
         if not 0 <= decay <= 1:
             raise ConfigError(f"EMA: decay: expected a number from 0 to 1, got {decay!r}")

@@ -45,11 +45,7 @@ class GradientClipping(Callback):
     """
 
     def __init__(
-        self,
-        max_norm: float | None = None,
-        max_value: float | None = None,
-        norm_type: float = 2.0,
-        log: bool = False,
+        self, max_norm: float | None = None, max_value: float | None = None, norm_type: float = 2.0, log: bool = False
     ) -> None:
         limits = [limit for limit in (max_norm, max_value) if limit is not None]
         if len(limits) != 1 or not limits[0] > 0:

@@ -41,12 +41,7 @@ class TrainerCallback:
         """Before a training batch."""
 
     def on_train_step_end(
-        self,
-        trainer: Any,
-        config: Mapping[str, Any],
-        batch: int | None = None,
-        loss: Any = None,
-        **kwargs: Any,
+        self, trainer: Any, config: Mapping[str, Any], batch: int | None = None, loss: Any = None, **kwargs: Any
     ) -> None:
         """After an update, with the detached loss of its last batch."""
 
@@ -75,8 +70,5 @@ class PlatoAdapter(Callback):
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
         if context.run.window.closes:
             self.callback.on_train_step_end(
-                context.run.trainer,
-                context.config,
-                batch=context.progress.batch - 1,
-                loss=output["loss"].detach(),
+                context.run.trainer, context.config, batch=context.progress.batch - 1, loss=output["loss"].detach()
             )

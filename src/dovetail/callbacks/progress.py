@@ -172,11 +172,7 @@ class ProgressDisplay(Callback):
             # In steps of five, so that the bar does not dance when a number beside it gets a digit more.
             room = (self._surface.width - head.cell_len - _width(tail) - 4) // 5 * 5
             bar = ProgressBar(
-                total,
-                min(batch, total),
-                width=max(10, min(30, room)),
-                complete_style="cyan",
-                finished_style="green",
+                total, min(batch, total), width=max(10, min(30, room)), complete_style="cyan", finished_style="green"
             )
             row.add_row(head, bar, Text("  ").join(tail))
         else:

@@ -43,11 +43,7 @@ class AsyncWriter:
         self._pending: Future[None] | None = None
 
     def submit(
-        self,
-        path: str | os.PathLike[str],
-        state: Mapping[str, Any],
-        *,
-        summary: Mapping[str, Any] | None = None,
+        self, path: str | os.PathLike[str], state: Mapping[str, Any], *, summary: Mapping[str, Any] | None = None
     ) -> None:
         """Copy `state` and begin to write it; waits for the write before this one.
 

@@ -161,11 +161,7 @@ def save(
 
 
 def load(
-    path: _Path,
-    *,
-    map_location: str | torch.device = "cpu",
-    verify: bool = True,
-    peers: Peers | None = None,
+    path: _Path, *, map_location: str | torch.device = "cpu", verify: bool = True, peers: Peers | None = None
 ) -> dict[str, Any]:
     """Return the state of the checkpoint `path`.
 
@@ -344,12 +340,7 @@ def _begun(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
 
 
 def _commit(
-    temporary: Path,
-    target: Path,
-    encoded: Encoded,
-    summary: Any,
-    files: Files,
-    written: Mapping[str, StoredFile],
+    temporary: Path, target: Path, encoded: Encoded, summary: Any, files: Files, written: Mapping[str, StoredFile]
 ) -> None:
     """Write all but the shards, and give the temporary directory its name."""
     written = {

@@ -78,11 +78,7 @@ class TrainContext:
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        is_chief: bool = True,
-        info: TrialInfo | None = None,
+        self, directory: str | os.PathLike[str], *, is_chief: bool = True, info: TrialInfo | None = None
     ) -> None:
         self.directory = Path(directory)
         self._is_chief = is_chief

@@ -185,11 +185,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         elif loader.batch_size is None and loader.batch_sampler is not None:
             order = {"batch_sampler": loader.batch_sampler}
         else:
-            order = {
-                "batch_size": loader.batch_size,
-                "sampler": loader.sampler,
-                "drop_last": loader.drop_last,
-            }
+            order = {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
         given_seed = seed
         seed, is_shuffled = _seeding(loader, seed)
         if is_shuffled:

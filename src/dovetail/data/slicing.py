@@ -13,14 +13,7 @@ import numpy as np
 import torch
 import torch.utils.data as torch_data
 from torch import Generator, Tensor
-from torch.utils.data import (
-    Dataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import Dataset, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler, TensorDataset
 
 # Batches are cut from a copied run of samples. About a megabyte is best by measurement: one copy of a whole
 # epoch of MNIST takes five times as long, since all of its pages are new to the process; one copy per batch

@@ -48,11 +48,7 @@ def draw(path: Path, series: Mapping[str, Series]) -> None:
 
 
 def _draw_panel(
-    axes: Any,
-    metric: str,
-    curves: Mapping[str, Series],
-    styles: Mapping[str, tuple[str, str]],
-    counter: str,
+    axes: Any, metric: str, curves: Mapping[str, Series], styles: Mapping[str, tuple[str, str]], counter: str
 ) -> None:
     for stage, points in curves.items():
         colour, marker = styles[stage]

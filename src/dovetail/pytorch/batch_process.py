@@ -260,12 +260,7 @@ class _Progress:
         """Keep that every process has done so many steps, and all of them so many batches of the dataset."""
         if not self._peers.is_chief:
             return
-        metadata = {
-            "steps_completed": steps,
-            "batches": batches,
-            "output": self.output,
-            "batch_process": self._work,
-        }
+        metadata = {"steps_completed": steps, "batches": batches, "output": self.output, "batch_process": self._work}
         with self._store.store_path(metadata) as (path, storage_id):
             checkpoint.save(path / _REDUCERS, {"slots": [*self.earlier, *gathered]})
         if self._latest is not None:

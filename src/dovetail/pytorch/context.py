@@ -91,9 +91,7 @@ def init(
         raise ConfigError(f"aggregation_frequency: expected at least 1, got {aggregation_frequency}")
     if "records_per_epoch" in config:
         warnings.warn(
-            "records_per_epoch means nothing here: an epoch is a pass over the training data",
-            UserWarning,
-            stacklevel=2,
+            "records_per_epoch means nothing here: an epoch is a pass over the training data", UserWarning, stacklevel=2
         )
     context = PyTorchTrialContext(
         hparams=hparams,
@@ -219,11 +217,7 @@ class PyTorchTrialContext:
         return self._trainer(trial).predict(data)
 
     def load_checkpoint_trial(
-        self,
-        trial_class: type[_Trial],
-        trial_id: int | None = None,
-        path: str | Path | None = None,
-        **kwargs: Any,
+        self, trial_class: type[_Trial], trial_id: int | None = None, path: str | Path | None = None, **kwargs: Any
     ) -> _Trial:
         """Return a trial with the weights of a checkpoint: of the best one of a trial, or the one at a path.
 
@@ -330,11 +324,7 @@ class PyTorchTrialContext:
     # ------------------------------------------------------------------ in a batch
 
     def backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool = False,
-        create_graph: bool = False,
+        self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False, create_graph: bool = False
     ) -> None:
         """Differentiate a loss, in the precision and the window of batches that the run has."""
         if gradient is None and not retain_graph and not create_graph:

@@ -41,10 +41,7 @@ def load_trial_from_checkpoint_path(
         named = own.get("trial_class", "unknown")
         raise ConfigError(f"trial_class: names in files are not imported: give the class (it was {named})")
     context = PyTorchTrialContext(
-        hparams=own["hparams"],
-        config=own["experiment_config"],
-        distributed=DistributedContext(),
-        verbose=False,
+        hparams=own["hparams"], config=own["experiment_config"], distributed=DistributedContext(), verbose=False
     )
     return _made(context, trial_class, Path(path), state, trial_kwargs or {})
 

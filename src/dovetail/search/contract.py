@@ -228,10 +228,7 @@ class SearcherContract:
         return self.make(Space(self.hyperparameters), seed)
 
     def _run(
-        self,
-        seed: int = _SEED,
-        ends: Callable[[int], TrialState] | None = None,
-        spoiled: float | None = None,
+        self, seed: int = _SEED, ends: Callable[[int], TrialState] | None = None, spoiled: float | None = None
     ) -> _Run:
         space = Space(self.hyperparameters)
         return _Run(self._searcher(seed), space, self.max_time, ends or _always("COMPLETED"), spoiled)
@@ -244,12 +241,7 @@ class _Run:
     """A search whose trials take no time: what a runner does, one event after another."""
 
     def __init__(
-        self,
-        searcher: Searcher,
-        space: Space,
-        max_time: int,
-        ends: Callable[[int], TrialState],
-        spoiled: float | None,
+        self, searcher: Searcher, space: Space, max_time: int, ends: Callable[[int], TrialState], spoiled: float | None
     ) -> None:
         require("optuna", "search")
         from optuna.storages import InMemoryStorage

@@ -64,10 +64,7 @@ class Experiment:
 
     @classmethod
     def from_yaml(
-        cls,
-        path: str | os.PathLike[str],
-        context_dir: str | os.PathLike[str] = ".",
-        overrides: Sequence[str] = (),
+        cls, path: str | os.PathLike[str], context_dir: str | os.PathLike[str] = ".", overrides: Sequence[str] = ()
     ) -> Experiment:
         """Return the experiment of a file.
 

@@ -25,16 +25,7 @@ from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.printing import page_text as escape
 from dovetail.printing import quiet
-from dovetail.search.charts import (
-    BarChart,
-    Dimension,
-    Line,
-    LineChart,
-    ParallelChart,
-    Polyline,
-    Scale,
-    shown,
-)
+from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Polyline, Scale, shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
 
 # Fewer say nothing about which hyperparameter matters.

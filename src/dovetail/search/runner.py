@@ -36,12 +36,7 @@ from dovetail.info import TrialInfo, write_info
 from dovetail.runtime.signals import collect_signals
 from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
 from dovetail.search.databases import file_url
-from dovetail.search.evidence import (
-    has_read_hparams,
-    reset_access_time,
-    sentence_about_hparams,
-    sentence_about_metric,
-)
+from dovetail.search.evidence import has_read_hparams, reset_access_time, sentence_about_hparams, sentence_about_metric
 from dovetail.search.failures import last_words, log_size, newest_checkpoint, tell_log
 from dovetail.search.processes import Attempt, Backend, Ended, Wish
 from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState

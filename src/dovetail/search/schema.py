@@ -250,10 +250,7 @@ _SECTIONS: dict[str, dict[str, Key]] = {
     },
     "reproducibility": {"experiment_seed": Key(whole(0, 2**32 - 1), 0)},
     "environment": {"environment_variables": Key(_variables, {})},
-    "optimizations": {
-        "aggregation_frequency": Key(whole(1), 1),
-        "average_aggregated_gradients": Key(flag, True),
-    },
+    "optimizations": {"aggregation_frequency": Key(whole(1), 1), "average_aggregated_gradients": Key(flag, True)},
     "profiling": {"enabled": Key(flag, False)},
 }
 

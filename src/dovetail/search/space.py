@@ -372,11 +372,7 @@ def _values(value: Any) -> list[Any]:
 _COUNT = {"count": Key(whole(1), None)}
 _KINDS: dict[str, Any] = {
     "const": lambda given: {"val": Key(lambda value: value)},
-    "int": lambda given: {
-        "minval": Key(whole()),
-        "maxval": Key(whole()),
-        **_COUNT,
-    },
+    "int": lambda given: {"minval": Key(whole()), "maxval": Key(whole()), **_COUNT},
     "double": lambda given: {"minval": Key(number()), "maxval": Key(number()), **_COUNT},
     "log": lambda given: {
         "base": Key(_base, 10.0),

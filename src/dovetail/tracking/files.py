@@ -77,10 +77,7 @@ class FolderLogger(InFolders):
     """
 
     def __init__(
-        self,
-        root: str | os.PathLike[str] = "runs",
-        format: Literal["jsonl", "csv"] = "jsonl",
-        label: str = "run",
+        self, root: str | os.PathLike[str] = "runs", format: Literal["jsonl", "csv"] = "jsonl", label: str = "run"
     ) -> None:
         if format not in ("jsonl", "csv"):
             raise UnknownNameError("format of FolderLogger", str(format), ("jsonl", "csv"))

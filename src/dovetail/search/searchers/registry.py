@@ -7,19 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.checks import (
-    Key,
-    Problem,
-    Problems,
-    flag,
-    list_of,
-    number,
-    one_of,
-    read_section,
-    text,
-    unit,
-    whole,
-)
+from dovetail.checks import Key, Problem, Problems, flag, list_of, number, one_of, read_section, text, unit, whole
 from dovetail.errors import misspelled_methods
 from dovetail.extras import require
 from dovetail.registry import Registry
