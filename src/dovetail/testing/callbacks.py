@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from dovetail.callbacks import Callback, TrainerCallback
-from dovetail.testing.comparing import difference
-from dovetail.testing.contract import EPOCHS, Contract
+from dovetail.testing.contract import EPOCHS, Contract, difference
 
 
 class CallbackContract(Contract):

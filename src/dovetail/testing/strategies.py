@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from dovetail.callbacks import Callback
 from dovetail.data import num_batches, split_batch
-from dovetail.testing.comparing import assert_same
 from dovetail.testing.contract import (
     BATCH_SIZE,
     BATCHES,
     EPOCHS,
     PASSES_BEFORE_FAILURE,
     StrategyContract,
+    assert_same,
     randomness_kept,
 )
 from dovetail.trainers.composable import ComposableTrainer
