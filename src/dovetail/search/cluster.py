@@ -1,11 +1,11 @@
 """Trials on a Ray cluster.
 
-Every attempt has a keeper: an actor with a name of its own, on a node with room for it, that outlives whoever has
-started it. It begins the attempt there as `LocalBackend` does here, so the files of an attempt say the same as on one
-machine; all nodes see the folder of the experiment. Ray tells what files cannot: that a node is gone.
+Every attempt has a keeper: a named actor on a node with free slots, which outlives the process that has started it.
+The keeper starts the attempt on its node as `LocalBackend` does here, so the files of an attempt are the same as on one
+machine; all nodes share the folder of the experiment. Ray reports what files cannot: that a node is gone.
 
     runner ── RayBackend ──▷ keeper (actor) ──▷ sh ──▷ the script
-                                └ guard: ends what is left of the attempt when the keeper is no more
+                                └ guard: kills the rest of the attempt when the keeper is dead
 
 A trial whose slots are on several nodes has a keeper without a slot: see `dovetail.search.spread`.
 """
@@ -33,28 +33,28 @@ from dovetail.errors import ConfigError, DovetailError
 from dovetail.runtime.ray_cluster import NAMESPACE, connect
 from dovetail.search.checkpoints import latest_checkpoint
 from dovetail.search.failures import tell_log
-from dovetail.search.processes import Attempt, Ended, LocalBackend
+from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend
 from dovetail.search.secrets import masked_url, write_private
 from dovetail.search.spread import is_spreadable, spread
 from dovetail.search.storage import opened, pull, push
 
 _EVERY = 0.05
-# Seconds for which the nodes of a cluster are believed to be the same.
+# Seconds for which the list of nodes is cached.
 _REMEMBERED = 2.0
-# Seconds that a guard has to end the processes of a keeper that died.
+# Seconds that a guard has to kill the processes of a dead keeper.
 _SETTLING = 1.0
 _COPIED_EVERY = 2.0
-# Seconds after which a keeper leaves that nobody needs: its runner may be dead.
+# Seconds after which an unused keeper exits: its runner may be dead.
 _PATIENCE = 60.0
-# Seconds for which a head may be away. Ray itself ends this process after a minute, with pages of its own state.
+# Seconds for which the head may be unreachable. Ray itself ends this process after a minute.
 _ABSENCE = 20.0
 
 
 class ClusterLostError(DovetailError):
-    """The head of a cluster cannot be reached any more, so that nothing is known about its trials."""
+    """The head of a cluster cannot be reached, so the state of its trials is unknown."""
 
 
-class RayBackend:
+class RayBackend(Backend):
     """Runs trials on the nodes of a Ray cluster.
 
     A slot is a graphics card where the cluster has any, else a core of a processor. The folder of experiments, the code
@@ -93,7 +93,6 @@ class RayBackend:
         self._resource = "CPU"
 
     def capacity(self, slots: int) -> int:
-        """Return how many trials of so many slots can be at work at the same time: at least one."""
         self._see_head()
         rooms = self._slots_of_nodes()
         whole = sum(room // slots for room in rooms)
@@ -110,7 +109,7 @@ class RayBackend:
         rooms = self._slots_of_nodes()
         wanted = {self._resource: slots}
         if max(rooms, default=0) < slots and (slots <= sum(rooms) or is_spreadable(command)):
-            # Also where the nodes are still to come: one alone may never have so many slots.
+            # Also if nodes are still to join: no single node may ever have so many slots.
             wanted, command = {}, spread(command, slots, self._resource)
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         if slots > sum(rooms):
@@ -119,7 +118,7 @@ class RayBackend:
             "name": _name(attempt),
             "namespace": NAMESPACE,
             "lifetime": "detached",
-            # One of several who start the same attempt makes it, and all of them talk to that one.
+            # If several processes start the same attempt, one of them creates the keeper for all.
             "get_if_exists": True,
             "num_cpus": wanted.get("CPU", 0),
             "num_gpus": wanted.get("GPU", 0),
@@ -137,7 +136,7 @@ class RayBackend:
         self._see_head()
         ended: Ended | None = Ended(attempt.exit_code)
         if attempt.exit_code != 0 or self._storage is not None:
-            # The keeper tells later than the file does: when nobody is left of a group that lost a process, and when
+            # The keeper answers later than the file appears: after the last process of a group has exited, and after
             # the last checkpoint is copied.
             ended = self._ended(attempt)
         if ended is None:
@@ -153,24 +152,22 @@ class RayBackend:
         return ended
 
     def stop(self, attempt: Attempt, kill: bool = False) -> None:
-        """Let the command have SIGTERM, or end all processes at once."""
         keeping = self._keeping(attempt)
         if keeping is None:
             return
         if not (attempt.folder / "wrapper").exists():
-            # It waits for a place, and would do so for as long as others are at work.
+            # It is still waiting for free slots, and would do so until other trials end.
             self._ray.kill(keeping.keeper)
         elif keeping.stopping is None or self._is_ready(keeping.stopping):
             keeping.stopping = keeping.keeper.stop.remote(kill)
 
     def adopt(self, attempt: Attempt) -> bool:
-        """Take over an attempt that somebody else may have started; False if it has never begun."""
         return attempt.has_begun
 
     # ------------------------------------------------------------------ inside
 
     def _see_head(self) -> None:
-        """Make sure that somebody answers before Ray is asked, which would wait for the head and then end us."""
+        """Raise if the head is unreachable, before a call of Ray waits for it and then ends this process."""
         if time.monotonic() - self._head_seen < _REMEMBERED:
             return
         host, _, port = self._head.rpartition(":")
@@ -198,7 +195,7 @@ class RayBackend:
         return rooms
 
     def _place(self, attempt: Attempt) -> str | None:
-        """Return where the checkpoints of a trial are copied to, which nobody else's ever were."""
+        """Return the URL that the checkpoints of this trial are copied to, which no other trial uses."""
         if self._storage is None:
             return None
         trial = attempt.trial
@@ -218,7 +215,7 @@ class RayBackend:
         return keeping
 
     def _found(self, attempt: Attempt) -> _Keeping | None:
-        # Ray raises this where there is none of the name, or none any more.
+        # Ray raises this if no actor has the name.
         with suppress(ValueError):
             keeper = self._ray.get_actor(_name(attempt), namespace=NAMESPACE)
             return _Keeping(keeper, keeper.wait.remote())
@@ -236,7 +233,7 @@ class RayBackend:
         try:
             ended: Ended = self._ray.get(keeping.over)
         except errors.ActorUnavailableError:
-            # The network failed; whether the keeper did is not known yet.
+            # The network failed; the keeper may still be alive.
             keeping.over = keeping.keeper.wait.remote()
             return None
         except errors.RayError as error:
@@ -253,7 +250,7 @@ class RayBackend:
 
 @dataclass
 class _Keeping:
-    """A keeper, and what it was asked: `over` is answered when its attempt has ended, or when it is dead itself."""
+    """A keeper and its pending answers: `over` is ready when the attempt has ended or the keeper is dead."""
 
     keeper: Any
     over: Any
@@ -263,7 +260,7 @@ class _Keeping:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a keeper is to do: `python` is what the runner calls its own Python, `storage` where checkpoints go."""
+    """The job of a keeper: `python` is the runner's interpreter, `storage` the URL for checkpoints."""
 
     command: list[str]
     python: str
@@ -274,7 +271,7 @@ class _Work:
 
 
 class _Keeper:
-    """Begins an attempt on its node, and looks after it there."""
+    """Actor that starts an attempt on its node and waits for its end."""
 
     def __init__(self, folder: str) -> None:
         self._attempt = Attempt(Path(folder))
@@ -284,11 +281,11 @@ class _Keeper:
         self._leaving = self._leave_after(_PATIENCE)
 
     async def run(self, work: _Work) -> Ended:
-        """Begin the attempt, unless it has begun, and return how it ended."""
+        """Start the attempt, unless it has started, and return how it ended."""
         if self._work is None:
             self._work = work
             self._leaving.cancel()
-            # The same program may lie elsewhere on this node.
+            # Python may have another path on this node.
             command = [sys.executable if word == work.python else word for word in work.command]
             env = {**work.env, "RAY_ADDRESS": _cluster_address()}
             self._guard = guarded(self._attempt)
@@ -315,7 +312,7 @@ class _Keeper:
         self._backend.stop(self._attempt, kill)
 
     async def _copy(self, storage: str | None) -> None:
-        """Copy new checkpoints; a place that cannot be reached now is one that can be later."""
+        """Copy new checkpoints; an error is logged, and the next call tries again."""
         if storage is None:
             return
         async with self._copying:
@@ -326,7 +323,7 @@ class _Keeper:
                 tell_log(self._attempt.trial, f"checkpoints could not be copied: {why}")
 
     def _leave_after(self, seconds: float) -> threading.Timer:
-        # A runner ends the keepers of attempts that are over. Those of a runner that is dead would keep their slots.
+        # A runner kills the keepers of attempts that are over. The keepers of a dead runner would hold their slots.
         timer = threading.Timer(seconds, os._exit, [0])
         timer.daemon = True
         timer.start()
@@ -348,7 +345,7 @@ def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[byte
 
 def main(arguments: Sequence[str]) -> int:
     """Be the process that `guarded` starts, with the folder of an attempt and a group of processes or 0."""
-    # Nobody's child: Ray kills those together with their parent.
+    # Forked twice, because Ray kills the children of an actor together with it.
     if os.fork():
         return 0
     # The kernel closes the other end.

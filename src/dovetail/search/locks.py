@@ -1,4 +1,4 @@
-"""Who is at work: locks that are held for as long as a process lives."""
+"""File locks that are held for as long as a process lives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dovetail.search.records import ExperimentError
 
-# Seconds: longer than anyone who only looks whether it is taken.
+# Seconds: longer than `is_taken` holds a lock.
 _PATIENCE = 2.0
 
 
@@ -36,7 +36,7 @@ def holding(path: Path, what: str) -> Iterator[None]:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether anybody holds a lock."""
+    """Whether a process holds a lock."""
     with suppress(FileNotFoundError), open(path, opener=_without_waiting) as lock:
         return not _locked(lock.fileno(), fcntl.LOCK_SH)
     return False
