@@ -59,15 +59,15 @@ DIRECT_CALLS = {
 # Files above 500 lines. A limit may only be lowered, and follows the length of its file.
 MOST_LINES = 500
 LONG_FILES = {
-    "checkpoint/store.py": 555,
-    "data/loader.py": 657,
+    "checkpoint/store.py": 531,
+    "data/loader.py": 637,
     "federated/clients/simple.py": 573,
     "federated/data/partition.py": 661,
-    "pytorch/adapter.py": 678,
-    "pytorch/context.py": 640,
-    "search/runner.py": 743,
-    "search/store.py": 542,
-    "testing/strategies.py": 516,
+    "pytorch/adapter.py": 660,
+    "pytorch/context.py": 620,
+    "search/runner.py": 719,
+    "search/store.py": 513,
+    "testing/strategies.py": 506,
     "trainers/capabilities/data_parallel.py": 510,
     "trainers/capabilities/privacy.py": 579,
     "trainers/explain.py": 518,

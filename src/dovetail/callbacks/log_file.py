@@ -41,14 +41,8 @@ class _RowLogger(Callback, ABC):
             self._rows = []
         self._write_all()
 
-    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        self._add(context, metrics)
-
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         """Write a row, in place of that of the validation at the epoch's end."""
-        self._add(context, metrics)
-
-    def _add(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         progress = context.progress
         row = {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates, **metrics}
         replaces = bool(self._rows) and int(self._rows[-1]["batches"]) == progress.batches
@@ -59,6 +53,8 @@ class _RowLogger(Callback, ABC):
             self._write_last(self._start if replaces else self._end)
         else:
             self._write_all()
+
+    on_validation_end = on_epoch_end
 
     def _write_last(self, start: int) -> None:
         content = self._encode(self._rows[-1:])

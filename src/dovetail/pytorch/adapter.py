@@ -27,7 +27,7 @@ from dovetail.pytorch.callback import PyTorchCallback
 from dovetail.pytorch.context import PyTorchTrialContext, section
 from dovetail.pytorch.data import DataLoader
 from dovetail.pytorch.reducer import as_scalar, described, reduce_validation
-from dovetail.pytorch.trial import PyTorchTrial, check_evaluation, check_methods, defines, takes_index
+from dovetail.pytorch.trial import PyTorchTrial, check_methods, defines, takes_index
 from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer as AnyTrainer
 from dovetail.trainers.context import BoundScheduler, Plan, Stage, TrainingContext
@@ -71,7 +71,6 @@ class TrialTrainer(SingleProcessTrainer):
         context = trial.made_with or context
         if not context.models:
             raise ConfigError(f"{type(trial).__name__} has no model: its constructor has to call context.wrap_model")
-        check_evaluation(trial)
         check_methods(trial)
         self.trial = trial
         self.trial_context = context

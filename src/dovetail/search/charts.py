@@ -201,35 +201,20 @@ class Dimension:
 
 
 @dataclass(frozen=True)
-class Polyline:
-    """One trial across all dimensions.
-
-    Attributes:
-        label: What is said where a pointer rests on it.
-        places: One place from 0 to 1 per dimension.
-        quality: From 0 for the worst to 1 for the best.
-        trial: The number of the trial.
-    """
-
-    label: str
-    places: tuple[float, ...]
-    quality: float
-    trial: int
-
-
-@dataclass(frozen=True)
 class ParallelChart:
     """Parallel coordinates: one vertical axis per hyperparameter, the metric last.
 
+    The points of a line are the numbers of the axes, and its places on them from 0 to 1.
+
     Example:
         >>> axes = (Dimension("lr", ((0, "0.01"), (1, "0.1"))), Dimension("loss", ((0, "0.5"), (1, "2"))))
-        >>> chart = ParallelChart(axes, (Polyline("trial 0", (0.0, 1.0), 1.0, 0),))
+        >>> chart = ParallelChart(axes, (Line("trial 0", ((0, 0.0), (1, 1.0))),))
         >>> chart.svg().count('class="axis"')
         2
     """
 
     dimensions: tuple[Dimension, ...]
-    lines: tuple[Polyline, ...]
+    lines: tuple[Line, ...]
 
     def svg(self) -> str:
         """Return the picture as an element of a page."""
@@ -247,8 +232,7 @@ class ParallelChart:
                 axes.append(_text(x + 6, y + 4, _cut(label, 14), "start", "tick halo", label))
         for line in sorted(self.lines, key=lambda line: line.quality):
             points = " ".join(
-                f"{side + index * gap:.1f},{bottom - place * (bottom - top):.1f}"
-                for index, place in enumerate(line.places)
+                f"{side + index * gap:.1f},{bottom - place * (bottom - top):.1f}" for index, place in line.points
             )
             marks = f'<polyline class="reach" points="{points}"/><polyline points="{points}"/>'
             parts.append(_group(line.label, line.quality, line.trial, marks))
@@ -259,7 +243,7 @@ class ParallelChart:
         figure.set_size_inches(max(7.0, 1.7 * len(self.dimensions)), 3.6)
         axes = figure.subplots()
         for line in sorted(self.lines, key=lambda line: line.quality):
-            axes.plot(range(len(line.places)), line.places, color=_color(line.quality), linewidth=1.6)
+            axes.plot(*zip(*line.points, strict=True), color=_color(line.quality), linewidth=1.6)
         halo = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8}
         for index, dimension in enumerate(self.dimensions):
             axes.axvline(index, color="#777777", linewidth=1)

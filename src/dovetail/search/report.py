@@ -25,7 +25,7 @@ from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.printing import page_text as escape
 from dovetail.printing import quiet
-from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Polyline, Scale, shown
+from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Scale, shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
 
 # Fewer say nothing about which hyperparameter matters.
@@ -215,9 +215,9 @@ def _parallel(record: ExperimentRecord) -> ParallelChart | str:
     placed = {name: _dimension(name, column, _is_log(record, name)) for name, column in columns.items()}
     quality = _quality(record)
     lines = [
-        Polyline(
+        Line(
             _label(record, trial),
-            tuple(places[index] for _, places in placed.values()),
+            tuple(enumerate(places[index] for _, places in placed.values())),
             quality[trial.number],
             trial.number,
         )

@@ -20,6 +20,7 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
@@ -74,6 +75,7 @@ def home_directory(given: str | os.PathLike[str] | None = None) -> Path:
     return Path(given or os.environ.get(HOME) or ".dovetail").absolute()
 
 
+@dataclass(eq=False, repr=False)
 class Store:
     """Experiments, their trials, and jobs. Made by `Store.open`.
 
@@ -89,10 +91,9 @@ class Store:
         ([], [])
     """
 
-    def __init__(self, home: Path, url: str, storage: BaseStorage) -> None:
-        self.home = home
-        self.url = url
-        self.storage = storage
+    home: Path
+    url: str
+    storage: BaseStorage
 
     @classmethod
     def open(cls, home: str | os.PathLike[str] | None = None, url: str | None = None) -> Store:
