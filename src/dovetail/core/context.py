@@ -24,15 +24,15 @@ _MISSING = {
 class Context:
     """Checkpoints, processes, preemption and reports of a script.
 
-    In a `with` block it hears signals; at its end handlers are put back, and the group of processes is left. A block
-    that `InvalidHP` ends is reported as such.
+    In a `with` block it receives signals; at the end of the block it restores the handlers and leaves the group of
+    processes. A block that ends with `InvalidHP` is reported as such.
 
     Attributes:
         checkpoint: Keeps the files of the script.
         distributed: The processes of the run.
-        preempt: Whether somebody wants the script to leave.
+        preempt: Whether the script was asked to exit.
         train: Reports metrics, progress and the like.
-        info: What whoever launched this process has said about the trial, or None.
+        info: The trial that this process was launched for, or None.
 
     Example:
         >>> import tempfile
@@ -79,10 +79,10 @@ def init(
     Args:
         distributed: The processes of the run; None finds out whether `torchrun` has started this one.
         checkpoint_storage: Where checkpoints are: a path, or a mapping such as `checkpoint_storage` of Determined's
-            configuration. None is the trial's folder, if whoever launched the script has given one, else that of
+            configuration. None means the folder of the trial, if the launcher has set one, else that of
             `checkpoint_storage` in the configuration, else `checkpoints`. Metrics are in the trial's folder, or else
             beside the checkpoints.
-        preempt_mode: Who of several processes knows whether to leave.
+        preempt_mode: Which of several processes learn that they should exit.
         tensorboard_mode: As in Determined; here files stay where they are written.
 
     Example:

@@ -1,4 +1,4 @@
-"""The processes of a script that owns its loop: who they are, and what they tell each other."""
+"""Ranks of the processes of a script that owns its loop, and messages between them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dovetail.errors import CheckpointError, ConfigError, DataError
 class DistributedContext:
     """The place of this process among those of a run, and messages between them.
 
-    Nothing is sent, and nobody is waited for, before the first message. Messages are numbers, strings, lists, tuples,
-    dicts, tensors and arrays, as in a checkpoint: nothing is pickled. Every method that sends one must be called by
-    all processes of the run, in the same order.
+    The processes connect when the first message is sent. Messages are numbers, strings, lists, tuples, dicts, tensors
+    and arrays, as in a checkpoint: nothing is pickled. Every method that sends one must be called by all processes of
+    the run, in the same order.
 
     Args:
         rank: The number of this process, from 0.
@@ -52,7 +52,7 @@ class DistributedContext:
 
     @classmethod
     def from_torch_distributed(cls) -> DistributedContext:
-        """Return the place that `torchrun` or a group of torch's gives to this process.
+        """Return the ranks that `torchrun` or a process group of torch has given to this process.
 
         Raises:
             ConfigError: There is neither.
@@ -65,7 +65,7 @@ class DistributedContext:
         has_met = dist.is_initialized()
         rank = dist.get_rank() if has_met else _number("RANK")
         size = dist.get_world_size() if has_met else _number("WORLD_SIZE")
-        # Who sets these two by hand has one machine.
+        # Set by hand, without torchrun, these two mean one machine.
         local_size = _number("LOCAL_WORLD_SIZE", size)
         return cls(
             rank=rank,
@@ -78,7 +78,7 @@ class DistributedContext:
 
     @classmethod
     def from_environment(cls) -> DistributedContext:
-        """Return the place that `torchrun` gives to this process, or that of a process alone."""
+        """Return the ranks that `torchrun` has given to this process, or those of a single process."""
         return cls.from_torch_distributed() if is_launched() else cls()
 
     @classmethod
@@ -118,7 +118,7 @@ class DistributedContext:
         return self.cross_size
 
     def shard_batch_size(self, global_batch_size: int) -> int:
-        """Return how many samples of each global batch are this process's.
+        """Return how many samples of each global batch this process gets.
 
         A global batch that does not divide is made smaller, with a warning.
 
@@ -157,7 +157,7 @@ class DistributedContext:
         return [message["value"] for message in self._exchange(value) if message["machine"] == self.cross_rank]
 
     def broadcast(self, value: Any) -> Any:
-        """Return the chief's value; what the others give is not looked at."""
+        """Return the chief's value; the values of the other processes are ignored."""
         return self.allgather(value if self.is_chief else None)[0]
 
     def broadcast_local(self, value: Any = None) -> Any:
@@ -180,7 +180,7 @@ class DistributedContext:
         try:
             everyone = group.exchange({"value": value, "machine": self.cross_rank})
         except CheckpointError as error:
-            # The others wait for a message, and are to know why there is none.
+            # The other processes wait for this message; they receive the error instead.
             everyone = group.exchange({"problem": str(error)})
         for rank, message in enumerate(everyone):
             if "problem" in message:
@@ -188,7 +188,7 @@ class DistributedContext:
         return everyone
 
     def _joined(self) -> Group:
-        # Gone, too, when another object has left the group for all.
+        # Another object may have left the group for the whole process.
         if self._group is None or not dist.is_initialized():
             self._is_owner = not dist.is_initialized()
             group = Group.join(local_device(self.local_rank))

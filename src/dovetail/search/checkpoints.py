@@ -1,4 +1,4 @@
-"""The checkpoints of trials, as those who run them see them: which is the newest, and which are to be kept."""
+"""Checkpoints of trials: which one is the newest, and which ones are removed."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def run_job(
     env = variables_of(config, store.home, folder / "info.json")
     with holding(folder / "lock", f"job {number}"):
         _wait(work, Attempt.of(folder, 0), command, env, config.slots, on_output)
-    # Of one that was killed there is no exit code: nobody else could tell that it does not run any more.
+    # A killed job has no exit code; without this mark it would count as running.
     _write(folder / "job.json", {**told, "is_over": True})
     return store.job(number)
 

@@ -263,7 +263,7 @@ class LocalBackend(Backend):
         process = self._started.get(attempt.folder)
         if process is not None and process.poll() is None:
             return True
-        # Somebody else's, or begun by a shell of somebody else while ours came too late.
+        # Another process may have started it, also if ours tried at the same time.
         return is_at_work(attempt)
 
 

@@ -1,4 +1,4 @@
-"""What is known about experiments and their trials: values that are read from the store, and change nothing."""
+"""Records of experiments, trials and jobs, as read from the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ExperimentState = Literal["ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR"]
 TrialState = Literal["WAITING", "RUNNING", "COMPLETED", "STOPPED", "INVALID_HP", "CANCELED", "ERROR"]
 
 OVER: tuple[ExperimentState, ...] = ("COMPLETED", "CANCELED", "ERROR")
-"""The states of an experiment that nobody can go on with."""
+"""The states of an experiment that cannot be resumed."""
 
 
 class ExperimentError(DovetailError):
@@ -120,7 +120,7 @@ class JobRecord:
     Attributes:
         id: Its number.
         name: As the file has it, or the file's own name.
-        state: What became of it; `UNKNOWN` is a job on a cluster that nobody waits for any more.
+        state: `UNKNOWN` means a job on a cluster whose `run_job` was killed.
         directory: Its folder: `info.json`, `log.txt`, `code`.
         exit_code: That of the script, once it is over.
         started: When.

@@ -26,7 +26,7 @@ from dovetail.runtime.ray_cluster import connect
 from dovetail.search.processes import Attempt
 
 _EVERY = 0.05
-# A watcher that nobody listens to, and statistics that nobody reads, cost seconds; an end is to be seen soon.
+# Ray's preemption watcher and metrics are not used and cost seconds; a failed process should be noticed soon.
 _SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",

@@ -1,7 +1,7 @@
-"""Where experiments are kept: an Optuna study for each, and a folder for its files.
+"""Store of experiments: an Optuna study for each, and a folder for its files.
 
-A study holds what can be asked for afterwards: configuration, trials, hyperparameters, metrics, states. Every tool that
-knows Optuna can open it. Beside it lie, in the folder `.dovetail`,
+A study has the configuration, trials, hyperparameters, metrics and states. Every tool for Optuna can open it. The
+folder `.dovetail` has
 
     store.db                          the studies, unless they are on a server
     experiments/<id>/                 config.yaml, config.json, code, runner.log, lock, wish
@@ -58,7 +58,7 @@ STORE = "DOVETAIL_STORE"
 """The environment variable with the URL of a database server, if there is one."""
 
 WISHES = ("pause", "cancel", "kill")
-"""What people may want of an experiment that runs."""
+"""Requests for an experiment that runs."""
 
 # PostgreSQL counts rows with 32 bits.
 _LARGEST_NUMBER = 2**31 - 1
@@ -168,7 +168,7 @@ class Store:
         told = json.loads((folder / "job.json").read_text())
         attempt, started = Attempt.of(folder, 0), datetime.fromisoformat(told["started"])
         code = attempt.exit_code
-        # Somebody waits for it, or did so and was killed.
+        # `run_job` waits for it, or did so and was killed.
         if code is None and (is_taken(folder / "lock") or is_at_work(attempt)):
             return JobRecord(job_id, told["name"], "RUNNING", folder, started=started)
         # It may have ended between the two looks.
@@ -200,11 +200,11 @@ class Store:
     def create_experiment(
         self, config: ExperimentConfig, text: str, context_dir: str | os.PathLike[str] = "."
     ) -> ExperimentRecord:
-        """Write an experiment down, with a copy of its code; nothing is run yet.
+        """Add an experiment with a copy of its code, without running it.
 
         Args:
-            config: What it is.
-            text: The file that it was read from, which is kept for people.
+            config: The configuration.
+            text: The file that it was read from, which is stored for the user.
             context_dir: The folder with the code.
         """
         experiments = self.home / "experiments"
@@ -233,7 +233,7 @@ class Store:
             "trials": str(directory / "trials" if elsewhere is None else elsewhere / _folder_name(number, directory)),
             "created": _now(),
         }
-        # From here on it is there, all of it.
+        # Only from here on the experiment is listed.
         self.storage.set_study_user_attr(number, _RECORD, record)
         return self.experiment(number)
 
@@ -252,7 +252,7 @@ class Store:
         shutil.rmtree(folder, ignore_errors=True)
 
     def set_state(self, experiment_id: int, state: ExperimentState, reason: str | None = None) -> None:
-        """Write down what became of an experiment."""
+        """Store the state of an experiment."""
         value = {"state": state, "reason": reason, "ended": _now() if state in OVER else None}
         self.storage.set_study_user_attr(experiment_id, _STATE, value)
 
@@ -261,7 +261,7 @@ class Store:
         self.storage.set_study_user_attr(experiment_id, _WARNINGS, list(warnings))
 
     def wish(self, experiment_id: int, wish: str) -> None:
-        """Leave a wish for whoever runs an experiment: `pause`, `cancel` or `kill`."""
+        """Store a request for the runner of an experiment: `pause`, `cancel` or `kill`."""
         if wish not in WISHES:
             raise UnknownNameError("wish", wish, WISHES)
         path = self.folder(experiment_id) / "wish"
@@ -270,10 +270,10 @@ class Store:
         unfinished.replace(path)
 
     def running(self, experiment_id: int) -> AbstractContextManager[None]:
-        """Be the one who runs an experiment, for as long as the block lasts and this process lives.
+        """Hold the lock of an experiment's runner for the length of a block.
 
         Raises:
-            ExperimentError: Another process does.
+            ExperimentError: Another process holds it.
         """
         return holding(self.folder(experiment_id) / "lock", f"experiment {experiment_id}")
 
@@ -337,11 +337,11 @@ class Store:
         return named
 
     def memory(self, experiment_id: int) -> dict[str, Any]:
-        """Return what a runner has left for itself, or for the next one."""
+        """Return what a runner has stored by `remember`, for itself or the next runner."""
         return cast("dict[str, Any]", self.storage.get_study_system_attrs(experiment_id).get(_MEMORY, {}))
 
     def remember(self, experiment_id: int, memory: Mapping[str, Any]) -> None:
-        """Keep what a runner needs to go on, at once and as a whole."""
+        """Store what a runner needs to continue, completely or not at all."""
         self.storage.set_study_system_attr(experiment_id, _MEMORY, dict(memory))
 
     def add_trial(
@@ -371,12 +371,12 @@ class Store:
         self.storage.set_trial_intermediate_value(trial_id, steps, value)
 
     def update_trial(self, trial: TrialRecord) -> None:
-        """Write down what has changed about a trial that is not over: its state, how far it has come, and why."""
+        """Store the state and the progress of a trial that is not over."""
         told = {name: getattr(trial, name) for name in _TOLD}
         self.storage.set_trial_system_attr(trial.id, _RECORD, told)
 
     def end_trial(self, trial: TrialRecord) -> None:
-        """Write down that a trial is over, and as what; nothing about it changes any more."""
+        """Store the final state of a trial."""
         from optuna.trial import TrialState as OptunaState
 
         self.update_trial(trial)
