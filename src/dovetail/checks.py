@@ -125,13 +125,9 @@ class Key:
 def read_section(
     section: Mapping[str, Any], keys: Mapping[str, Key], problems: list[Problem], ignored: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return the values of a section, with defaults; what is wrong is noted and has its default, or is left out.
+    """Return the values of a section, with defaults, and append its mistakes to `problems`.
 
-    Args:
-        section: As it is in the file.
-        keys: What may be in it.
-        problems: Where mistakes are noted.
-        ignored: Keys that may be in it and are not looked at.
+    A wrong value is replaced by the default of its key, or left out. Keys in `ignored` are neither read nor mistakes.
 
     Example:
         >>> problems = []

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 class _RowLogger(Callback, ABC):
-    """One row per epoch, and per validation inside an epoch: where training stood, and all metrics.
-
-    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of; what the
-    lost part of the run had written after them is dropped.
-    """
+    """Writes one row per epoch, and per validation inside an epoch, to a file."""
 
     main_rank_only = True
 
