@@ -1,4 +1,4 @@
-"""What a logger is, and the values it is given."""
+"""Base class of loggers, and the values that they log."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Run:
     """The run that a logger is to write.
 
     Attributes:
-        id: Tells this run from all others; the same again when a run is resumed.
-        step: How many batches the run has behind it: 0 when it is new. What was logged after this step was lost with
-            the process that logged it.
+        id: Unique name of the run; a resumed run has the same one.
+        step: How many batches the run has trained on: 0 if it is new. Values after this step are dropped, because
+            the process that logged them is lost.
         hyperparameters: Flat names and plain values; secrets are masked already.
 
     Example:
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether the run continues an earlier one."""
         return self.step > 0
 
 
@@ -93,9 +93,9 @@ class Logger(ABC):
 
 
 class Histogram:
-    """The distribution of numbers: how many lie in each of a number of equal bins.
+    """The distribution of numbers: the count in each of several equal bins.
 
-    NaN and infinities lie in no bin; `num_not_finite` counts them.
+    NaN and infinities are in no bin; `num_not_finite` counts them.
 
     Args:
         values: A tensor or an array of any shape, on any device.
@@ -103,7 +103,7 @@ class Histogram:
 
     Attributes:
         counts: How many values each bin holds.
-        edges: Where the bins begin and end; one more than there are bins.
+        edges: The limits of the bins; one more than there are bins.
 
     Example:
         >>> histogram = Histogram([0.0, 1.0, 1.0, 4.0], bins=2)
@@ -139,10 +139,10 @@ class Sorted:
 
 
 def sort(values: Mapping[str, Value]) -> Sorted:
-    """Tell numbers, histograms and figures apart.
+    """Sort values into numbers, histograms and figures.
 
     Raises:
-        ConfigError: A value is none of them, or a figure's name cannot be that of a file.
+        ConfigError: A value is none of them, or the name of a figure cannot be a file name.
     """
     found = Sorted({}, {}, {})
     for name, value in values.items():

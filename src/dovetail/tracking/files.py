@@ -19,7 +19,7 @@ from dovetail.tracking.base import Logger, Run, Status, Value, check_name, sort
 
 
 class InFolders(Logger, ABC):
-    """Base of loggers that give every run a folder of its own: nothing that an earlier run has written is touched.
+    """Base of loggers that create a folder per run; the files of earlier runs are not changed.
 
     The name of a run's folder is its label and the first digits of its id, such as `run-3f2a9c1b`.
     """
@@ -56,13 +56,13 @@ class FolderLogger(InFolders):
     - `histograms.jsonl`: the same with counts and edges, if there were histograms,
     - `figures/name/step.png`, if there were figures.
 
-    JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A run that is resumed
-    goes on in its files; what was written after the step of its checkpoint is dropped.
+    JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A resumed run
+    continues its files; lines after the step of its checkpoint are dropped.
 
     Args:
-        root: Where the folders of the runs are.
+        root: The folder with the folders of all runs.
         format: How the metrics are written: `"jsonl"` or `"csv"`.
-        label: How the name of a run's folder begins.
+        label: The first part of a folder's name.
 
     Example:
         >>> import tempfile

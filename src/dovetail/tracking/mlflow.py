@@ -19,16 +19,16 @@ class MLflowLogger(Logger):
     """Log to MLflow: to a SQLite file by default, else to whatever store or server the address names.
 
     Histograms and figures are artifacts: `histograms/step.json`, `figures/name/step.png`. Characters that MLflow has
-    no place for in the name of a metric become `_`. A run that is resumed goes on in the same run there, which keeps
-    what it has and is not told again.
+    no place for in the name of a metric become `_`. A resumed run continues MLflow's run; steps that it has already
+    are not logged again.
 
     Needs the extra `mlflow`. `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows the runs.
 
     Args:
         experiment: The name of the experiment; made if there is none.
-        tracking_uri: Where the store is; None for the environment variable `MLFLOW_TRACKING_URI`, or else the file
-            `mlflow.db` in the current folder.
-        artifact_location: Where a new experiment keeps its artifacts; None for MLflow's own choice.
+        tracking_uri: The address of the store; None means the environment variable `MLFLOW_TRACKING_URI`, or else the
+            file `mlflow.db` in the current folder.
+        artifact_location: The folder or URL for the artifacts of a new experiment; None means MLflow's default.
         run_name: The name of new runs; None for one that MLflow makes up.
         tags: Further tags of the run.
 

@@ -12,7 +12,7 @@ from dovetail.extras import require
 from dovetail.printing import quiet
 from dovetail.tracking.base import Logger, Run, Status, Value, sort
 
-# What the package would collect by itself: nothing, unless it is asked for.
+# The package collects nothing by itself unless `options` request it.
 _MODEST: dict[str, Any] = {
     "capture_stdout": False,
     "capture_stderr": False,
@@ -28,15 +28,14 @@ class NeptuneLogger(Logger):
 
     Numbers are series under their names, hyperparameters fields under `hyperparameters`, figures series of images.
     Neptune has no histograms: each is a JSON file under its name and step. NaN and infinities, which it refuses, are
-    left out. A run that is resumed goes on in the same run there, which keeps what it has and ignores what it is told
-    again.
+    left out. A resumed run continues Neptune's run, which ignores steps that it has already.
 
     Needs the extra `neptune`, and online a token: the environment variable `NEPTUNE_API_TOKEN`, or `api_token`.
 
     Args:
-        project: The project, `workspace/name`; None for that of the environment.
-        api_token: The token; None for that of the environment.
-        mode: `"async"`, `"sync"`, `"offline"`, or None for that of the environment.
+        project: The project, `workspace/name`; None means the environment's.
+        api_token: The token; None means the environment's.
+        mode: `"async"`, `"sync"`, `"offline"`, or None means the environment's.
         options: Whatever else `neptune.init_run` takes: `name`, `tags`, `capture_hardware_metrics`, …
 
     Attributes:

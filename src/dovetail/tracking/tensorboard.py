@@ -14,13 +14,13 @@ from dovetail.tracking.files import InFolders
 class TensorBoardLogger(InFolders):
     """Write event files that `tensorboard --logdir root` shows: scalars, histograms, images and hyperparameters.
 
-    A run that is resumed goes on in its folder; TensorBoard hides what was written after the step of its checkpoint.
+    A resumed run continues in its folder; TensorBoard hides events after the step of its checkpoint.
 
     Needs the extra `tensorboard`.
 
     Args:
-        root: Where the folders of the runs are.
-        label: How the name of a run's folder begins.
+        root: The folder with the folders of all runs.
+        label: The first part of a folder's name.
 
     Example:
         >>> from dovetail.tracking import Tracker
@@ -39,7 +39,7 @@ class TensorBoardLogger(InFolders):
         self._writer = tensorboard.SummaryWriter(str(self._enter(run)), purge_step=purge_step)
         if not run.is_resumed:
             settings = {name: "None" if value is None else value for name, value in run.hyperparameters.items()}
-            # Not `add_hparams`, which makes a run of its own for them.
+            # Not `add_hparams`, which creates another run for them.
             for summary in tensorboard.summary.hparams(settings, {})[:2]:
                 self._writer.file_writer.add_summary(summary)
 

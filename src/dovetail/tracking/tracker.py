@@ -33,11 +33,11 @@ class Tracker(Callback):
     A logger that fails, for whatever reason, says so in one warning and is off for the rest of the run: tracking never
     stops training. Only the main process logs.
 
-    A run that is resumed from a checkpoint goes on in the same run of every logger.
+    A run that is resumed from a checkpoint continues the same run of every logger.
 
     Args:
         loggers: Where to write.
-        hyperparameters: Settings to log besides those of the trainer, nested as you like. Values under names such as
+        hyperparameters: Further settings to log, nested as you like. Values under names such as
             `api_key` or `password` are masked.
         histograms_every: Log histograms of all weights, and of the gradients that led to them, after every n-th update;
             0 for none.
@@ -161,7 +161,7 @@ class Tracker(Callback):
         except Exception as error:
             self._writing.remove(logger)
             if method == logger.log:
-                # What it has written so far may still be saved.
+                # Saves the values that were logged before.
                 with suppress(Exception):
                     logger.finish("failed")
             warnings.warn(

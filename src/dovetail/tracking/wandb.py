@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class WandBLogger(Logger):
     """Log to Weights & Biases, or to a folder that `wandb sync` sends there later (`mode="offline"`).
 
-    A run that is resumed goes on in the same run there, which keeps what it has and ignores what it is told again.
+    A resumed run continues the run of Weights & Biases, which ignores steps that it has already.
 
     Needs the extra `wandb`, and online a key: `wandb login`, or the environment variable `WANDB_API_KEY`. A server that
     does not answer is waited for as long as `settings={"init_timeout": seconds}` says, 90 by default.
 
     Args:
-        project: The project; None for that of the environment.
-        mode: `"online"`, `"offline"`, or None for that of the environment.
+        project: The project; None means the environment's.
+        mode: `"online"`, `"offline"`, or None means the environment's.
         options: Whatever else `wandb.init` takes: `entity`, `name`, `tags`, `dir`, `settings`, …
 
     Attributes:
@@ -89,7 +89,7 @@ class WandBLogger(Logger):
 
 
 def _picture(figure: Figure) -> Any:
-    # Given the figure itself, the package looks for a pyplot that nobody need have imported.
+    # With the figure itself, the package would import pyplot.
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return require("PIL.Image", "plot").open(content)
