@@ -24,7 +24,7 @@ class _Stopper(Monitor):
     """Stops training when its verdict, a pure function of its state, says so."""
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin a new run from nothing; stop one at once that is resumed from after the verdict: it was over."""
+        """Reset the state for a new run; stop a resumed run at once if its verdict was reached before."""
         super().on_train_start(context)
         if is_new_run(context):
             self._forget()

@@ -22,7 +22,7 @@ class EMA(Callback):
     """Keep an exponential moving average of the trainable parameters.
 
     After every update, `average = decay · average + (1 - decay) · parameter`, from the weights at the start of
-    training on. Buffers and frozen parameters are those of the model. The average of half-precision weights is kept
+    training on. Buffers and frozen parameters are copied from the model. The average of half-precision weights is kept
     in float32. Training itself is not changed by a bit.
 
     Args:
@@ -94,7 +94,7 @@ class EMA(Callback):
         self._bind(context.model)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Begin the average of parameters that were unfrozen since."""
+        """Start the average of parameters that were unfrozen since."""
         assert context.model is not None
         self._bind(context.model)
 
@@ -176,5 +176,5 @@ class EMA(Callback):
 
 
 def _own(tensors: list[Tensor]) -> list[Tensor]:
-    # Of a model that several processes hold in parts, each averages its own.
+    # If several processes hold the model in parts, each averages its part.
     return [own_part(tensor) for tensor in tensors]

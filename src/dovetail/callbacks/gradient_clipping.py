@@ -66,7 +66,7 @@ class GradientClipping(Callback):
         self._tallies: dict[int, Tensor] = {}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin a new run without the sums of an epoch that another one broke off."""
+        """Reset the sums for a new run: the run before may have ended inside an epoch."""
         if is_new_run(context):
             self._tallies.clear()
 

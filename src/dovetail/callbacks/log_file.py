@@ -29,7 +29,7 @@ class _RowLogger(Callback, ABC):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._rows: list[dict[str, Any]] = []
-        # Where the last row begins and ends: an epoch takes the place of the validation at its end.
+        # The limits of the last row in the file: the row of an epoch replaces that of the validation at its end.
         self._start = self._end = 0
 
     def on_train_start(self, context: TrainingContext) -> None:
@@ -38,7 +38,7 @@ class _RowLogger(Callback, ABC):
         self._write_all()
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Write a row, in place of that of the validation at the epoch's end."""
+        """Write a row; the row of an epoch replaces the one of the validation at its end."""
         progress = context.progress
         row = {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates, **metrics}
         replaces = bool(self._rows) and int(self._rows[-1]["batches"]) == progress.batches
@@ -62,7 +62,7 @@ class _RowLogger(Callback, ABC):
         self._start, self._end = start, start + len(content)
 
     def _write_all(self) -> None:
-        """Write the file anew."""
+        """Write the whole file."""
         self._adopt(self._rows)
         content = self._head() + self._encode(self._rows)
         write_atomically(self.path, content)
@@ -118,7 +118,7 @@ class CSVLogger(_RowLogger):
     The first columns say where training stood: `epoch`, `batches`, `updates`. A metric that appears later becomes a
     new column; rows without it have an empty cell.
 
-    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of.
+    A new run starts a new file. A resumed run continues after the rows that its checkpoint counted.
 
     Args:
         path: The file; folders on the way are created.
@@ -166,7 +166,7 @@ class JSONLLogger(_RowLogger):
     Every object says where training stood: `epoch`, `batches`, `updates`. JSON has no NaN and no infinity: they are the
     strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
 
-    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of.
+    A new run starts a new file. A resumed run continues after the rows that its checkpoint counted.
 
     Args:
         path: The file; folders on the way are created.

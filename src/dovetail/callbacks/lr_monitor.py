@@ -16,7 +16,7 @@ class LRMonitor(Callback):
     """Record the learning rate and momentum of every parameter group in the history, under the stage `lr`.
 
     A row says where training stood and which rates the next update uses. The names are `group0`, `group0_momentum`,
-    `group1`, …; those of further optimizers begin with `optimizer1_`. The momentum of Adam and its like is their
+    `group1`, …; the names for further optimizers start with `optimizer1_`. The momentum of Adam and its like is their
     first beta.
 
     Args:

@@ -1,4 +1,4 @@
-"""Callbacks that follow one metric: when it is looked at, and which direction is good."""
+"""Base class of callbacks that follow one metric: when it is read, and which direction is good."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Monitor(Callback, ABC):
     """Hands every new value of one metric to `observe`.
 
-    A metric of validation (`valid_…`) is looked at after each validation, any other at the end of each epoch. A
+    A metric of validation (`valid_…`) is read after each validation, any other at the end of each epoch. A
     metric that does not exist is an error the first time it is missed.
 
     Args:

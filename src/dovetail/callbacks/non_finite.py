@@ -18,11 +18,11 @@ _ADVICE = "try a lower learning rate, gradient clipping, or mixed precision in b
 class NonFiniteLoss(Callback):
     """Look for a training loss that is NaN or infinite, and name the batch it came from.
 
-    The losses are looked at when they are on the host anyway, at every reporting period: a few more batches may have
+    The losses are checked when they are on the host anyway, at every reporting period: a few more batches may have
     been trained by then, and nothing ever waits for the device.
 
     Args:
-        action: `raise` ends training by an error, `stop` ends it in good order, `warn` says so once and goes on.
+        action: `raise` ends training by an error, `stop` ends it in good order, `warn` warns once and continues.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class ReduceOnPlateau(Monitor):
     """Lower the learning rate of every optimizer when a metric has not improved for some time.
 
-    The rule is that of `torch.optim.lr_scheduler.ReduceLROnPlateau`, applied after every validation, or at the end of
+    The rule of `torch.optim.lr_scheduler.ReduceLROnPlateau` is applied after every validation, or at the end of
     every epoch for a metric of training.
 
     Args:
         monitor: The metric to follow.
-        factor: What the rates are multiplied by.
+        factor: The rates are multiplied by this.
         patience: How many values in a row may be no better before the rates fall.
         threshold: How much better a value must be to count.
         threshold_mode: Whether `threshold` is relative to the best value (`rel`) or a difference (`abs`).
@@ -91,7 +91,7 @@ class ReduceOnPlateau(Monitor):
         states = self._loaded or []
         self._schedulers = [ReduceLROnPlateau(optimizer, **self._settings) for optimizer in context.optimizers]
         for scheduler, state in zip(self._schedulers, states, strict=False):
-            # Only what was learned: the settings are those of the constructor.
+            # Without the settings, which come from the constructor.
             scheduler.load_state_dict(dict(state))
         self._loaded = None
 
@@ -125,7 +125,7 @@ class ReduceOnPlateau(Monitor):
         return {"schedulers": [{name: getattr(scheduler, name) for name in _LEARNED} for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, when training starts."""
+        """Restore the state returned by `state_dict`, when training starts."""
         self._loaded = list(state["schedulers"])
 
 

@@ -30,10 +30,10 @@ class ProgressDisplay(Callback):
 
     On a terminal the bar has the batches, the running means of loss and metrics, the learning rate, the speed and
     the time that is left. In a notebook bar and lines are one output that is updated in place. Elsewhere (a file, a
-    pipe, a build server) there are only the lines. A validation inside an epoch has a line of its own, and so has the
+    pipe, a build server) there are only the lines. A validation inside an epoch has its own line, and so has the
     reason why training was stopped.
 
-    Nothing happens in a step: the display looks at the reports of the loop and redraws itself from time to time.
+    Nothing happens in a step: the display reads the reports of the loop and redraws itself from time to time.
 
     Args:
         refresh_per_second: How often the bar is drawn at most.
@@ -250,7 +250,7 @@ class _Surface:
         """Add a line that stays."""
 
     def show(self, bar: RenderableType) -> None:
-        """Draw the bar anew."""
+        """Redraw the bar."""
 
     def close(self) -> None:
         """Take the bar away; the lines stay."""
@@ -365,7 +365,7 @@ def _width(parts: list[Text]) -> int:
 
 
 def _number(value: float) -> str:
-    """Four decimals where they tell something, so that the lines of a run align."""
+    """Return a number with four decimals if its size allows it, so that the lines of a run align."""
     size = abs(value)
     if size == 0 or not math.isfinite(size) or 1e-3 <= size < 1e3:
         return f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""Where the time goes."""
+"""Times of epochs and validations, and the speed of training."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def prune(
         raise ConfigError(f"--mode: {mode.value!r} has no effect without --keep-best and --metric")
     infos, damaged = scan(_existing(path))
     with warnings.catch_warnings():
-        # What is damaged is reported below, in our own words.
+        # Damaged checkpoints are reported below.
         warnings.simplefilter("ignore", CheckpointWarning)
         removed = checkpoint.prune(
             path,

@@ -53,7 +53,7 @@ def _start_tensorboard(folder: Path, host: str) -> str:
         return program.WerkzeugServer(guards[-1], flags)
 
     board = program.TensorBoard(server_class=make_server)
-    # Its fast loader is a process of its own, which would outlive this one.
+    # Its fast loader is another process, which would outlive this one.
     board.configure(argv=[None, "--logdir", str(folder), "--host", host, "--port", "0", "--load_fast", "false"])
     url = str(board.launch())
     return guards[-1].address(url)

@@ -17,7 +17,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 
 
 def complete_demos(incomplete: str) -> list[str]:
-    """Return the names of demos that begin so."""
+    """Return the names of demos with this prefix."""
     return [name for name in DEMOS if name.startswith(incomplete)]
 
 
@@ -45,7 +45,7 @@ def demo(
     try:
         outcome = DEMOS[name].run(folder)
     except BaseException:
-        # What has begun is worth a look; an empty folder is not.
+        # Files of an unfinished demo stay; an empty folder is removed.
         with suppress(OSError):
             folder.rmdir()
         raise

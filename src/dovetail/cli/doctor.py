@@ -55,8 +55,8 @@ def checkup(folder: Path, home: Path | None = None, store: str | None = None) ->
 
     Args:
         folder: Where checkpoints would go; it need not exist.
-        home: The folder of experiments; None means that of `DOVETAIL_HOME`, or else `.dovetail`.
-        store: The URL of a database server; None means that of `DOVETAIL_STORE`, or else the file in `home`.
+        home: The folder of experiments; None means `DOVETAIL_HOME`, or else `.dovetail`.
+        store: The URL of a database server; None means `DOVETAIL_STORE`, or else the file in `home`.
     """
     from dovetail.cli.checkup.files import check_descriptors, check_disk, check_folder, check_shared_memory
     from dovetail.cli.checkup.packages import check_extras, check_packages, check_python, read_requirements
@@ -80,7 +80,7 @@ def checkup(folder: Path, home: Path | None = None, store: str | None = None) ->
 
 
 def table(checks: Sequence[Check], width: int) -> Text:
-    """Return one line for each check, and an empty one before every part; what is too long goes on below itself.
+    """Return one line for each check, and an empty one before every part; long lines are wrapped and indented.
 
     Example:
         >>> from dovetail.cli.checkup.check import Check

@@ -314,7 +314,7 @@ def _show_failures(record: ExperimentRecord) -> None:
 
 
 def _ask(store: Store, experiment_id: int, wish: str) -> None:
-    """Leave a wish, and wait until it is granted."""
+    """Send a request to the runner, and wait until it is carried out."""
     from dovetail.search.records import OVER
     from dovetail.search.runner import request
 
@@ -328,7 +328,7 @@ def _ask(store: Store, experiment_id: int, wish: str) -> None:
         record = store.experiment(experiment_id)
     if record.is_running:
         return print(f"experiment {experiment_id} was asked to {wish}, and its trials are still leaving")
-    # Read again: the runner may have left between the two looks that a record is made of.
+    # Read again: the runner may have exited while the record was being read.
     return print(f"experiment {experiment_id} is {store.experiment(experiment_id).state}")
 
 

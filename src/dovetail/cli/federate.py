@@ -64,7 +64,7 @@ def federate(
         print_line(f"written: {folder}/rounds.csv{clients} and {folder}/rounds.png")
 
 
-# What a federation is without a file: a model that has learned something after ten rounds.
+# The settings without a file: a model that learns something in ten rounds.
 _DIGITS = {
     "trainer": {"rounds": 10, "epochs": 2, "batch_size": 16, "optimizer": "SGD"},
     "parameters": {"optimizer": {"lr": 0.1}},

@@ -72,7 +72,7 @@ def open_store(home: Path | None, url: str | None, made_by: str = "experiment cr
     """Return the store that a command reads; looking for what is not there makes no folder.
 
     Args:
-        home: The folder of experiments; None is that of `DOVETAIL_HOME`, or else `.dovetail`.
+        home: The folder of experiments; None means `DOVETAIL_HOME`, or else `.dovetail`.
         url: A database server; None is the file in the folder.
         made_by: The command that makes what is looked for.
 
@@ -145,7 +145,7 @@ def make_table(
 
     Args:
         columns: The headings.
-        numbers: Those of columns with numbers.
+        numbers: The headings of columns with numbers.
         long: The heading of the one column that gives way in a narrow terminal.
         rows: The cells.
         wrap: Whether that column takes several lines then, or is cut.

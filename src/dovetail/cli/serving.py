@@ -116,8 +116,8 @@ def serve(server: BaseServer, announce: Callable[[], None]) -> None:
     """Answer until SIGINT or SIGTERM.
 
     Args:
-        server: Who answers.
-        announce: Says so. Whoever has heard it may end the server at once.
+        server: The server.
+        announce: Called when the server is ready; it may be ended from then on.
     """
     # In a thread, because `shutdown` waits for the loop that the signal has interrupted.
     with SignalHandler(lambda number: threading.Thread(target=server.shutdown).start(), replaces_all=True):

@@ -106,7 +106,7 @@ def metrics(
     rows = [row for row in rows if group in (None, row["group"])]
     if as_json:
         return print_json(rows)
-    # Lists and texts, which a script may report, would make a table that nobody can read: JSON has them.
+    # Lists and texts, which a script may report, are left out of the table; JSON has them.
     names = list(dict.fromkeys(name for row in rows for name, value in row["metrics"].items() if _is_number(value)))
     cells = [
         [row["group"], str(row["batches"]), *(shown(plain(row["metrics"].get(name))) for name in names)] for row in rows

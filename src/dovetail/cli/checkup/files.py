@@ -51,7 +51,7 @@ def check_disk(name: str, folder: Path, *, little: int = _LITTLE_DISK, too_littl
 
 
 def check_descriptors() -> Check:
-    """Look at how many files a process may open: workers, sockets and shared tensors take some each."""
+    """Check how many files a process may open: workers, sockets and shared tensors take some each."""
     import resource
 
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -65,7 +65,7 @@ def check_descriptors() -> Check:
 
 
 def check_shared_memory(place: Path = Path("/dev/shm")) -> list[Check]:  # noqa: S108 - only looked at
-    """Look at how much memory the workers of loaders can share, where a system has a limit for that."""
+    """Check how much memory the workers of loaders can share, if the system has a limit."""
     if not place.exists():
         return []
     size = shutil.disk_usage(place).total

@@ -1,4 +1,4 @@
-"""What torch can do here: asked in a process of its own, which `dovetail.cli.probe` is."""
+"""Checks of torch, gloo and the compiler, from the answers of the process `dovetail.cli.probe`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _devices(found: Mapping[str, Any]) -> Check:
 def _gloo(answer: Mapping[str, Any]) -> Check:
     if "found" in answer:
         return Check("torch", "gloo", "ok", "two members of a group met, and added up")
-    # Gloo begins with the line of its own source.
+    # The message of gloo starts with a line of its source.
     problem = shortened(re.sub(r"\[enforce fail at [^\]]*\] ", "", answer["error"]))
     remedy = f"export GLOO_SOCKET_IFNAME={'lo0' if sys.platform == 'darwin' else 'lo'}"
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
