@@ -57,7 +57,7 @@ class Scale:
         """Return the scale of some finite values.
 
         Args:
-            values: What it has room for.
+            values: The values that the axis shows.
             is_log: Whether it is logarithmic, if it can be; None for where the values are of several magnitudes.
         """
         # Integers may differ by less than a float can tell.
@@ -95,10 +95,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn for one trial, or for all of them.
+    """The curve or the dots of one trial, or of all trials.
 
     Attributes:
-        label: What is said where a pointer rests on it.
+        label: The text that is shown under the pointer.
         points: Finite numbers.
         quality: From 0 for the worst to 1 for the best.
         trial: The number of the trial, or None.
@@ -298,7 +298,7 @@ class BarChart:
 
 
 def _svg(label: str, width: float, height: float, parts: Sequence[str], min_width: float = 400.0) -> str:
-    # Where it cannot be read any more, on a phone, the page scrolls it sideways instead.
+    # Below this width, as on a phone, the page scrolls the picture sideways.
     opening = (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}" '
         f'style="min-width:{min_width:.0f}px;max-width:{1.2 * width:.0f}px">'

@@ -31,7 +31,7 @@ class StoredCheckpoint:
 
     @property
     def reference(self) -> str:
-        """What a trial is given to go on from it."""
+        """The text by which a trial resumes from it: a name or a path."""
         return self.path.name if self.is_files else str(self.path)
 
 
@@ -73,7 +73,7 @@ def remove_surplus(
         candidates = [each for each in measured if each.id not in damaged]
         kept = experiment_retention(candidates, experiment_best, trial_best, trial_latest, smaller_is_better)
         lost = [path for path, (trial, _) in found.items() if trial in ended and path not in kept | damaged]
-        # Nothing goes before what stays in its place was looked at.
+        # Nothing is removed before the checkpoints that stay are verified.
         losing = {found[path][0] for path in lost}
         unseen = [path for path in found if path in kept and path not in intact and found[path][0] in losing]
         if not unseen:

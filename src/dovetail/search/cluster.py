@@ -99,9 +99,9 @@ class RayBackend(Backend):
         return max(1, whole or sum(rooms) // slots)
 
     def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
-        """Begin an attempt; one that has begun already is left alone.
+        """Start an attempt; one that has started before is left alone.
 
-        Where no node has so many slots, Ray Train spreads the processes of the trial over several.
+        If no node has so many slots, Ray Train spreads the processes of the trial over several.
 
         Raises:
             ConfigError: The command cannot be spread.
@@ -129,7 +129,7 @@ class RayBackend(Backend):
         self._keepers[attempt.folder] = _Keeping(keeper, over)
 
     def poll(self, attempt: Attempt) -> Ended | None:
-        """Return how an attempt ended; None while it is at work, or about to be.
+        """Return how an attempt ended; None while it runs or starts.
 
         One that has ended without an exit code was killed, or its node is lost; the log of the trial says so.
         """

@@ -46,7 +46,7 @@ def open_server(url: str) -> RDBStorage:
 
     Raises:
         MissingExtraError: The driver of the server is not installed.
-        ExperimentError: There is no such address, or nobody answers.
+        ExperimentError: The address is invalid, or the server does not answer.
     """
     from optuna.storages import RDBStorage
     from sqlalchemy import exc, text

@@ -15,7 +15,7 @@ _NOTES = 20
 
 
 def log_size(trial: Path) -> int:
-    """Return the bytes in the log of a trial: where the words of the next attempt begin."""
+    """Return the bytes in the log of a trial: where the output of the next attempt starts."""
     with suppress(FileNotFoundError):
         return (trial / _LOG).stat().st_size
     return 0
@@ -53,7 +53,7 @@ def newest_checkpoint(trial: Path) -> int | str | None:
 def _error_line(lines: Sequence[str]) -> str | None:
     """Return the line of the last traceback that names the error: the first after it that is not indented.
 
-    Notes may follow it. Where more follows than anybody would note, the program went on after that error.
+    Notes may follow it. If more lines follow than notes have, the program continued after that error.
     """
     begun = [place for place, line in enumerate(lines) if line == "Traceback (most recent call last):"]
     after = range(begun[-1] + 1, len(lines)) if begun else range(0)

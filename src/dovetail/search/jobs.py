@@ -43,10 +43,10 @@ def run_job(
         context_dir: The folder with the code.
         overrides: What to change in the configuration, such as `data.trial_id=3`.
         on_output: Is given what the job writes, as it comes.
-        backend: Where it runs; None is what the configuration says.
+        backend: Where it runs; None means what the configuration names.
 
     Returns:
-        What has become of it.
+        The record of the job.
 
     Raises:
         ConfigError: The configuration, or the folder, cannot be meant.

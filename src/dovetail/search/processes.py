@@ -89,7 +89,7 @@ class Attempt:
 
     @classmethod
     def all_of(cls, trial: Path) -> list[Attempt]:
-        """Return the attempts of a trial that have begun, in order."""
+        """Return the attempts of a trial that have started, in order."""
         with suppress(FileNotFoundError):
             numbers = sorted(int(name) for name in os.listdir(trial / "attempts") if name.isdecimal())
             return [cls.of(trial, number) for number in numbers]
@@ -166,7 +166,7 @@ class Backend(Protocol):
         Args:
             attempt: Its folder is created by the started process, not before.
             command: The program and its arguments.
-            env: Environment variables beside those of this process.
+            env: Environment variables in addition to this process's own.
             cwd: The folder to run in.
             slots: How many processes the command starts; the backend reserves resources for all of them.
         """
@@ -184,12 +184,12 @@ class Backend(Protocol):
 class LocalBackend(Backend):
     r"""Runs trials on this machine.
 
-    A slot is a graphics card where there are any, else a core of the processor. Trials get cards of their own, by
+    A slot is a graphics card where there are any, else a core of the processor. Each trial gets its own cards, by
     `CUDA_VISIBLE_DEVICES`, and their share of the cores, by `OMP_NUM_THREADS`, unless that is set already.
 
     Args:
         slots: How many there are; None counts them.
-        concurrent: How many trials are at work at the same time at most; None is as many as there are slots for.
+        concurrent: How many trials run at the same time at most; None means as many as there are slots for.
 
     Example:
         >>> import tempfile, time
@@ -222,7 +222,7 @@ class LocalBackend(Backend):
             free = [card for card in self._cards if card not in taken]
             self._cards_of[attempt.folder] = free[:slots] or self._cards[:slots]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._cards_of[attempt.folder])
-        # A session of its own: a Ctrl-C at the terminal is for the runner only.
+        # A new session, so that Ctrl-C at the terminal reaches the runner only.
         self._started[attempt.folder] = subprocess.Popen(  # noqa: S603 - the user's own command
             wrapped(attempt, command), cwd=cwd, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -246,7 +246,7 @@ class LocalBackend(Backend):
             _end_all(attempt)
             return
         # While the shell waits for it, no other process has the command's id. If there is none yet, the command will
-        # see, before it begins, that it was asked to leave.
+        # see, before it starts, that it was asked to exit.
         pid = _number(attempt.folder / "pid")
         if pid is not None and self._is_at_work(attempt):
             with suppress(ProcessLookupError):
@@ -268,7 +268,7 @@ class LocalBackend(Backend):
 
 
 def is_at_work(attempt: Attempt) -> bool:
-    """Whether a shell of this machine looks after an attempt that has begun."""
+    """Whether a shell of this machine runs an attempt that has started."""
     wrapper = _number(attempt.folder / "wrapper")
     if wrapper is None:
         return any(_is_wrapper(each, attempt) for each in psutil.process_iter())
@@ -278,7 +278,7 @@ def is_at_work(attempt: Attempt) -> bool:
 
 
 def wrapped(attempt: Attempt, command: Sequence[str]) -> list[str]:
-    """Return the command of the shell that begins an attempt, runs a command and writes down its exit code."""
+    """Return the command of the shell that starts an attempt, runs a command and records its exit code."""
     return ["sh", "-c", _SHELL, "dovetail-trial", str(attempt.folder), *command]
 
 

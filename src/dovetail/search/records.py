@@ -25,10 +25,10 @@ class TrialRecord:
     """One trial.
 
     Attributes:
-        id: Its number in the whole store; that of `load_checkpoint_trial(trial_id=…)`.
+        id: Its number in the whole store, for `load_checkpoint_trial(trial_id=…)`.
         number: Its number in the experiment, from 0.
         experiment_id: Whose it is.
-        state: `STOPPED` is a trial that the searcher ended early; `WAITING` one that is to go on.
+        state: `STOPPED` means that the searcher ended it early, `WAITING` that it will be resumed.
         hparams: Its hyperparameters, nested as in the file.
         directory: Its folder: `info.json`, `log.txt`, `metrics.jsonl`, checkpoints.
         best: The best value of the searcher's metric.
@@ -36,12 +36,12 @@ class TrialRecord:
         latest: The last value.
         steps: Batches that were reported last.
         progress: How much of its work is done, from 0 to 1, if it has said so.
-        status: What it last set by `set_status`, cut to 200 characters; None if it set none.
+        status: The last text given to `set_status`, cut to 200 characters; None if it set none.
         restarts: How often it was started again after a failure.
         started: When it was first started.
         ended: When it was over.
         reason: Why it ended as it did, for people.
-        source: The trial whose checkpoint it began with, if any.
+        source: The trial whose checkpoint it started from, if any.
         values: The metric after so many batches, in order.
     """
 
@@ -78,7 +78,7 @@ class ExperimentRecord:
         created: When.
         ended: When it was over.
         reason: Why it ended as it did, for people.
-        is_running: Whether a runner is at work on it now.
+        is_running: Whether a runner runs it now.
         trials: Its trials, by number.
         warnings: Sentences about what makes the search less than it should be, for people.
     """
@@ -97,7 +97,7 @@ class ExperimentRecord:
 
     @property
     def metric(self) -> str:
-        """The metric that the searcher looks at."""
+        """The metric that the searcher compares."""
         return str(self.config["searcher"]["metric"])
 
     @property
@@ -122,7 +122,7 @@ class JobRecord:
         name: As the file has it, or the file's own name.
         state: `UNKNOWN` means a job on a cluster whose `run_job` was killed.
         directory: Its folder: `info.json`, `log.txt`, `code`.
-        exit_code: That of the script, once it is over.
+        exit_code: The exit code of the script, once it has ended.
         started: When.
         ended: When it was over.
     """

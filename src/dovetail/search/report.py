@@ -40,7 +40,7 @@ def report(record: ExperimentRecord, path: str | os.PathLike[str]) -> list[Path]
     too, beside it and under its name: `report.html`, `report-curves.png`, ….
 
     Args:
-        record: What the store has on the experiment.
+        record: The record of the experiment.
         path: The page; folders on the way are created.
 
     Example:
@@ -117,7 +117,7 @@ def best_so_far(record: ExperimentRecord) -> dict[int, float]:
 
 
 def duration(started: datetime | None, ended: datetime | None) -> timedelta | None:
-    """Return how long something took, or has taken by now, in whole seconds; None before it began."""
+    """Return how long something took, or has taken by now, in whole seconds; None before its start."""
     if started is None:
         return None
     elapsed = (ended or datetime.now(started.tzinfo)) - started
@@ -306,7 +306,7 @@ def _shares(
 
 def _draw(chart: _Chart, path: Path) -> Path:
     figures = require("matplotlib.figure", "plot")
-    # A Figure of its own, never pyplot: nothing global changes, and no display is needed.
+    # A new Figure, never pyplot: nothing global changes, and no display is needed.
     figure = figures.Figure(figsize=(7.0, 3.6), dpi=144, layout="constrained")
     with warnings.catch_warnings():
         # About letters that its font lacks, and numbers near the end of all floats. The page has both.
@@ -327,7 +327,7 @@ def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str
     goal = "smaller" if record.smaller_is_better else "larger"
     description = record.config.get("description")
     sections = {name: _section(name, title, chart) for name, (title, chart) in charts.items()}
-    # Beside the importance, where there is room; the parallel coordinates take a row of their own.
+    # Beside the importance, where there is room; the parallel coordinates take a whole row.
     sections = {"curves": "", "best": "", "importance": "", "config": _best_section(record), "parallel": ""} | sections
     return Template(template).substitute(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

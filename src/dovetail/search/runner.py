@@ -515,7 +515,7 @@ class Runner:
                 f"{source.name} has no intact checkpoint, so trials that should continue from it start from scratch"
             )
         if found is not None and found.is_files:
-            # A script loads it by its name from the folder of its own trial.
+            # A script loads it by its name from the folder of the new trial.
             shutil.copytree(found.path, trial.folder / found.path.name, dirs_exist_ok=True)
         return None if found is None else found.reference
 

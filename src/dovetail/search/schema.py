@@ -80,8 +80,8 @@ class ExperimentConfig:
         checkpoint_policy: After which validations they save, too.
         perform_initial_validation: Whether they validate before the first batch.
         checkpoint_storage: Where their checkpoints are, and which stay.
-        data: What the script finds as `context.config_data`.
-        seed: Of the searcher and of all trials; 0 where the file has none, so that every experiment can be repeated.
+        data: The value of `context.config_data` in the script.
+        seed: The seed of the searcher and of all trials; 0 by default, so that every experiment can be repeated.
         environment: Variables of the trials' processes.
         profiling: Whether trials are profiled.
         raw: The configuration as trials see it: as given, with what the command line has set.
@@ -126,7 +126,7 @@ def read_experiment(
     Keys that Determined knows and that mean nothing here are listed in one warning.
 
     Args:
-        source: A YAML file, or its values; those of `load_config` know their places.
+        source: A YAML file, or its values; values from `load_config` know their places.
         overrides: Settings such as `searcher.max_trials=4`, the value written as in a file.
         kind: Whether it is of an experiment or of a job, which has no hyperparameters and no searcher.
 
@@ -161,7 +161,7 @@ def _load(source: str | os.PathLike[str]) -> Config:
         raise ConfigError(f"{os.fspath(source)}: cannot be read: {error.strerror}") from error
 
 
-# What a file may say
+# Accepted keys and values
 
 
 def _entrypoint(value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a configuration says that is nobody else's business: it is in no log, no report and no database."""
+"""Secrets of a configuration, which are masked in logs, reports and databases."""
 
 from __future__ import annotations
 

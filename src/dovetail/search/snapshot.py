@@ -61,7 +61,7 @@ def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), ma
 
 @dataclass(frozen=True)
 class IgnoreRules:
-    """Patterns as `.gitignore` has them: the last one that matches decides, and `!` takes back.
+    """Patterns as `.gitignore` has them: the last one that matches decides, and `!` reverses it.
 
     Example:
         >>> rules = IgnoreRules.parse(["*.ckpt", "/data/", "!small.ckpt"])

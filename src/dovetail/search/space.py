@@ -35,7 +35,7 @@ class Space:
         problems: Where mistakes are noted, by the keys in the section, in place of an error.
 
     Attributes:
-        parameters: What is searched, by its dotted name, in the order of the file.
+        parameters: The searched hyperparameters by dotted name, in the order of the file.
 
     Raises:
         ConfigErrors: All that is wrong.
@@ -95,7 +95,7 @@ class Space:
         """Return what a trial gets for flat parameters: nested as in the file, with the constants.
 
         Raises:
-            ConfigError: The names are not those of this space.
+            ConfigError: The names differ from the names in this space.
         """
         if params.keys() != self.parameters.keys():
             expected, given = (", ".join(names) or "none" for names in (self.parameters, params))
@@ -364,7 +364,7 @@ def _values(value: Any) -> list[Any]:
     if any(choice != choice for choice in flat):
         raise Refused("expected values other than NaN")
     if len(set(flat)) < len(flat):
-        # True equals 1, and 1.0 does: a study could not tell them apart.
+        # True equals 1 and 1.0: a study could not distinguish them.
         raise Refused("expected every value once")
     return value
 

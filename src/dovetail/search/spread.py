@@ -4,7 +4,7 @@
 
 This is what a keeper runs in place of `dovetail.launch`: it lets Ray Train find a place for every process and say which
 one it is, and starts the same command everywhere, with the variables of `torchrun`. They are processes, no functions of
-Ray's workers: they have a main thread that hears signals, as everywhere else.
+Ray's workers: they have a main thread that receives signals, as everywhere else.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     ray = connect("auto")
     train, data_parallel = require("ray.train", "ray"), require("ray.train.v2.api.data_parallel_trainer", "ray")
-    # The environment of the processes is that of the keeper; these are for Ray Train alone.
+    # The processes get the environment of the keeper; these settings are for Ray Train alone.
     work = {"command": list(command), "env": dict(os.environ), "cwd": os.getcwd(), "attempt": str(attempt.folder)}
     trainer = data_parallel.DataParallelTrainer(
         _run_rank,
@@ -129,7 +129,7 @@ def _run_rank(work: Mapping[str, Any]) -> None:
         process = subprocess.Popen(  # noqa: S603 - the user's own command
             work["command"], cwd=work["cwd"], env=env, stdout=log, stderr=log, start_new_session=True
         )
-    # What is left of it would wait for the others of its group.
+    # Otherwise its remaining processes would wait for the others of the group.
     guard = guarded(attempt, process.pid)
     was_asked = False
     while (code := process.poll()) is None:

@@ -1,4 +1,4 @@
-"""What a trial or a job is started as: its command, its variables, its seed, and where."""
+"""Command, environment, seed and backend of a trial or a job."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
 
 
 def variables_of(config: ExperimentConfig, home: Path, info: Path) -> dict[str, str]:
-    """Return the environment variables of a trial or a job, beside those of this process."""
+    """Return the environment variables of a trial or a job, in addition to this process's own."""
     # Lines of a process that is killed are in its log.
     return {"PYTHONUNBUFFERED": "1", **config.environment, VARIABLE: str(info), HOME: str(home)}
 
 
 def trial_seed(seed: int, number: int) -> int:
-    """Return the seed of a trial, which depends on that of the experiment and on its number only."""
+    """Return the seed of a trial, which depends on the experiment's seed and the number of the trial only."""
     return derive_seed(seed, number, rule="trial")
 
 

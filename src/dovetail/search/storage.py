@@ -100,7 +100,7 @@ def _marks(files: Any, root: str) -> dict[str, int]:
 
 
 def _send(files: Any, checkpoint: Path, place: str) -> None:
-    # What a writer has left that died before its mark.
+    # The files of a writer that died before its mark.
     if files.exists(place):
         files.rm(place, recursive=True)
     for path in sorted(checkpoint.rglob("*")):

@@ -71,7 +71,7 @@ _MEMORY = "dovetail:runner"
 
 
 def home_directory(given: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder of experiments: the one given, else that of `DOVETAIL_HOME`, else `.dovetail` here."""
+    """Return the folder of experiments: the given one, else `DOVETAIL_HOME`, else `.dovetail` here."""
     return Path(given or os.environ.get(HOME) or ".dovetail").absolute()
 
 
@@ -101,7 +101,7 @@ class Store:
 
         Args:
             home: The folder of experiments; see `home_directory`.
-            url: A database server, such as `postgresql://user@host/name`; None is that of `DOVETAIL_STORE`, or else the
+            url: A database server, such as `postgresql://user@host/name`; None means `DOVETAIL_STORE`, or else the
                 file `store.db` in the folder.
 
         Raises:
@@ -241,7 +241,7 @@ class Store:
         """Remove an experiment with all its files, checkpoints included.
 
         Raises:
-            ExperimentError: It is at work, or the store names folders that are not its own.
+            ExperimentError: It is running, or the store names folders that are not its own.
         """
         record = self.experiment(experiment_id)
         if record.is_running or record.state == "ACTIVE":

@@ -1,4 +1,4 @@
-"""What a searcher is: it says which trials to run, and which of them to end early."""
+"""Base classes of searchers, which choose the trials to run and those to end early."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class SearcherConfig:
         name: A name of `searchers`.
         metric: The validation metric that trials are compared by; empty for a job.
         smaller_is_better: Its direction.
-        time_metric: What `on_validation` is told as `time`: `batches`, `epochs` or another reported number.
+        time_metric: The argument `time` of `on_validation`: `batches`, `epochs` or another reported number.
         max_length: How long trials train, where the file says so.
-        source_trial_id: The trial of the store whose checkpoint all trials begin with, if any.
-        options: Those of the searcher itself, each with its value or default.
+        source_trial_id: The trial of the store whose checkpoint all trials start from, if any.
+        options: The options of the searcher itself, each with its value or default.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Suggestion:
 
     Attributes:
         params: The searched hyperparameters by their dotted names; `Space.hparams` adds the constants.
-        source: The number of the trial whose newest checkpoint to begin with, or None.
+        source: The number of the trial whose newest checkpoint to start from, or None.
         attributes: What else to say about the trial, for people, such as its bracket.
     """
 
@@ -116,7 +116,7 @@ class Searcher(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing to do is a sensible default
-        """Go on from what `state_dict` has returned."""
+        """Restore the state returned by `state_dict`."""
 
 
 class Sampler(ABC):
@@ -154,7 +154,7 @@ class StoppingRule(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing to do is a sensible default
-        """Go on from what `state_dict` has returned."""
+        """Restore the state returned by `state_dict`."""
 
 
 class NeverStop(StoppingRule):

@@ -1,4 +1,4 @@
-"""Successive halving without waiting: of the trials that come to a rung, only the best go on."""
+"""Successive halving without waiting: of the trials that reach a rung, only the best continue."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def adaptive_brackets(
 
     Args:
         max_trials: Of all brackets.
-        max_time: That of the last rung.
+        max_time: The time of the last rung.
         mode: From one bracket of many rungs (`aggressive`) to brackets of every number of rungs.
-        divisor: One of so many trials goes on.
+        divisor: One of so many trials continues.
         max_rungs: At most.
         max_concurrent_trials: Of all brackets.
         bracket_rungs: The numbers of rungs, in place of those that the mode means.
@@ -78,7 +78,7 @@ def adaptive_brackets(
 
 @dataclass
 class _Trial:
-    """How far a trial has come: the next rung of its bracket; whether it was told to stop, and has left."""
+    """The progress of a trial: the next rung of its bracket, whether it was stopped, and whether it has ended."""
 
     bracket: int
     rung: int = 0
@@ -87,12 +87,12 @@ class _Trial:
 
 
 class AsyncHalving(StoppingRule):
-    """Ends a trial at a rung unless it is among the best 1/divisor of those that were there before; the first goes on.
+    """Ends a trial at a rung unless it is among the best 1/divisor of those before it; the first continues.
 
     Args:
         brackets: Trials of different ones are not compared.
-        max_time: That of the last rung, where every trial ends.
-        divisor: One of so many trials goes on.
+        max_time: The time of the last rung, where every trial ends.
+        divisor: One of so many trials continues.
 
     Example:
         >>> rule = AsyncHalving([Bracket(2, 3, 1)], max_time=8, divisor=2)

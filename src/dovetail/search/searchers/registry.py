@@ -27,7 +27,7 @@ class SearcherKind:
 
     Attributes:
         make: Returns the searcher for a configuration, a space and a seed.
-        options: What the section `searcher` may say besides what every searcher knows.
+        options: The keys of the section `searcher` besides those of every searcher.
         problems: Says what is wrong with a configuration that no option says alone, by the keys from the top.
 
     Example:
@@ -71,7 +71,7 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
     """Return the configuration of a searcher.
 
     Args:
-        section: What a file has under `searcher`.
+        section: The section `searcher` of a file.
         problems: Where mistakes are noted, by the keys in the section, in place of an error.
 
     Raises:
@@ -88,7 +88,7 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
         options = kind.options
         keys = {**COMMON, **options}
     else:
-        # Whose options they are is not known: of these, only their names are looked at.
+        # Without a known searcher only the names of its options are checked.
         options = {
             name: Key(lambda value: value, None) for known in searchers.names() for name in searchers.get(known).options
         }
@@ -106,7 +106,7 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
         name=values.get("name", ""),
         metric=values.get("metric", ""),
         smaller_is_better=values["smaller_is_better"],
-        # Every report has its batches; another number is asked for only by those who compare trials by it.
+        # Every report has batches; only searchers that compare trials by another number require it.
         time_metric=values.get("time_metric") or "batches",
         max_length=values["max_length"],
         source_trial_id=values["source_trial_id"],

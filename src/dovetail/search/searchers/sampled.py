@@ -56,11 +56,11 @@ class GridSampler(Sampler):
 
 
 class OptunaSampler(Sampler):
-    """Asks a sampler of Optuna, made anew for every trial from the finished ones.
+    """Asks a sampler of Optuna that is created for every trial from the finished ones.
 
     Args:
         space: What to choose.
-        seed: Of the experiment.
+        seed: The seed of the experiment.
         make: Returns the sampler for a seed.
         smaller_is_better: The direction of the metric.
 
@@ -84,7 +84,7 @@ class OptunaSampler(Sampler):
     def sample(self, study: Study, number: int) -> dict[str, Any]:
         optuna = require("optuna", "search")
         states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
-        # A study of its own: samplers write down what they think, and look at trials that still run.
+        # A separate study, because samplers write to it and read trials that still run.
         storage = _storage_of(_with_finite_values(_finished(study, *states)))
         sampler = self._make(generator(self._seed, number).getrandbits(32))
         with quiet("optuna"):
