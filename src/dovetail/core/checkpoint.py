@@ -185,7 +185,7 @@ class CheckpointContext:
         files = read_stored_files(place).files
         target.mkdir(parents=True, exist_ok=True)
         for name in filter(selector, files):
-            _make_place(target / name)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
             unfinished = (target / name).with_name(f".{uuid.uuid4().hex}.tmp")
             try:
                 digest = Digest()
@@ -353,12 +353,8 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[st
 
 def _moved(source: Path, target: Path, names: Sequence[str]) -> None:
     for name in names:
-        _make_place(target / name)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.rename(source / name, target / name)
-
-
-def _make_place(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _commit(temporary: Path, metadata: Mapping[str, Any], digests: Digests, target: Path) -> None:

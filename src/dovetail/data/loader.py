@@ -353,10 +353,9 @@ class DataLoader(torch_data.DataLoader[T_co]):
         finally:
             self.generator = generator
         if not is_stream:
-            if start:
-                share.skip()
-            elif self._seeded:
-                share.draw()
+            if start or self._seeded:
+                assert share.latest is not None
+                (share.latest.skip if start else share.latest.draw)()
             return batches
         # A stream is read again from the start of the epoch, by workers that draw the same numbers again.
         for _ in islice(batches, start * self.num_replicas):
@@ -504,6 +503,7 @@ class _Share(Sampler[Any]):
         records: Whether items that were drawn and not handed out yet are recorded in `pending`. A sampler that draws
             while it is read would draw others if it were read again.
         pending: These items, in order. The next pass starts with those that are in it.
+        latest: The iterator of the last pass that was started.
     """
 
     def __init__(self, whole: Iterable[Any], num_replicas: int, rank: int) -> None:
@@ -514,24 +514,14 @@ class _Share(Sampler[Any]):
         self._whole = whole
         self._num_replicas = num_replicas
         self._rank = rank
-        self._latest: _Indices | None = None
+        self.latest: _Indices | None = None
 
     def __len__(self) -> int:
         return len(range(self._rank, len(cast(Sized, self._whole)), self._num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
-        self._latest = _Indices(self, self._whole, self._rank, self._num_replicas)
-        return self._latest
-
-    def draw(self) -> None:
-        """Make the latest iteration draw its order now, rather than when its first item is requested."""
-        assert self._latest is not None
-        self._latest.draw()
-
-    def skip(self) -> None:
-        """Make the latest iteration draw the items that it leaves out now."""
-        assert self._latest is not None
-        self._latest.skip()
+        self.latest = _Indices(self, self._whole, self._rank, self._num_replicas)
+        return self.latest
 
 
 class _Seeded:
@@ -583,9 +573,11 @@ class _Indices(Iterator[Any]):
         return _Seeded(indices, derive_seed(*self._seeds, _IN_WORKERS, number, rule="loader"))
 
     def draw(self) -> None:
+        """Draw the order now, rather than when the first item is requested."""
         self._drawn.extend(islice(self, 1))
 
     def skip(self) -> None:
+        """Draw the items that are left out now."""
         if not self._has_skipped:
             num_skipped, self._num_skipped, self._has_skipped = self._num_skipped, 0, True
             for _ in islice(self._numbered, num_skipped):

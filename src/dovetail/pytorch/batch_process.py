@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -206,7 +207,7 @@ def torch_batch_process(
         num_steps = share.num_steps(total) if max_batches is None else min(share.num_steps(total), max_batches)
         batches = iter(loader)
         for step in range(share.begun, num_steps):
-            for batch in _next(batches):
+            for batch in islice(batches, 1):
                 with torch.no_grad():
                     processor.process_batch(batch, step)
             done = step + 1
@@ -281,13 +282,6 @@ class _Progress:
 
 def _described(work: Mapping[str, Any]) -> str:
     return f"{work['processor']} with {work['samples']} samples in batches of {work['batch_size']}"
-
-
-def _next(batches: Iterator[Any]) -> list[Any]:
-    """Return the next batch in a list, which is empty when there is none: any value may be a batch."""
-    for batch in batches:
-        return [batch]
-    return []
 
 
 def _batch_size(given: int | None, settings: dict[str, Any]) -> int:
