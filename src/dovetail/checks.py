@@ -14,28 +14,6 @@ from dovetail.config import locate, parse_config
 from dovetail.errors import ConfigError
 from dovetail.units import TrainUnit, parse_unit
 
-__all__ = [
-    "LIMIT",
-    "REQUIRED",
-    "ConfigErrors",
-    "Key",
-    "Problem",
-    "Problems",
-    "Refused",
-    "check_items",
-    "flag",
-    "list_of",
-    "mapping",
-    "number",
-    "one_of",
-    "override",
-    "read_section",
-    "text",
-    "unit",
-    "unknown_key",
-    "whole",
-]
-
 _Keys = tuple[str | int, ...]
 
 Check = Callable[[Any], Any]
@@ -74,12 +52,7 @@ class Refused(ValueError):  # noqa: N818 - a word in a sentence: the value is re
 
 
 class Problem(NamedTuple):
-    """A mistake, with its keys from the top of the configuration.
-
-    Example:
-        >>> Problem(("searcher", "max_trials"), "missing").keys
-        ('searcher', 'max_trials')
-    """
+    """A mistake, and the way to it from the top of the configuration."""
 
     keys: _Keys
     sentence: str
@@ -140,12 +113,8 @@ class Key:
 
     Attributes:
         check: Returns the value that is used, or raises `Refused`.
-        default: The value of a key that is missing or null.
-        hint: The advice if the key is required and missing.
-
-    Example:
-        >>> Key(whole(1), default=16).check(4)
-        4
+        default: What it is when it is not given, or null.
+        hint: What to do when it is required and missing.
     """
 
     check: Check
@@ -156,13 +125,9 @@ class Key:
 def read_section(
     section: Mapping[str, Any], keys: Mapping[str, Key], problems: list[Problem], ignored: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return the values of a section, with defaults; an invalid value is replaced by its default or left out.
+    """Return the values of a section, with defaults, and append its mistakes to `problems`.
 
-    Args:
-        section: The section of the file.
-        keys: The keys that it may have.
-        problems: The list to which mistakes are added.
-        ignored: Other keys that are accepted and not checked.
+    A wrong value is replaced by the default of its key, or left out. Keys in `ignored` are neither read nor mistakes.
 
     Example:
         >>> problems = []
@@ -200,12 +165,7 @@ def unknown_key(name: str, known: Iterable[str]) -> Problem:
 
 
 def override(config: Any, setting: str, given: dict[_Keys, str]) -> list[Problem]:
-    """Set one key of a configuration by a text such as `trainer.rounds=4`, and return the problems.
-
-    Args:
-        config: The configuration, which is changed.
-        setting: Dotted keys, and a value as in a file.
-        given: The texts of keys, to which this one is added.
+    """Set one key of a configuration by a text such as `trainer.rounds=4`, and store the text in `given`.
 
     Example:
         >>> config, given = {}, {}

@@ -112,11 +112,7 @@ def add_note(error: BaseException, note: str) -> None:
 def misspelled_methods(subclass: type, base: type) -> Iterator[tuple[str, str]]:
     """Yield methods of a subclass that look like a method of its base which the subclass does not define.
 
-    Otherwise such a method is never called, and nothing says so.
-
-    Args:
-        subclass: A class of the user.
-        base: The class whose methods are called.
+    Otherwise such a method is never called, without any message.
 
     Example:
         >>> class Base:

@@ -7,8 +7,6 @@ from types import ModuleType
 
 from dovetail.errors import MissingExtraError
 
-__all__ = ["require"]
-
 
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional module, or say which extra to install.

@@ -37,11 +37,7 @@ _PATIENCE = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a script, and return its exit code: 2 for a mistake on the command line, 128 + signal after a signal.
-
-    Args:
-        arguments: Those of the command line; None takes the program's own.
-    """
+    """Run a script, and return its exit code: 2 for a mistake on the command line, 128 + signal after a signal."""
     wishes = _parser().parse_args(arguments)
     try:
         _check_script(wishes.script, wishes.module)

@@ -7,8 +7,6 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 
-__all__ = ["defines", "is_ours", "reject_lost_overrides"]
-
 
 def reject_lost_overrides(kind: type[Any], answers: Mapping[str, str]) -> None:
     """Raise if a class defines or inherits a method from outside of this library that is never called here.

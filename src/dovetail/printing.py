@@ -1,11 +1,12 @@
-"""Text from files in a form that a terminal or a page shows as it is."""
+"""Text from files in a form that a terminal or a page shows as it is, and loggers that stay off the terminal."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape
-
-__all__ = ["page_text", "printable"]
 
 # Control characters (C0, DEL, C1), line separators, marks and overrides of the writing direction, half surrogate pairs.
 _UNSAFE = re.compile(
@@ -32,12 +33,31 @@ def printable(text: str, *, lines: bool = False) -> str:
 def page_text(text: str, *, lines: bool = False) -> str:
     """Return a text as part of a page: without markup, and with control characters as visible escapes.
 
-    Args:
-        text: Text of unknown origin.
-        lines: Whether line feeds, carriage returns and tabs stay as they are.
-
     Example:
         >>> page_text("<b>")
         '&lt;b&gt;'
     """
     return escape(printable(text, lines=lines))
+
+
+@contextmanager
+def quiet(*loggers: str, level: int = logging.WARNING) -> Iterator[None]:
+    """Keep the log lines of other packages that are below a level off the terminal.
+
+    Args:
+        loggers: The names of the packages' loggers. Each level is restored afterwards.
+        level: The lowest level that is still shown; a logger with a higher one keeps it.
+
+    Example:
+        >>> with quiet("optuna"):
+        ...     logging.getLogger("optuna").level == logging.WARNING
+        True
+    """
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    for name, before in levels.items():
+        logging.getLogger(name).setLevel(max(before, level))
+    try:
+        yield
+    finally:
+        for name, before in levels.items():
+            logging.getLogger(name).setLevel(before)

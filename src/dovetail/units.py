@@ -148,12 +148,7 @@ Batch = Batches
 Record = Records
 Update = Updates
 
-_UNITS: dict[str, type[TrainUnit]] = {
-    "epochs": Epochs,
-    "batches": Batches,
-    "records": Records,
-    "updates": Updates,
-}
+_UNITS: dict[str, type[TrainUnit]] = {"epochs": Epochs, "batches": Batches, "records": Records, "updates": Updates}
 
 
 def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> TrainUnit:
@@ -178,12 +173,7 @@ def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> Tr
 
 
 def check_count(name: str, count: Any, least: int = 1) -> None:
-    """Refuse a setting that is no whole number, or too small a one.
-
-    Args:
-        name: Which setting, for the error message.
-        count: What was given.
-        least: The smallest number that is accepted.
+    """Raise if a setting is not a whole number, or is smaller than `least`.
 
     Example:
         >>> check_count("patience", 2.5)
@@ -198,10 +188,6 @@ def check_count(name: str, count: Any, least: int = 1) -> None:
 def check_finite(name: str, value: Any) -> None:
     """Raise if a setting is not a finite number.
 
-    Args:
-        name: Which setting, for the error message.
-        value: The setting.
-
     Example:
         >>> check_finite("threshold", float("nan"))
         Traceback (most recent call last):
@@ -213,12 +199,7 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """Return a number of things for people: one of them in the singular.
-
-    Args:
-        number: How many.
-        one: What one of them is called.
-        many: What several are called; None for the same with an s.
+    """Return a number with the name of the things, in the singular or the plural (by default with an s).
 
     Example:
         >>> counted(1, "batch", "batches"), counted(2, "epoch")

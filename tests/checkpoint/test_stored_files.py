@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from dovetail.checkpoint.files import digest_of
 from dovetail.checkpoint.stored_files import (
     FILES,
-    digest_of,
     make_stored_manifest,
     read_stored_files,
     verify_stored_files,

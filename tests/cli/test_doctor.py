@@ -16,24 +16,19 @@ from typing import Any
 
 import pytest
 
-from dovetail.cli.checkup import (
+from dovetail.cli.checkup.check import Check
+from dovetail.cli.checkup.files import check_descriptors, check_disk, check_folder, check_shared_memory
+from dovetail.cli.checkup.packages import (
     PURPOSES,
-    TESTED_TORCH,
-    Check,
     Requirement,
-    check_descriptors,
-    check_disk,
     check_extras,
-    check_folder,
     check_packages,
     check_python,
-    check_shared_memory,
-    check_store,
-    check_torch,
-    checkup,
     read_requirements,
 )
-from dovetail.cli.doctor import table
+from dovetail.cli.checkup.store import check_store
+from dovetail.cli.checkup.torch_build import TESTED_TORCH, check_torch
+from dovetail.cli.doctor import checkup, table
 from dovetail.cli.probe import PROBES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -307,7 +302,7 @@ def test_a_store_that_somebody_else_writes_to_for_long_is_a_problem(
 
 @pytest.mark.parametrize("module", ["psutil", "yaml"])
 def test_a_package_that_every_run_needs_is_missing_and_the_rest_is_looked_at(module: str) -> None:
-    code = f"import sys; sys.modules[{module!r}] = None; from dovetail.cli.checkup import check_store\n"
+    code = f"import sys; sys.modules[{module!r}] = None; from dovetail.cli.checkup.store import check_store\n"
     code += "check = check_store(); print(check.status, check.found)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert told.stdout.startswith(f"problem cannot be looked at: import of {module} halted"), told.stderr

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.checkpoint import save
-from dovetail.cli.output import printable
+from dovetail.printing import printable
 
 _EVIL = "\x1b]0;owned\x07\x1b[2J\x9b1m\x7f\r\n\u202e[red]\ud800"
 _SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b1m\x7f\r\n\u202e[red]\ud800"

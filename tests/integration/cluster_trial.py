@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dovetail.checkpoint.stored_files import digest_of, make_stored_manifest
+from dovetail.checkpoint.files import digest_of
+from dovetail.checkpoint.stored_files import make_stored_manifest
 from dovetail.info import get_cluster_info
 
 STEPS = 6

@@ -497,7 +497,7 @@ def _forge(path: Path, state: bytes = b"{}", tensors: bytes = b"\x02\0\0\0\0\0\0
     for (name, digest), content in zip(digests.items(), (state, tensors), strict=True):
         (path / name).write_bytes(content)
         digest.update(content)
-    document = json.loads(make_manifest(digests, {}))
+    document = json.loads(make_manifest({name: digest.stored for name, digest in digests.items()}, {}))
     del document["sha256"]
     (path / "manifest.json").write_bytes(seal({**document, **changes}))
     return path

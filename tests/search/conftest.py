@@ -18,7 +18,8 @@ import psutil
 import pytest
 import yaml
 
-from dovetail.search.processes import ATTEMPT, LocalBackend
+from dovetail.info import ATTEMPT
+from dovetail.search.processes import LocalBackend
 from dovetail.search.records import ExperimentRecord
 from dovetail.search.runner import Runner
 from dovetail.search.schema import read_experiment

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Polyline, Scale
+from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Scale
 
 _NUMBERS = st.lists(st.floats(-1e300, 1e300).filter(lambda x: x == 0 or abs(x) > 1e-300), min_size=1, max_size=20)
 
@@ -87,7 +87,7 @@ def test_names_are_escaped_and_cut_with_the_whole_in_a_title() -> None:
     name = "<b>" + "x" * 40
     for chart in (
         BarChart(((name, 1.0),)),
-        ParallelChart((Dimension(name, ((0, name),)), Dimension("y", ())), (Polyline(name, (0.0, 0.0), 1.0, 0),)),
+        ParallelChart((Dimension(name, ((0, name),)), Dimension("y", ())), (Line(name, ((0, 0.0), (1, 0.0)), 1.0, 0),)),
     ):
         svg = chart.svg()
         assert "<b>" not in svg

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.info import ATTEMPT
 from dovetail.search.cluster import RayBackend, guarded
-from dovetail.search.processes import ATTEMPT, Attempt
+from dovetail.search.processes import Attempt
 from dovetail.search.spread import spread
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dovetail.search.processes import ATTEMPT, Attempt, Ended, LocalBackend, wrapped
+from dovetail.info import ATTEMPT
+from dovetail.search.processes import Attempt, Ended, LocalBackend, wrapped
 
 Until = Callable[[Callable[[], bool]], None]
 WAIT = "import time; open('begun', 'w').close(); time.sleep(600)"

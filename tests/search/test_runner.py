@@ -20,13 +20,14 @@ from dovetail.errors import ConfigError
 from dovetail.search import locks, runner
 from dovetail.search.checkpoints import latest_checkpoint
 from dovetail.search.processes import Attempt, LocalBackend
-from dovetail.search.records import ExperimentRecord
+from dovetail.search.records import ExperimentError, ExperimentRecord
 from dovetail.search.report import report
-from dovetail.search.runner import Runner, backend_for, command_of, request, trial_seed
+from dovetail.search.runner import Runner, request
 from dovetail.search.schema import read_experiment
 from dovetail.search.searchers import SearcherKind, Suggestion, searchers
 from dovetail.search.searchers.base import Searcher
-from dovetail.search.store import ExperimentError, Store
+from dovetail.search.starting import backend_for, command_of, trial_seed
+from dovetail.search.store import Store
 
 Until = Callable[[Callable[[], bool]], None]
 GRID = {"lr": {"type": "categorical", "vals": [0.1, 0.2, 0.3]}}

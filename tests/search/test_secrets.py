@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.search.runner import backend_for
 from dovetail.search.schema import read_experiment
 from dovetail.search.secrets import masked, masked_url, write_private
+from dovetail.search.starting import backend_for
 
 
 def test_what_is_no_secret_stays_as_it_is() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
-from dovetail.checkpoint.stored_files import digest_of, make_stored_manifest
+from dovetail.checkpoint.files import digest_of
+from dovetail.checkpoint.stored_files import make_stored_manifest
 from dovetail.errors import MissingExtraError, UnknownNameError
 from dovetail.search.checkpoints import latest_checkpoint
 from dovetail.search.storage import pull, push

@@ -24,8 +24,9 @@ from optuna.trial import TrialState
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.search.processes import Attempt
+from dovetail.search.records import ExperimentError
 from dovetail.search.runner import Runner, start_detached
-from dovetail.search.store import ExperimentError, Store, home_directory
+from dovetail.search.store import Store, home_directory
 
 RANGES = {
     "lr": {"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3},

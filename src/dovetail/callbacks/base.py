@@ -1,4 +1,4 @@
-"""What a callback is, and how the loop finds the hooks that are really there."""
+"""Base class of callbacks, and the list of callbacks that the loop calls."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["FOREIGN_HOOKS", "HOOKS", "Callback", "Callbacks", "Report", "is_new_run"]
-
 
 @dataclass(frozen=True)
 class Report:
-    """What the loop brings to the host at every reporting period.
+    """The numbers that the loop copies to the host at every reporting period.
 
     Attributes:
         metrics: Sample-weighted means over the batches of the running epoch, by name (`loss`, …).
         losses: The loss of each batch since the last report.
-        first_batch: The number of the first of these batches, counted from 0 since training began.
+        first_batch: The number of the first of these batches, counted from 0 since the start of training.
     """
 
     metrics: Mapping[str, float]
@@ -85,17 +83,17 @@ class Callback:
         """After a checkpoint was written."""
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """When training ends by an error, before it goes on to the caller."""
+        """When training ends by an error, before the error is raised to the caller."""
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Once, after the last batch, when no error was raised."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep for this callback; nothing by default."""
+        """Return the state that a checkpoint stores for this callback; nothing by default."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -104,7 +102,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 class Callbacks:
     """An ordered list of callbacks and, for each hook, the bound methods that override it.
 
-    The tuples (`callbacks.on_step_end`, …) are what the loop walks: a hook that nobody overrides costs nothing.
+    The tuples (`callbacks.on_step_end`, …) are what the loop calls: a hook that no callback overrides costs nothing.
 
     Example:
         >>> class Count(Callback):
@@ -165,7 +163,7 @@ class Callbacks:
         self._bind()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Bound methods are pickled by their names, which those of a class made at run time need not have.
+        # Pickle finds bound methods by name, which fails for classes that were created at run time.
         return {name: value for name, value in self.__dict__.items() if name not in HOOKS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

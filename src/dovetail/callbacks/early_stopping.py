@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dovetail.callbacks.base import is_new_run
-from dovetail.callbacks.monitor import Mode, Monitor
+from dovetail.callbacks.monitor import Monitor
 from dovetail.errors import ConfigError
+from dovetail.history import Mode
 from dovetail.units import check_count, check_finite
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-
-__all__ = ["EarlyStopping", "ImprovementWindow", "StopWhen"]
 
 
 class _Stopper(Monitor):
     """Stops training when its verdict, a pure function of its state, says so."""
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin a new run from nothing; stop one at once that is resumed from after the verdict: it was over."""
+        """Reset the state for a new run; stop a resumed run at once if its verdict was reached before."""
         super().on_train_start(context)
         if is_new_run(context):
             self._forget()
@@ -105,13 +104,11 @@ class EarlyStopping(_Stopper):
         self._weights: dict[str, Any] | None = None
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin a new run without a best value."""
         if is_new_run(context):
             self.best = self.best_epoch = self._weights = None
         super().on_train_start(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Put the best weights back, if that was wanted."""
         super().on_train_end(context)
         if self.restore_best and self._weights is not None:
             assert context.model is not None
@@ -141,7 +138,6 @@ class EarlyStopping(_Stopper):
         self._num_worse = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the count since then and, if they are to be restored, the best weights."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -150,7 +146,6 @@ class EarlyStopping(_Stopper):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         best = state["best"]
         self.best, self.best_epoch = None if best is None else float(best), state["best_epoch"]
         self._num_worse = int(state["num_worse"])
@@ -191,11 +186,9 @@ class StopWhen(_Stopper):
         self._value = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest value."""
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         value = state["value"]
         self._value = None if value is None else float(value)
 
@@ -250,11 +243,9 @@ class ImprovementWindow(_Stopper):
         self._values.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values in the window."""
         return {"values": list(self._values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._values = deque(map(float, state["values"]), maxlen=self.num_epochs + 1)
 
 

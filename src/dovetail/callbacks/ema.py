@@ -17,14 +17,12 @@ from dovetail.units import check_count, counted
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["EMA"]
-
 
 class EMA(Callback):
     """Keep an exponential moving average of the trainable parameters.
 
     After every update, `average = decay · average + (1 - decay) · parameter`, from the weights at the start of
-    training on. Buffers and frozen parameters are those of the model. The average of half-precision weights is kept
+    training on. Buffers and frozen parameters are copied from the model. The average of half-precision weights is kept
     in float32. Training itself is not changed by a bit.
 
     Args:
@@ -48,11 +46,7 @@ class EMA(Callback):
     """
 
     def __init__(
-        self,
-        decay: float = 0.999,
-        every: int = 1,
-        warmup: bool = False,
-        validate_with_average: bool = True,
+        self, decay: float = 0.999, every: int = 1, warmup: bool = False, validate_with_average: bool = True
     ) -> None:
         if not 0 <= decay <= 1:
             raise ConfigError(f"EMA: decay: expected a number from 0 to 1, got {decay!r}")
@@ -92,7 +86,6 @@ class EMA(Callback):
         model.load_state_dict(self.average_state_dict())
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin the average, or go on with it."""
         assert context.model is not None
         self._updates_before = context.progress.updates
         if not self._is_loaded and (context.model is not self._model or is_new_run(context)):
@@ -101,12 +94,11 @@ class EMA(Callback):
         self._bind(context.model)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Begin the average of parameters that were unfrozen since."""
+        """Start the average of parameters that were unfrozen since."""
         assert context.model is not None
         self._bind(context.model)
 
     def on_update(self, context: TrainingContext) -> None:
-        """Take the new weights into the average."""
         if self.every > 1 and context.progress.updates % self.every:
             return
         decay = self.decay
@@ -122,14 +114,12 @@ class EMA(Callback):
             torch._foreach_lerp_(_own(self._targets), _own(parameters), 1 - decay)
 
     def on_validation_start(self, context: TrainingContext) -> None:
-        """Lend the model the average."""
         if self.validate_with_average:
             self._training_weights = [parameter.detach().clone() for parameter in self._parameters]
             with torch.no_grad():
                 torch._foreach_copy_(_own(self._parameters), _own(self._targets))
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Give the model its training weights back."""
         self._give_back()
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
@@ -137,7 +127,6 @@ class EMA(Callback):
         self._give_back()
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Warn if the run was too short for a single average."""
         num_updates = context.progress.updates - self._updates_before
         if self.num_averaged == 0 and num_updates > 0 and context.run.stop_reason is None:
             warnings.warn(
@@ -148,7 +137,6 @@ class EMA(Callback):
             )
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """Give the model its training weights back when validation fails."""
         self._give_back()
 
     def _give_back(self) -> None:
@@ -179,16 +167,14 @@ class EMA(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and how many weights went into it."""
         return {"averages": dict(self._averages), "num_averaged": self.num_averaged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._averages = {name: average.detach().clone() for name, average in state["averages"].items()}
         self.num_averaged = int(state["num_averaged"])
         self._is_loaded = True
 
 
 def _own(tensors: list[Tensor]) -> list[Tensor]:
-    # Of a model that several processes hold in parts, each averages its own.
+    # If several processes hold the model in parts, each averages its part.
     return [own_part(tensor) for tensor in tensors]

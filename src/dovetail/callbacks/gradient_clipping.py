@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["GradientClipping"]
-
 
 class GradientClipping(Callback):
     """Clip gradients by their norm or by value before an optimizer steps.
@@ -46,11 +44,7 @@ class GradientClipping(Callback):
     """
 
     def __init__(
-        self,
-        max_norm: float | None = None,
-        max_value: float | None = None,
-        norm_type: float = 2.0,
-        log: bool = False,
+        self, max_norm: float | None = None, max_value: float | None = None, norm_type: float = 2.0, log: bool = False
     ) -> None:
         self.clipping = Clipping("GradientClipping", max_norm, max_value, norm_type)
         self.log = log
@@ -58,18 +52,16 @@ class GradientClipping(Callback):
         self._tallies: dict[int, Tensor] = {}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin a new run without the sums of an epoch that another one broke off."""
+        """Reset the sums for a new run: the run before may have ended inside an epoch."""
         if is_new_run(context):
             self._tallies.clear()
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
-        """Clip what the optimizer is about to use."""
         size = self.clipping.apply(optimizer)
         if self.log:
             self._count(context, optimizer, size)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Record the sizes of the epoch."""
         record: dict[str, float] = {}
         for place, tally in sorted(self._tallies.items()):
             size, clipped, steps = tally.tolist()
@@ -91,10 +83,8 @@ class GradientClipping(Callback):
         self._tallies[place] = entry if known is None else entry + known.to(entry.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the running epoch."""
         tallies = {str(place): tally for place, tally in self._tallies.items()}
         return {"tallies": tallies} if self.log else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self._tallies = {int(place): tally for place, tally in state["tallies"].items()}

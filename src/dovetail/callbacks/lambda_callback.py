@@ -9,8 +9,6 @@ from typing import Any
 from dovetail.callbacks.base import FOREIGN_HOOKS, HOOKS, Callback
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["LambdaCallback"]
-
 
 class LambdaCallback(Callback):
     """Call functions at the hooks they are given for.

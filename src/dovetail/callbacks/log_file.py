@@ -20,42 +20,25 @@ from dovetail.history.lines import as_line, write_atomically
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["CSVLogger", "JSONLLogger"]
-
 
 class _RowLogger(Callback, ABC):
-    """One row per epoch, and per validation inside an epoch: where training stood, and all metrics.
-
-    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of; what the
-    lost part of the run had written after them is dropped.
-
-    Args:
-        path: The file; folders on the way are created.
-    """
+    """Writes one row per epoch, and per validation inside an epoch, to a file."""
 
     main_rank_only = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._rows: list[dict[str, Any]] = []
-        # Where the last row begins and ends: an epoch takes the place of the validation at its end.
+        # The limits of the last row in the file: the row of an epoch replaces that of the validation at its end.
         self._start = self._end = 0
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Make the file hold the rows of this run so far."""
         if is_new_run(context):
             self._rows = []
         self._write_all()
 
-    def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Write a row."""
-        self._add(context, metrics)
-
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Write a row, in place of that of the validation at the epoch's end."""
-        self._add(context, metrics)
-
-    def _add(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        """Write a row; the row of an epoch replaces the one of the validation at its end."""
         progress = context.progress
         row = {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates, **metrics}
         replaces = bool(self._rows) and int(self._rows[-1]["batches"]) == progress.batches
@@ -67,6 +50,8 @@ class _RowLogger(Callback, ABC):
         else:
             self._write_all()
 
+    on_validation_end = on_epoch_end
+
     def _write_last(self, start: int) -> None:
         content = self._encode(self._rows[-1:])
         with self.path.open("rb+") as file:
@@ -77,7 +62,7 @@ class _RowLogger(Callback, ABC):
         self._start, self._end = start, start + len(content)
 
     def _write_all(self) -> None:
-        """Write the file anew."""
+        """Write the whole file."""
         self._adopt(self._rows)
         content = self._head() + self._encode(self._rows)
         write_atomically(self.path, content)
@@ -101,7 +86,6 @@ class _RowLogger(Callback, ABC):
         """Make room for everything in `rows`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rows written."""
         return {"rows": len(self._rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,7 +118,7 @@ class CSVLogger(_RowLogger):
     The first columns say where training stood: `epoch`, `batches`, `updates`. A metric that appears later becomes a
     new column; rows without it have an empty cell.
 
-    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of.
+    A new run starts a new file. A resumed run continues after the rows that its checkpoint counted.
 
     Args:
         path: The file; folders on the way are created.
@@ -182,7 +166,7 @@ class JSONLLogger(_RowLogger):
     Every object says where training stood: `epoch`, `batches`, `updates`. JSON has no NaN and no infinity: they are the
     strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
 
-    A new run begins a new file. A run that is resumed goes on after the rows that its checkpoint knew of.
+    A new run starts a new file. A resumed run continues after the rows that its checkpoint counted.
 
     Args:
         path: The file; folders on the way are created.

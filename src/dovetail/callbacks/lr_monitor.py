@@ -11,14 +11,12 @@ from dovetail.units import Epochs, TrainUnit, Updates
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["LRMonitor"]
-
 
 class LRMonitor(Callback):
     """Record the learning rate and momentum of every parameter group in the history, under the stage `lr`.
 
     A row says where training stood and which rates the next update uses. The names are `group0`, `group0_momentum`,
-    `group1`, …; those of further optimizers begin with `optimizer1_`. The momentum of Adam and its like is their
+    `group1`, …; the names for further optimizers start with `optimizer1_`. The momentum of Adam and its like is their
     first beta.
 
     Args:
@@ -42,17 +40,14 @@ class LRMonitor(Callback):
         self._updates = unit.length if isinstance(unit, Updates) else None
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Record the rates of the first update."""
         if self._updates is not None and context.progress.updates == 0:
             _record(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Record the rates that an epoch starts with."""
         if self._updates is None and context.progress.epoch % self.every.length == 0:
             _record(context)
 
     def on_update(self, context: TrainingContext) -> None:
-        """Record the rates after an update and the schedules' answer to it."""
         if self._updates is not None and context.progress.updates % self._updates == 0:
             _record(context)
 

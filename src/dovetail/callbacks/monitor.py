@@ -1,4 +1,4 @@
-"""Callbacks that follow one metric: when it is looked at, and which direction is good."""
+"""Base class of callbacks that follow one metric: when it is read, and which direction is good."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from dovetail.history import Mode, mode_of
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Mode", "Monitor", "mode_of"]
-
 
 class Monitor(Callback, ABC):
     """Hands every new value of one metric to `observe`.
 
-    A metric of validation (`valid_…`) is looked at after each validation, any other at the end of each epoch. A
+    A metric of validation (`valid_…`) is read after each validation, any other at the end of each epoch. A
     metric that does not exist is an error the first time it is missed.
 
     Args:
@@ -46,12 +44,10 @@ class Monitor(Callback, ABC):
             )
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Look at a metric of validation."""
         if self._of_validation:
             self.observe(context, self._pick(metrics))
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Look at any other metric."""
         if not self._of_validation:
             self.observe(context, self._pick(metrics))
         elif context.run.validated_at == context.progress.batches:

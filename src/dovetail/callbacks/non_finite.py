@@ -12,19 +12,17 @@ from dovetail.errors import ConfigError, NonFiniteLossError
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["NonFiniteLoss"]
-
 _ADVICE = "try a lower learning rate, gradient clipping, or mixed precision in bfloat16 instead of float16"
 
 
 class NonFiniteLoss(Callback):
     """Look for a training loss that is NaN or infinite, and name the batch it came from.
 
-    The losses are looked at when they are on the host anyway, at every reporting period: a few more batches may have
+    The losses are checked when they are on the host anyway, at every reporting period: a few more batches may have
     been trained by then, and nothing ever waits for the device.
 
     Args:
-        action: `raise` ends training by an error, `stop` ends it in good order, `warn` says so once and goes on.
+        action: `raise` ends training by an error, `stop` ends it in good order, `warn` warns once and continues.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -42,11 +40,9 @@ class NonFiniteLoss(Callback):
         self._warned = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Warn anew in every run."""
         self._warned = False
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
-        """Act on the first loss that is not finite."""
         # The sum of finite losses may overflow, which the search settles; it is one call for the usual case.
         if math.isfinite(sum(report.losses)):
             return

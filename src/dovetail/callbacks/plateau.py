@@ -9,25 +9,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dovetail.callbacks.base import is_new_run
-from dovetail.callbacks.monitor import Mode, Monitor
+from dovetail.callbacks.monitor import Monitor
 from dovetail.errors import ConfigError
+from dovetail.history import Mode
 from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["ReduceOnPlateau"]
-
 
 class ReduceOnPlateau(Monitor):
     """Lower the learning rate of every optimizer when a metric has not improved for some time.
 
-    The rule is that of `torch.optim.lr_scheduler.ReduceLROnPlateau`, applied after every validation, or at the end of
+    The rule of `torch.optim.lr_scheduler.ReduceLROnPlateau` is applied after every validation, or at the end of
     every epoch for a metric of training.
 
     Args:
         monitor: The metric to follow.
-        factor: What the rates are multiplied by.
+        factor: The rates are multiplied by this.
         patience: How many values in a row may be no better before the rates fall.
         threshold: How much better a value must be to count.
         threshold_mode: Whether `threshold` is relative to the best value (`rel`) or a difference (`abs`).
@@ -84,7 +83,6 @@ class ReduceOnPlateau(Monitor):
         self._has_warned = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Bind to the optimizers of the run."""
         super().on_train_start(context)
         self._lowered, self._has_warned = [], False
         bound = [scheduler.optimizer for scheduler in self._schedulers]
@@ -93,12 +91,11 @@ class ReduceOnPlateau(Monitor):
         states = self._loaded or []
         self._schedulers = [ReduceLROnPlateau(optimizer, **self._settings) for optimizer in context.optimizers]
         for scheduler, state in zip(self._schedulers, states, strict=False):
-            # Only what was learned: the settings are those of the constructor.
+            # Without the settings, which come from the constructor.
             scheduler.load_state_dict(dict(state))
         self._loaded = None
 
     def observe(self, context: TrainingContext, value: float) -> None:
-        """Give the value to every scheduler."""
         before = self._rates()
         self._warn_if_undone(before)
         for scheduler in self._schedulers:
@@ -123,13 +120,12 @@ class ReduceOnPlateau(Monitor):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the schedulers have learned."""
         if self._loaded is not None:
             return {"schedulers": self._loaded}
         return {"schedulers": [{name: getattr(scheduler, name) for name in _LEARNED} for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, when training starts."""
+        """Restore the state returned by `state_dict`, when training starts."""
         self._loaded = list(state["schedulers"])
 
 

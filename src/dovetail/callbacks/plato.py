@@ -1,16 +1,15 @@
-"""Plato's callback names, and the one adapter that makes them work here."""
+"""Plato's trainer callbacks: their events, the adapter that calls them here, and Plato's list of callbacks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dovetail.callbacks.base import Callback
+from dovetail.callbacks.base import Callback, Callbacks
+from dovetail.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-
-__all__ = ["PlatoAdapter", "TrainerCallback"]
 
 
 class TrainerCallback:
@@ -43,52 +42,86 @@ class TrainerCallback:
         """Before a training batch."""
 
     def on_train_step_end(
-        self,
-        trainer: Any,
-        config: Mapping[str, Any],
-        batch: int | None = None,
-        loss: Any = None,
-        **kwargs: Any,
+        self, trainer: Any, config: Mapping[str, Any], batch: int | None = None, loss: Any = None, **kwargs: Any
     ) -> None:
         """After an update, with the detached loss of its last batch."""
 
 
 class PlatoAdapter(Callback):
-    """Calls a `TrainerCallback` at our events.
-
-    Args:
-        callback: The callback to call; its state, if it has `state_dict`, stays its own business.
-    """
+    """Calls a `TrainerCallback` at our events."""
 
     def __init__(self, callback: TrainerCallback) -> None:
         self.callback = callback
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Fire `on_train_run_start`."""
         self.callback.on_train_run_start(context.run.trainer, context.config)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Fire `on_train_run_end`."""
         self.callback.on_train_run_end(context.run.trainer, context.config)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Fire `on_train_epoch_start`."""
         self.callback.on_train_epoch_start(context.run.trainer, context.config)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Fire `on_train_epoch_end`."""
         self.callback.on_train_epoch_end(context.run.trainer, context.config)
 
     def on_step_start(self, context: TrainingContext, batch: Any) -> None:
-        """Fire `on_train_step_start` with the index of the batch."""
         self.callback.on_train_step_start(context.run.trainer, context.config, batch=context.progress.batch)
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        """Fire `on_train_step_end` when the batch closed its accumulation window."""
         if context.run.window.closes:
             self.callback.on_train_step_end(
-                context.run.trainer,
-                context.config,
-                batch=context.progress.batch - 1,
-                loss=output["loss"].detach(),
+                context.run.trainer, context.config, batch=context.progress.batch - 1, loss=output["loss"].detach()
             )
+
+
+_EVENTS = frozenset(name for kind in (Callback, TrainerCallback) for name in vars(kind) if name.startswith("on_"))
+
+
+class CallbackHandler(Callbacks):
+    """A list of callbacks with plato's methods, whose events are called by name.
+
+    Several callbacks of one class are welcome, and an error inside a callback stays what it is.
+
+    Example:
+        >>> class Greet(TrainerCallback):
+        ...     def on_train_run_start(self, trainer, config, **kwargs):
+        ...         print("hello", trainer)
+        >>> handler = CallbackHandler([Greet])
+        >>> handler.call_event("on_train_run_start", "trainer", {})
+        hello trainer
+        >>> handler.callback_list
+        ['Greet']
+    """
+
+    @property
+    def callback_list(self) -> list[str]:
+        """The names of the callbacks' classes, in order."""
+        return [type(target).__name__ for target in self._targets()]
+
+    def add_callback(self, callback: Any) -> None:
+        """Append one callback, a class or an instance."""
+        self.add(callback)
+
+    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
+        """Append several callbacks."""
+        self.add(*callbacks)
+
+    def clear_callbacks(self) -> None:
+        """Forget all callbacks."""
+        self.remove(*self)
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call an event, of plato's names or ours, on every callback that has it.
+
+        Raises:
+            UnknownNameError: No callback could have such an event.
+        """
+        targets = [target for target in self._targets() if getattr(type(target), event, None) is not None]
+        if not targets and event not in _EVENTS:
+            raise UnknownNameError("event", event, _EVENTS)
+        for target in targets:
+            getattr(target, event)(*args, **kwargs)
+
+    def _targets(self) -> list[Callback | TrainerCallback]:
+        return [callback.callback if isinstance(callback, PlatoAdapter) else callback for callback in self]

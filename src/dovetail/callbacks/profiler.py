@@ -1,4 +1,4 @@
-"""Where the time goes, operator by operator."""
+"""Profile of training steps: a trace and a table of the slowest operators."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ if TYPE_CHECKING:
 
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Profiler"]
-
 # The profiler says on the terminal that it starts and stops, at level 5, unless the environment says otherwise when
 # a process first uses it.
 _LOG_LEVEL, _QUIET = "KINETO_LOG_LEVEL", "6"
 
 
 class Profiler(Callback):
-    """Record some training steps with `torch.profiler`: a trace to look at, and a table of the slowest operators.
+    """Record some training steps with `torch.profiler`: a trace, and a table of the slowest operators.
 
     A cycle is `wait` steps that are left alone, `warmup` steps that are recorded and dropped, and `active` steps that
-    are kept. Each cycle that ends, and a last one that has begun to record, writes a trace into the folder, which
+    are kept. Each cycle that ends, and a last one that has started to record, writes a trace into the folder, which
     https://ui.perfetto.dev and `chrome://tracing` show. Nothing is printed, and nothing is kept in checkpoints.
 
     Args:
-        folder: Where the traces `trace_1.json`, `trace_2.json`, … are written.
+        folder: The folder for the traces `trace_1.json`, `trace_2.json`, ….
         wait: Steps at the start of a cycle that cost nothing.
         warmup: Steps in which the profiler itself settles.
         active: Steps that are recorded.
         repeat: How many cycles; 0 for as many as there are.
-        sort_by: What the table is sorted by, such as `self_cpu_time_total` or `self_cuda_time_total`.
+        sort_by: The column that the table is sorted by, such as `self_cpu_time_total` or `self_cuda_time_total`.
         rows: Rows of the table; -1 for all.
         memory: Whether to record what operators allocate.
         shapes: Whether to record the shapes of their inputs.
@@ -89,7 +87,6 @@ class Profiler(Callback):
         self._sets_level = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin the first cycle."""
         from torch.profiler import profile, schedule
 
         self._steps, self._num_earlier = 0, len(self.traces)
@@ -103,11 +100,10 @@ class Profiler(Callback):
         self._profiler.start()
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        """Go one step further in the cycle."""
         if self._profiler is None:
             return
         with warnings.catch_warnings():
-            # That a cycle begins anew is what was asked for.
+            # Torch warns that a new cycle clears the events of the last one, which is intended.
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
             self._profiler.step()
         self._steps += 1

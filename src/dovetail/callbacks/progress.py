@@ -24,18 +24,16 @@ from dovetail.units import Batches, Epochs
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["ProgressDisplay"]
-
 
 class ProgressDisplay(Callback):
     """Show the running epoch as a bar, and leave one line for every epoch.
 
     On a terminal the bar has the batches, the running means of loss and metrics, the learning rate, the speed and
     the time that is left. In a notebook bar and lines are one output that is updated in place. Elsewhere (a file, a
-    pipe, a build server) there are only the lines. A validation inside an epoch has a line of its own, and so has the
+    pipe, a build server) there are only the lines. A validation inside an epoch has its own line, and so has the
     reason why training was stopped.
 
-    Nothing happens in a step: the display looks at the reports of the loop and redraws itself from time to time.
+    Nothing happens in a step: the display reads the reports of the loop and redraws itself from time to time.
 
     Args:
         refresh_per_second: How often the bar is drawn at most.
@@ -82,7 +80,6 @@ class ProgressDisplay(Callback):
         self._validation: Mapping[str, float] = {}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Find out where to draw."""
         self._surface.close()
         self._surface = _surface(self._console, self._period)
         self._due = 0.0 if self._surface.has_bar else math.inf
@@ -91,17 +88,14 @@ class ProgressDisplay(Callback):
         self._done_before = self._done(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Begin a new bar."""
         self._begin_epoch(context)
         self._draw_if_due(context)
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
-        """Draw the bar, if the last time is long enough ago."""
         self._metrics = report.metrics
         self._draw_if_due(context)
 
     def on_validation_start(self, context: TrainingContext) -> None:
-        """Say that validation runs."""
         self._validation_began = now = time.monotonic()
         # At once in a long epoch, whose validation may be long too: until it ends there is no further report.
         if self._surface.has_bar and (now >= self._due or now - self._epoch_began > self._period):
@@ -109,7 +103,6 @@ class ProgressDisplay(Callback):
             self._surface.show(self._bar(context, now, validates=True))
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Leave a line for a validation inside an epoch."""
         self._training_began += time.monotonic() - self._validation_began
         self._validation = metrics
         # What ends with the epoch is in the epoch's line.
@@ -117,17 +110,14 @@ class ProgressDisplay(Callback):
             self._print_partial(context)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Leave a line for the epoch."""
         self._validation = {name: value for name, value in metrics.items() if name.startswith("valid_")}
         train = {name: value for name, value in metrics.items() if name not in self._validation}
         self._print_line(context, train)
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """Clear the screen for the error."""
         self._close()
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Leave a line for an epoch that was not finished, and the reason of a stop."""
         if context.progress.batch > 0 and context.progress.batches != self._printed_at:
             self._print_partial(context)
         elif self._validation:
@@ -182,11 +172,7 @@ class ProgressDisplay(Callback):
             # In steps of five, so that the bar does not dance when a number beside it gets a digit more.
             room = (self._surface.width - head.cell_len - _width(tail) - 4) // 5 * 5
             bar = ProgressBar(
-                total,
-                min(batch, total),
-                width=max(10, min(30, room)),
-                complete_style="cyan",
-                finished_style="green",
+                total, min(batch, total), width=max(10, min(30, room)), complete_style="cyan", finished_style="green"
             )
             row.add_row(head, bar, Text("  ").join(tail))
         else:
@@ -264,7 +250,7 @@ class _Surface:
         """Add a line that stays."""
 
     def show(self, bar: RenderableType) -> None:
-        """Draw the bar anew."""
+        """Redraw the bar."""
 
     def close(self) -> None:
         """Take the bar away; the lines stay."""
@@ -379,7 +365,7 @@ def _width(parts: list[Text]) -> int:
 
 
 def _number(value: float) -> str:
-    """Four decimals where they tell something, so that the lines of a run align."""
+    """Return a number with four decimals if its size allows it, so that the lines of a run align."""
     size = abs(value)
     if size == 0 or not math.isfinite(size) or 1e-3 <= size < 1e3:
         return f"{value:.4f}"

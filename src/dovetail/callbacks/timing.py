@@ -1,4 +1,4 @@
-"""Where the time goes."""
+"""Times of epochs and validations, and the speed of training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from dovetail.units import Progress
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-
-__all__ = ["Timer"]
 
 
 class Timer(Callback):
@@ -75,20 +73,16 @@ class Timer(Callback):
             self.on_epoch_start(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Start measuring an epoch."""
         self._before, self._start, self._validating = context.progress.copy(), self._clock(), 0.0
 
     def on_validation_start(self, context: TrainingContext) -> None:
-        """Start measuring a validation."""
         self._validation_start = self._clock()
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Keep the time of a validation."""
         self.validations.append(self._clock() - self._validation_start)
         self._validating += self.validations[-1]
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Keep the time of an epoch."""
         self.epochs.append(self._count(context))
 
     def on_train_end(self, context: TrainingContext) -> None:
@@ -110,11 +104,9 @@ class Timer(Callback):
         return self._trained[what] / self._trained["seconds"] if self._trained["seconds"] else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that was measured."""
         return {"epochs": list(self.epochs), "validations": list(self.validations), "trained": dict(self._trained)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         self.epochs, self.validations = list(state["epochs"]), list(state["validations"])
         self._trained = dict(state["trained"])
 

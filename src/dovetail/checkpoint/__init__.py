@@ -9,7 +9,8 @@ and loading need it.
 from __future__ import annotations
 
 from dovetail.checkpoint.background import AsyncWriter
-from dovetail.checkpoint.manifest import FORMAT_VERSION, CheckpointInfo, StoredFile
+from dovetail.checkpoint.files import StoredFile
+from dovetail.checkpoint.manifest import FORMAT_VERSION, CheckpointInfo
 from dovetail.checkpoint.model_file import export_model, load_model_file
 from dovetail.checkpoint.retention import TrialCheckpoint, experiment_retention, prune, retain
 from dovetail.checkpoint.store import (

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from dovetail.checkpoint.encoding import encode
@@ -16,18 +15,12 @@ from dovetail.checkpoint.manifest import summarize
 from dovetail.checkpoint.store import CheckpointWarning, check_on_error, write
 from dovetail.errors import CheckpointError
 
-__all__ = ["AsyncWriter"]
-
 
 class AsyncWriter:
     """Saves checkpoints in a background thread, one at a time, with the guarantees of `save`.
 
     The state is copied to host memory before `submit` returns, so training may change it at once. A failed
-    write is raised by the next call of `submit`, `check` or `close`.
-
-    Args:
-        on_error: Whether a disk that refuses raises an error there or is warned about.
-        files: The file operations; tests put failing ones here.
+    write is raised, or with `on_error="warn"` warned about, by the next call of `submit`, `check` or `close`.
 
     Example:
         >>> import tempfile, torch
@@ -50,11 +43,7 @@ class AsyncWriter:
         self._pending: Future[None] | None = None
 
     def submit(
-        self,
-        path: str | os.PathLike[str],
-        state: Mapping[str, Any],
-        *,
-        summary: Mapping[str, Any] | None = None,
+        self, path: str | os.PathLike[str], state: Mapping[str, Any], *, summary: Mapping[str, Any] | None = None
     ) -> None:
         """Copy `state` and begin to write it; waits for the write before this one.
 
@@ -93,9 +82,7 @@ class AsyncWriter:
     def __enter__(self) -> AsyncWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except CheckpointError as failure:

@@ -36,8 +36,6 @@ from dovetail.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Encoded", "decode", "encode", "encode_plain"]
-
 _MAX_DEPTH = 64
 # A dict compares keys of equal hash one by one, so n of them take n² comparisons. Text is hashed with a secret number,
 # but whole numbers are hashed modulo 2**61 - 1, and a file can hold as many equal hashes as it likes.
@@ -93,13 +91,7 @@ def encode_plain(value: Mapping[str, Any], what: str) -> Any:
 
 
 def decode(tree: Any, where: str, tensors: Mapping[str, torch.Tensor] | None = None, map_location: Any = "cpu") -> Any:
-    """Return the state of a JSON tree.
-
-    Args:
-        tree: What `parse_json` made of the text.
-        where: The file that it was read from, for the errors.
-        tensors: The tensors that it names.
-        map_location: The device that the tensors are moved to.
+    """Return the state of a JSON tree and the tensors that it names; `where` is the file, for the errors.
 
     Raises:
         CheckpointError: The tree is none that `encode` makes.

@@ -11,28 +11,14 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-__all__ = [
-    "CHUNK",
-    "DISK",
-    "Digest",
-    "Files",
-    "aside_name",
-    "damaged_name",
-    "discard",
-    "is_temporary",
-    "make_parents",
-    "names_in",
-    "reserve",
-    "resolve",
-    "sweep",
-    "write_file",
-]
+from dovetail.errors import CheckpointError
 
 CHUNK = 1 << 20
 """Bytes that are hashed and written at a time: small beside a model, large beside a system call."""
@@ -40,6 +26,7 @@ CHUNK = 1 << 20
 # `.tmp-` is rubbish as soon as its writer is dead. `.old-` is always a whole checkpoint: the one that was
 # set aside a moment before its successor took the name.
 _BESIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+)\.[0-9a-f]{8}", re.DOTALL)
+_MAX_SIZE = 1 << 62
 _DAMAGED = re.compile(r".+\.damaged-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -163,6 +150,32 @@ _LOCKS = _Locks()
 DISK = Files()
 
 
+class StoredFile(NamedTuple):
+    """The size and the SHA-256 of a file, as a manifest gives them."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def parse(cls, name: str, entry: Any, where: str) -> StoredFile:
+        """Return the file of an entry in a manifest.
+
+        Raises:
+            CheckpointError: The entry is none that a manifest has; the message names the file and the manifest.
+        """
+        match entry:
+            case {"size": int(size), "sha256": str(digest), **rest} if (
+                not rest and type(size) is int and 0 <= size < _MAX_SIZE
+            ):
+                return cls(size, digest)
+        raise CheckpointError(f"{where}: {name}: expected a size and a SHA-256")
+
+    def check(self, found: StoredFile, file: Path) -> None:
+        """Raise if a file that was read is not the one that the manifest describes."""
+        if found != self:
+            raise CheckpointError(f"{file}: the file is damaged: its SHA-256 is not the one in the manifest")
+
+
 class Digest:
     """The size and SHA-256 of bytes as they pass by."""
 
@@ -180,8 +193,34 @@ class Digest:
         """The hash of everything so far, as hexadecimal digits."""
         return self._hash.hexdigest()
 
+    @property
+    def stored(self) -> StoredFile:
+        """The size and the hash of everything so far."""
+        return StoredFile(self.size, self.sha256)
 
-def write_file(files: Files, path: Path, chunks: Iterable[memoryview | bytes]) -> Digest:
+
+def file_chunks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a regular file; raise for anything else, without waiting for a writer."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+    with open(path, "rb", buffering=0, opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
+        while chunk := file.read(CHUNK):
+            yield chunk
+
+
+def digest_of(path: Path) -> StoredFile:
+    """Return the size and the SHA-256 of a regular file."""
+    digest = Digest()
+    for chunk in file_chunks(path):
+        digest.update(chunk)
+    return digest.stored
+
+
+def write_file(files: Files, path: Path, chunks: Iterable[memoryview | bytes]) -> StoredFile:
     """Write a new file, wait until it is on the disk, and return what was written."""
     digest = Digest()
     with files.create(path) as file:
@@ -189,7 +228,7 @@ def write_file(files: Files, path: Path, chunks: Iterable[memoryview | bytes]) -
             files.write(file, memoryview(chunk))
             digest.update(chunk)
         files.sync(file)
-    return digest
+    return digest.stored
 
 
 def make_parents(files: Files, directory: Path) -> None:

@@ -16,22 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.encoding import decode, encode_plain
-from dovetail.checkpoint.files import CHUNK, Digest
+from dovetail.checkpoint.files import StoredFile
 from dovetail.checkpoint.strict_json import seal, unseal
 from dovetail.errors import CheckpointError
-
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "SHARDS",
-    "STATE",
-    "TENSORS",
-    "CheckpointInfo",
-    "StoredFile",
-    "make_manifest",
-    "next_sequence",
-    "read_manifest",
-]
 
 FORMAT_VERSION = 1
 """The version of the format that this release writes. It reads this one and all before it."""
@@ -54,7 +41,6 @@ _STEP_KEYS = ("step", "batches", "updates", "epoch")
 
 _RELEASE = re.compile(r"[ -~]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_MAX_SIZE = 1 << 62
 _MAX_SEQUENCE = 1 << 53
 # Python refuses to print whole numbers with more than 4,300 digits.
 _MAX_BITS = 4096
@@ -62,14 +48,6 @@ _MAX_BITS = 4096
 _YEARS = range(1970, 9999)
 # The text of a manifest has one form, in which only a field of the document itself is indented by two blanks.
 _SEQUENCE_LINE = re.compile(rb'^  "sequence": ([0-9]{1,16}),$', re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """The size and the SHA-256 of a file, as the manifest gives them."""
-
-    size: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +101,15 @@ def is_shard_file(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def make_manifest(files: Mapping[str, Digest | StoredFile], summary: Any, sequence: int = 1) -> bytes:
-    """Return the text of a manifest.
-
-    Args:
-        files: What was written under each name.
-        summary: The JSON tree of the summary.
-        sequence: The number of the checkpoint, as `next_sequence` returns it.
-    """
+def make_manifest(files: Mapping[str, StoredFile], summary: Any, sequence: int = 1) -> bytes:
+    """Return the text of a manifest, of the files by name, the JSON tree of the summary and the checkpoint's number."""
     document: dict[str, Any] = {
         "format": _FORMAT,
         "format_version": FORMAT_VERSION,
         "dovetail_version": _dovetail_version(),
         "created": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "sequence": sequence,
-        "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()},
+        "files": {name: file._asdict() for name, file in files.items()},
         "summary": summary,
     }
     return seal(document)
@@ -199,21 +171,6 @@ def read_manifest(directory: Path, name: Path) -> CheckpointInfo:
         if sizes[file] != stored.size:
             raise CheckpointError(f"{name / file}: {sizes[file]:,} bytes instead of {stored.size:,}")
     return info
-
-
-def verify_file(directory: Path, name: Path, file: str, stored: StoredFile) -> None:
-    """Read a file and compare it with what the manifest says."""
-    digest = Digest()
-    with open(directory / file, "rb", buffering=0) as source:
-        while chunk := source.read(CHUNK):
-            digest.update(chunk)
-    check_digest(digest, name / file, stored)
-
-
-def check_digest(digest: Digest, file: Path, stored: StoredFile) -> None:
-    """Raise if what was read is not what the manifest says."""
-    if (digest.size, digest.sha256) != (stored.size, stored.sha256):
-        raise CheckpointError(f"{file}: the file is damaged: its SHA-256 is not the one in the manifest")
 
 
 def is_replaceable(directory: Path) -> bool:
@@ -362,9 +319,7 @@ def _shown(value: object) -> str:
 def _stored_file(file: str, entry: Any, where: str) -> StoredFile:
     if file == MANIFEST or not _belongs(file):
         raise CheckpointError(f"{where}: lists {file!r}, which does not belong to a checkpoint")
-    match entry:
-        case {"size": int(size), "sha256": str(digest), **rest} if (
-            not rest and type(size) is int and 0 <= size < _MAX_SIZE and _SHA256.fullmatch(digest)
-        ):
-            return StoredFile(size, digest)
-    raise CheckpointError(f"{where}: {file}: expected a size and a SHA-256")
+    stored = StoredFile.parse(file, entry, where)
+    if not _SHA256.fullmatch(stored.sha256):
+        raise CheckpointError(f"{where}: {file}: expected a size and a SHA-256")
+    return stored

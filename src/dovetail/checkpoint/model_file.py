@@ -16,8 +16,6 @@ from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["export_model", "load_model_file", "model_format"]
-
 ModelFormat = Literal["safetensors", "ckpt"]
 
 _FORMATS: dict[str, ModelFormat] = {

@@ -15,8 +15,6 @@ from dovetail.checkpoint.manifest import CheckpointInfo
 from dovetail.checkpoint.store import is_unchanged, list_checkpoints, remove
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["TrialCheckpoint", "experiment_retention", "prune", "retain"]
-
 _Item = TypeVar("_Item")
 
 
@@ -81,19 +79,9 @@ def prune(
     Other processes may write and remove checkpoints in the folder at the same time. One that another process removes
     first, or replaces after it was listed, is left out.
 
-    The rules are those of `retain`. The newest checkpoint always stays: a run needs something to resume from.
-    Damaged ones are warned about and left alone.
-
-    Args:
-        directory: Where the checkpoints lie.
-        last: See `retain`.
-        best: See `retain`.
-        metric: See `retain`.
-        mode: See `retain`.
-        every: See `retain`.
-        pattern: Names of the checkpoints that the rules are about, with `*` and `?`; others stay.
-        dry_run: Whether to only say what would be removed.
-        files: The file operations; tests put failing ones here.
+    The rules are those of `retain`, for checkpoints whose name matches `pattern` (`*` and `?`); the others stay. The
+    newest checkpoint always stays: a run needs something to resume from. Damaged ones are warned about and left alone.
+    With `dry_run` nothing is removed.
 
     Raises:
         UnknownNameError: No checkpoint has the metric, so that none would be among the best; nothing is removed.
@@ -130,14 +118,10 @@ def experiment_retention(
     trial_latest: int,
     smaller_is_better: bool = True,
 ) -> set[Hashable]:
-    """Return the ids of the checkpoints of an experiment that are kept.
+    """Return the ids of the checkpoints that are kept: so many of the best and of the newest, in all and per trial.
 
-    Args:
-        checkpoints: All of them, each trial's in the order in which they were written.
-        experiment_best: Keep so many of the best of all trials.
-        trial_best: Keep so many of the best of every trial.
-        trial_latest: Keep so many of the newest of every trial.
-        smaller_is_better: The direction of the metric. A checkpoint without one, or with NaN, is never best.
+    The checkpoints of a trial are in the order in which they were written. One without a metric, or with NaN, is never
+    among the best.
     """
     trials: dict[Hashable, list[TrialCheckpoint]] = {}
     for checkpoint in checkpoints:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-__all__ = ["Peers", "parse_index", "plan_shards", "read_shards", "together"]
-
 
 class Peers(Protocol):
     """The processes that write and read checkpoints together, as one of them sees them."""
@@ -97,12 +95,7 @@ def plan_shards(shards: Mapping[str, torch.Tensor], peers: Peers) -> tuple[list[
 
 
 def parse_index(text: bytes, files: Iterable[str], where: str) -> Index:
-    """Return the index of shards.
-
-    Args:
-        text: The contents of its file.
-        files: The files of the checkpoint: no other is named in it.
-        where: The name of its file, for the errors.
+    """Return the index of shards, which names no other files than those of the checkpoint.
 
     Raises:
         CheckpointError: It is none that `plan_shards` makes.
@@ -119,11 +112,7 @@ def read_shards(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of an index, whole or in other parts than they were stored in.
 
-    Args:
-        index: What is stored.
-        directory: Where the files lie.
-        name: What the checkpoint is called.
-        zeros: Makes a tensor; of one that several processes hold, only this process's part is read.
+    `zeros` makes a tensor. If several processes hold it, only the part of this process is read.
 
     Raises:
         CheckpointError: A file does not hold what the index says.

@@ -31,8 +31,10 @@ from dovetail.checkpoint.files import (
     DISK,
     Digest,
     Files,
+    StoredFile,
     aside_name,
     damaged_name,
+    digest_of,
     discard,
     is_temporary,
     make_parents,
@@ -49,8 +51,6 @@ from dovetail.checkpoint.manifest import (
     STATE,
     TENSORS,
     CheckpointInfo,
-    StoredFile,
-    check_digest,
     is_checkpoint,
     is_damaged_checkpoint,
     is_replaceable,
@@ -61,7 +61,6 @@ from dovetail.checkpoint.manifest import (
     read_manifest,
     shard_file,
     summarize,
-    verify_file,
 )
 from dovetail.checkpoint.shards import Peers, parse_index, plan_shards, read_shards, together
 from dovetail.checkpoint.tensors import read_tensors, stream, stream_size
@@ -69,18 +68,6 @@ from dovetail.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "MIGRATIONS",
-    "CheckpointWarning",
-    "inspect",
-    "latest",
-    "list_checkpoints",
-    "load",
-    "load_latest",
-    "save",
-    "verify",
-]
 
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
@@ -174,11 +161,7 @@ def save(
 
 
 def load(
-    path: _Path,
-    *,
-    map_location: str | torch.device = "cpu",
-    verify: bool = True,
-    peers: Peers | None = None,
+    path: _Path, *, map_location: str | torch.device = "cpu", verify: bool = True, peers: Peers | None = None
 ) -> dict[str, Any]:
     """Return the state of the checkpoint `path`.
 
@@ -324,7 +307,7 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
         def write_own() -> list[Any]:
             with _refusals(target):
                 written = write_file(files, temporary / file, stream(blocks))
-            return [file, written.size, written.sha256]
+            return [file, *written]
 
         shards = {name: StoredFile(size, sha256) for name, size, sha256 in together(peers, write_own)}
 
@@ -346,7 +329,9 @@ def _begun(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
     with _refusals(target):
         make_parents(files, target.parent)
         sweep(files, target.parent)
-        needed = stream_size(encoded.blocks) + len(encoded.text) + sum(map(_num_bytes, encoded.shards.values()))
+        needed = (
+            stream_size(encoded.blocks) + len(encoded.text) + sum(shard.nbytes for shard in encoded.shards.values())
+        )
         _check_free_space(files, target, needed + _MARGIN)
         with reserve(files, target) as temporary:
             yield temporary
@@ -355,12 +340,7 @@ def _begun(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
 
 
 def _commit(
-    temporary: Path,
-    target: Path,
-    encoded: Encoded,
-    summary: Any,
-    files: Files,
-    written: Mapping[str, Digest | StoredFile],
+    temporary: Path, target: Path, encoded: Encoded, summary: Any, files: Files, written: Mapping[str, StoredFile]
 ) -> None:
     """Write all but the shards, and give the temporary directory its name."""
     written = {
@@ -382,10 +362,6 @@ def _refusals(target: Path) -> Iterator[None]:
     # torch and the C++ below it report some failures of a disk or a device as RuntimeError.
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{target}: the checkpoint could not be written: {error}") from error
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def check_on_error(on_error: str) -> None:
@@ -473,12 +449,12 @@ def _load(directory: Path, name: Path, map_location: Any, verified: bool, peers:
     if verified:
         digest = Digest()
         digest.update(text)
-        check_digest(digest, name / STATE, info.files[STATE])
+        info.files[STATE].check(digest.stored, name / STATE)
     digest = Digest()
     with open(directory / TENSORS, "rb", buffering=0) as file:
         tensors = read_tensors(file, info.files[TENSORS].size, str(name / TENSORS), digest)
     if verified:
-        check_digest(digest, name / TENSORS, info.files[TENSORS])
+        info.files[TENSORS].check(digest.stored, name / TENSORS)
     if SHARDS in info.files:
         tensors |= _load_shards(directory, name, info, map_location, verified, peers)
     state = decode_text(text, str(name / STATE), tensors, map_location)
@@ -493,11 +469,11 @@ def _load_shards(
     import torch
 
     if verified:
-        verify_file(directory, name, SHARDS, info.files[SHARDS])
+        info.files[SHARDS].check(digest_of(directory / SHARDS), name / SHARDS)
         # Processes that load together each look at some of the files.
         first, step = (0, 1) if peers is None else (peers.rank, peers.size)
         for file in sorted(filter(is_shard_file, info.files))[first::step]:
-            verify_file(directory, name, file, info.files[file])
+            info.files[file].check(digest_of(directory / file), name / file)
 
     def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=map_location)
@@ -508,7 +484,7 @@ def _load_shards(
 
 def _verify(directory: Path, name: Path) -> None:
     for file, stored in read_manifest(directory, name).files.items():
-        verify_file(directory, name, file, stored)
+        stored.check(digest_of(directory / file), name / file)
 
 
 def _reading(path: Path, read: Callable[[Path], _T]) -> _T:

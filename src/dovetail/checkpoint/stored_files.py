@@ -9,36 +9,22 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dovetail.checkpoint.encoding import decode
-from dovetail.checkpoint.files import CHUNK, Digest
+from dovetail.checkpoint.files import StoredFile, digest_of, file_chunks
 from dovetail.checkpoint.manifest import MANIFEST
 from dovetail.checkpoint.strict_json import seal, unseal
 from dovetail.errors import CheckpointError
 
-__all__ = [
-    "FILES",
-    "Digests",
-    "StoredFiles",
-    "check_stored_file",
-    "digest_of",
-    "file_chunks",
-    "is_stored_files",
-    "make_stored_manifest",
-    "names_below",
-    "read_stored_files",
-    "verify_stored_files",
-]
-
 FILES = "files"
 """The folder of the script's files in a checkpoint."""
 
-Digests = dict[str, tuple[int, str]]
-"""The size and the SHA-256 of each file, by its path inside of the checkpoint."""
+Digests = dict[str, StoredFile]
+"""Each file by its path inside of the checkpoint."""
 
 _FORMAT = "dovetail-files"
 _VERSION = 1
@@ -61,18 +47,13 @@ class StoredFiles(NamedTuple):
 
 
 def make_stored_manifest(metadata: Mapping[str, Any], files: Digests) -> bytes:
-    """Return the text of a manifest.
-
-    Args:
-        metadata: The encoded metadata of the script.
-        files: The size and the SHA-256 of each file.
-    """
+    """Return the text of a manifest, of the encoded metadata of the script and its files."""
     document = {
         "format": _FORMAT,
         "format_version": _VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "metadata": metadata,
-        "files": {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(files.items())},
+        "files": {name: file._asdict() for name, file in sorted(files.items())},
     }
     return seal(document)
 
@@ -100,7 +81,7 @@ def read_stored_files(place: Path) -> StoredFiles:
         raise CheckpointError(f"{where}: not the manifest of stored files, version {_VERSION}")
     match document:
         case {"created": str(created), "files": dict(entries)}:
-            files = {name: _stored(name, entry, where) for name, entry in entries.items()}
+            files = {name: StoredFile.parse(name, entry, where) for name, entry in entries.items()}
         case _:
             raise CheckpointError(f"{where}: a field is missing or of the wrong type")
     try:
@@ -124,14 +105,8 @@ def verify_stored_files(place: Path) -> StoredFiles:
     """
     content = read_stored_files(place)
     for name, stored in content.files.items():
-        check_stored_file(place / FILES / name, digest_of(place / FILES / name), stored)
+        stored.check(digest_of(place / FILES / name), place / FILES / name)
     return content
-
-
-def check_stored_file(path: Path, found: tuple[int, str], stored: tuple[int, str]) -> None:
-    """Raise if the size or the SHA-256 of a file differs from the manifest."""
-    if found != stored:
-        raise CheckpointError(f"{path}: the file is damaged: its SHA-256 is not the one in the manifest")
 
 
 def names_below(directory: Path) -> list[str]:
@@ -142,24 +117,6 @@ def names_below(directory: Path) -> list[str]:
     return sorted(found)
 
 
-def file_chunks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a regular file; raise for anything else, without waiting for a writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path}: not a regular file")
-        while chunk := file.read(CHUNK):
-            yield chunk
-
-
-def digest_of(path: Path) -> tuple[int, str]:
-    """Return the size and the SHA-256 of a regular file."""
-    digest = Digest()
-    for chunk in file_chunks(path):
-        digest.update(chunk)
-    return digest.size, digest.sha256
-
-
 def _manifest_text(path: Path) -> bytes:
     text = bytearray()
     for chunk in file_chunks(path):
@@ -167,13 +124,6 @@ def _manifest_text(path: Path) -> bytes:
         if len(text) > _MAX_MANIFEST:
             raise CheckpointError(f"{path}: more than {_MAX_MANIFEST:,} bytes are too many for a manifest")
     return bytes(text)
-
-
-def _stored(name: str, entry: Any, where: str) -> tuple[int, str]:
-    match entry:
-        case {"size": int(size), "sha256": str(digest), **rest} if not rest and size >= 0 and size is not True:
-            return size, digest
-    raise CheckpointError(f"{where}: {name}: expected a size and a SHA-256")
 
 
 def _compare_names(folder: Path, files: Digests) -> None:
@@ -194,5 +144,7 @@ def _compare_names(folder: Path, files: Digests) -> None:
     for name in sorted(sizes.keys() - files.keys()):
         raise CheckpointError(f"{folder / name}: a file that does not belong to the checkpoint")
     for name, size in sizes.items():
-        if size != files[name][0]:
-            raise CheckpointError(f"{folder / name}: the file is damaged: {size:,} bytes instead of {files[name][0]:,}")
+        if size != files[name].size:
+            raise CheckpointError(
+                f"{folder / name}: the file is damaged: {size:,} bytes instead of {files[name].size:,}"
+            )

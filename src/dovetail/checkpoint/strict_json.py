@@ -9,8 +9,6 @@ from typing import Any
 
 from dovetail.errors import CheckpointError
 
-__all__ = ["dump_json", "parse_json", "seal", "unseal"]
-
 # The longest whole number that a checkpoint writes as digits has 20 of them and a sign; reading digits
 # costs quadratic time.
 _MAX_DIGITS = 21

@@ -20,18 +20,6 @@ from dovetail.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DTYPES",
-    "MAX_ELEMENTS",
-    "Block",
-    "TensorFile",
-    "dtype_name",
-    "make_block",
-    "read_tensors",
-    "stream",
-    "stream_size",
-]
-
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -110,11 +98,7 @@ def stream_size(blocks: Sequence[Block]) -> int:
 def read_tensors(file: BinaryIO, size: int, where: str, digest: Digest) -> dict[str, torch.Tensor]:
     """Read a whole safetensors file into tensors that own their memory.
 
-    Args:
-        file: The file, at its beginning.
-        size: Its size, which bounds everything that its header may claim.
-        where: The file's name, for the errors.
-        digest: Sees every byte, in order.
+    `size` is the size of the file, which limits what its header may claim; `digest` receives every byte, in order.
 
     Raises:
         CheckpointError: The file is not what the format allows.
@@ -132,12 +116,7 @@ def read_tensors(file: BinaryIO, size: int, where: str, digest: Digest) -> dict[
 
 
 class TensorFile:
-    """A safetensors file of which parts are read.
-
-    Args:
-        file: The file, at its beginning.
-        size: Its size, which bounds everything that its header may claim.
-        where: The file's name, for the errors.
+    """A safetensors file of which parts are read; its size limits what its header may claim.
 
     Raises:
         CheckpointError: The header is not what the format allows.

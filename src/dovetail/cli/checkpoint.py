@@ -23,14 +23,12 @@ from dovetail.cli.output import (
     plain,
     print_facts,
     print_json,
-    printable,
 )
 from dovetail.errors import CheckpointError, ConfigError
+from dovetail.printing import printable
 
 if TYPE_CHECKING:
     from dovetail.checkpoint import CheckpointInfo
-
-__all__ = ["app", "best_checkpoint"]
 
 app = typer.Typer(help="Inspect, verify, list, export and prune checkpoints.", no_args_is_help=True)
 
@@ -152,7 +150,7 @@ def prune(
         raise ConfigError(f"--mode: {mode.value!r} has no effect without --keep-best and --metric")
     infos, damaged = scan(_existing(path))
     with warnings.catch_warnings():
-        # What is damaged is reported below, in our own words.
+        # Damaged checkpoints are reported below.
         warnings.simplefilter("ignore", CheckpointWarning)
         removed = checkpoint.prune(
             path,
@@ -203,6 +201,6 @@ def _as_dict(info: CheckpointInfo) -> dict[str, Any]:
         "size": info.size,
         "format_version": info.format_version,
         "dovetail_version": info.dovetail_version,
-        "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in info.files.items()},
+        "files": {name: file._asdict() for name, file in info.files.items()},
         "summary": plain(info.summary),
     }

@@ -11,8 +11,6 @@ from dovetail.cli.output import Home, StoreUrl, open_store
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 
-__all__ = ["dashboard"]
-
 
 def dashboard(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any that is free.")] = 8080,
@@ -55,7 +53,7 @@ def _start_tensorboard(folder: Path, host: str) -> str:
         return program.WerkzeugServer(guards[-1], flags)
 
     board = program.TensorBoard(server_class=make_server)
-    # Its fast loader is a process of its own, which would outlive this one.
+    # Its fast loader is another process, which would outlive this one.
     board.configure(argv=[None, "--logdir", str(folder), "--host", host, "--port", "0", "--load_fast", "false"])
     url = str(board.launch())
     return guards[-1].address(url)

@@ -15,11 +15,9 @@ from dovetail.cli.output import console, make_table
 from dovetail.demos import DEMOS
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["complete_demos", "demo"]
-
 
 def complete_demos(incomplete: str) -> list[str]:
-    """Return the names of demos that begin so."""
+    """Return the names of demos with this prefix."""
     return [name for name in DEMOS if name.startswith(incomplete)]
 
 
@@ -47,7 +45,7 @@ def demo(
     try:
         outcome = DEMOS[name].run(folder)
     except BaseException:
-        # What has begun is worth a look; an empty folder is not.
+        # Files of an unfinished demo stay; an empty folder is removed.
         with suppress(OSError):
             folder.rmdir()
         raise

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.cli.output import AsJson, Home, StoreUrl, console, print_json, printable
+from dovetail.cli.output import AsJson, Home, StoreUrl, console, print_json
+from dovetail.printing import printable
 from dovetail.units import counted
 
 if TYPE_CHECKING:
@@ -17,9 +19,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from dovetail.cli.checkup import Check
-
-__all__ = ["doctor", "table"]
+    from dovetail.cli.checkup.check import Check
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -36,8 +36,6 @@ def doctor(
 
     Below what is missing stands the command that installs it. The exit code is 1 if anything essential does not work.
     """
-    from dovetail.cli.checkup import checkup
-
     checks = checkup(folder, home, store)
     problems = [check.name for check in checks if check.status == "problem"]
     if as_json:
@@ -52,11 +50,40 @@ def doctor(
         raise typer.Exit(1)
 
 
+def checkup(folder: Path, home: Path | None = None, store: str | None = None) -> list[Check]:
+    """Return all checks, in the order of the table.
+
+    Args:
+        folder: Where checkpoints would go; it need not exist.
+        home: The folder of experiments; None means `DOVETAIL_HOME`, or else `.dovetail`.
+        store: The URL of a database server; None means `DOVETAIL_STORE`, or else the file in `home`.
+    """
+    from dovetail.cli.checkup.files import check_descriptors, check_disk, check_folder, check_shared_memory
+    from dovetail.cli.checkup.packages import check_extras, check_packages, check_python, read_requirements
+    from dovetail.cli.checkup.store import check_store
+    from dovetail.cli.checkup.torch_build import answers_of, check_torch, probing
+
+    requirements = read_requirements()
+    # Torch takes seconds to import: the other checks run meanwhile.
+    with probing() as probe:
+        before = [check_python(), *check_packages(requirements)]
+        after = [
+            *check_extras(requirements),
+            check_folder(folder),
+            check_disk("disk", folder),
+            check_disk("temporary disk", Path(tempfile.gettempdir())),
+            check_descriptors(),
+            *check_shared_memory(),
+            check_store(home, store),
+        ]
+        return [*before, *check_torch(answers_of(probe)), *after]
+
+
 def table(checks: Sequence[Check], width: int) -> Text:
-    """Return one line for each check, and an empty one before every part; what is too long goes on below itself.
+    """Return one line for each check, and an empty one before every part; long lines are wrapped and indented.
 
     Example:
-        >>> from dovetail.cli.checkup import Check
+        >>> from dovetail.cli.checkup.check import Check
         >>> print(table([Check("extras", "plot", "note", "matplotlib is missing", "pip install matplotlib")], 40))
         note     plot  matplotlib is missing
                        → pip install matplotlib

@@ -30,20 +30,18 @@ from dovetail.cli.output import (
     open_store,
     print_facts,
     print_json,
-    printable,
     state_text,
 )
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TEST_MODE
+from dovetail.printing import printable, quiet
 from dovetail.units import counted
 
 if TYPE_CHECKING:
     from dovetail.search.records import ExperimentRecord
     from dovetail.search.schema import ExperimentConfig
     from dovetail.search.store import Store
-
-__all__ = ["app"]
 
 app = typer.Typer(help="Create experiments, watch, pause and compare them.", no_args_is_help=True, epilog=EXIT_CODES)
 
@@ -95,8 +93,8 @@ def create(
 def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
     """List all experiments, the oldest first."""
     from dovetail.search.charts import shown
+    from dovetail.search.records import ExperimentError
     from dovetail.search.report import duration
-    from dovetail.search.store import ExperimentError
 
     try:
         records = open_store(home, store).experiments()
@@ -316,7 +314,7 @@ def _show_failures(record: ExperimentRecord) -> None:
 
 
 def _ask(store: Store, experiment_id: int, wish: str) -> None:
-    """Leave a wish, and wait until it is granted."""
+    """Send a request to the runner, and wait until it is carried out."""
     from dovetail.search.records import OVER
     from dovetail.search.runner import request
 
@@ -330,19 +328,18 @@ def _ask(store: Store, experiment_id: int, wish: str) -> None:
         record = store.experiment(experiment_id)
     if record.is_running:
         return print(f"experiment {experiment_id} was asked to {wish}, and its trials are still leaving")
-    # Read again: the runner may have left between the two looks that a record is made of.
+    # Read again: the runner may have exited while the record was being read.
     return print(f"experiment {experiment_id} is {store.experiment(experiment_id).state}")
 
 
 def _test_settings(config: ExperimentConfig) -> list[str]:
     """Return what makes an experiment one trial of one batch: the searcher's first one, which may not fail twice."""
-    from dovetail.search.databases import quiet_optuna
     from dovetail.search.searchers import make_searcher
     from dovetail.search.space import Space
 
     space = Space(config.hyperparameters)
     optuna = require("optuna", "search")
-    with quiet_optuna():
+    with quiet("optuna"):
         nothing_yet = optuna.create_study()
     first = make_searcher(config.searcher, space, config.seed).suggest(nothing_yet, 0)
     searcher = config.raw["searcher"]

@@ -10,8 +10,6 @@ import typer
 from dovetail.cli.output import print_json, print_line
 from dovetail.extras import require
 
-__all__ = ["federate"]
-
 
 def federate(
     config: Annotated[
@@ -66,7 +64,7 @@ def federate(
         print_line(f"written: {folder}/rounds.csv{clients} and {folder}/rounds.png")
 
 
-# What a federation is without a file: a model that has learned something after ten rounds.
+# The settings without a file: a model that learns something in ten rounds.
 _DIGITS = {
     "trainer": {"rounds": 10, "epochs": 2, "batch_size": 16, "optimizer": "SGD"},
     "parameters": {"optimizer": {"lr": 0.1}},

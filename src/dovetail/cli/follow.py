@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.cli.output import console, hparams_text, make_table, printable
+from dovetail.cli.output import console, hparams_text, make_table
 from dovetail.errors import ConfigError
+from dovetail.printing import printable
 from dovetail.search.charts import shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
 from dovetail.search.report import duration, flat, searched
@@ -25,19 +26,13 @@ from dovetail.units import counted
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["changes", "print_log", "summary", "trials_view", "watching"]
-
 _POLL_SECONDS = 0.2
 _STATUS_WIDTH = 24
 
 
 @contextmanager
 def watching(seen: ExperimentRecord | None = None) -> Iterator[Callable[[ExperimentRecord], None]]:
-    """Give what shows an experiment, again and again while it runs, on stdout.
-
-    Args:
-        seen: The experiment as it was before: lines are about what has happened since.
-    """
+    """Lend a function that shows an experiment on stdout; its lines are about what has changed since `seen`."""
     if not sys.stdout.isatty():
 
         def say(record: ExperimentRecord) -> None:
@@ -95,7 +90,7 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None) -> Render
 
     Args:
         record: The experiment.
-        num_rows: How many trials there is room for: the best, those at work and the newest are shown. None for all.
+        num_rows: How many trials fit: the best, the running and the newest ones are shown. None means all.
     """
     from rich.console import Group
     from rich.text import Text
@@ -105,10 +100,10 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None) -> Render
         best = record.best_trial
         wanted = sorted(trials, key=lambda it: (it is best, it.state in ("RUNNING", "WAITING"), it.number))
         trials = tuple(sorted(wanted[-num_rows:], key=lambda it: it.number))
-    # Where nothing is chosen, there is nothing else to tell.
+    # Without searched hyperparameters all of them are shown.
     names = searched(record)
     cells = [_cells(trial, names) for trial in trials]
-    # What no trial has to say needs no column; that one is done, its state says.
+    # Columns that are empty for all trials are left out.
     empty = {
         *(["restarts"] if not any(trial.restarts for trial in trials) else []),
         *(name for name in ("progress", "status") if not any(row[name] for row in cells)),
@@ -144,7 +139,7 @@ def summary(record: ExperimentRecord) -> str:
 
 
 def changes(before: ExperimentRecord | None, after: ExperimentRecord) -> list[str]:
-    r"""Return what has happened between two looks at an experiment, a line each; every line names its trial.
+    r"""Return one line for each change between two records of an experiment; every line names its trial.
 
     Example:
         >>> from datetime import datetime

@@ -25,8 +25,6 @@ from dovetail.cli.output import (
     print_json,
 )
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Run scripts such as batch inference.", no_args_is_help=True, epilog=EXIT_CODES)
 
 
@@ -62,8 +60,8 @@ def run(
 @app.command("list")
 def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
     """List all jobs, the oldest first."""
+    from dovetail.search.records import ExperimentError
     from dovetail.search.report import duration
-    from dovetail.search.store import ExperimentError
 
     try:
         records = open_store(home, store, _MADE_BY).jobs()
@@ -87,12 +85,7 @@ def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) ->
 
 
 @app.command()
-def logs(
-    id: _Id,
-    follow: FollowLog = False,
-    home: Home = None,
-    store: StoreUrl = None,
-) -> None:
+def logs(id: _Id, follow: FollowLog = False, home: Home = None, store: StoreUrl = None) -> None:
     """Print what a job has said."""
     from dovetail.cli.follow import print_log
 

@@ -13,13 +13,7 @@ import typer
 
 from dovetail.errors import ConfigError, UnknownNameError
 
-__all__ = ["new"]
-
 _STYLES = ("composable", "subclass", "trial", "federated")
-
-
-def _complete_styles(incomplete: str) -> list[str]:
-    return [style for style in _STYLES if style.startswith(incomplete)]
 
 
 def new(
@@ -29,7 +23,7 @@ def new(
         typer.Option(
             metavar="STYLE",
             help="composable (from strategies), subclass, trial (for searches) or federated.",
-            autocompletion=_complete_styles,
+            autocompletion=lambda incomplete: [style for style in _STYLES if style.startswith(incomplete)],
         ),
     ] = _STYLES[0],
     into: Annotated[

@@ -22,32 +22,6 @@ if TYPE_CHECKING:
     from dovetail.search.records import ExperimentRecord, JobRecord, TrialRecord
     from dovetail.search.store import Store
 
-__all__ = [
-    "EXIT_CODES",
-    "AsJson",
-    "ConfigFile",
-    "ContextDir",
-    "FollowLog",
-    "Home",
-    "StoreUrl",
-    "bytes_text",
-    "completion",
-    "console",
-    "describe_experiment",
-    "describe_job",
-    "describe_trial",
-    "hparams_text",
-    "make_table",
-    "moment",
-    "open_store",
-    "plain",
-    "print_facts",
-    "print_json",
-    "print_line",
-    "printable",
-    "state_text",
-]
-
 EXIT_CODES = (
     "Exit codes: 0 fine; 1 a mistake, said in one sentence; 2 wrong usage; 3 the experiment or job ended in ERROR; "
     "130 interrupted, paused or canceled before its end."
@@ -98,14 +72,15 @@ def open_store(home: Path | None, url: str | None, made_by: str = "experiment cr
     """Return the store that a command reads; looking for what is not there makes no folder.
 
     Args:
-        home: The folder of experiments; None is that of `DOVETAIL_HOME`, or else `.dovetail`.
+        home: The folder of experiments; None means `DOVETAIL_HOME`, or else `.dovetail`.
         url: A database server; None is the file in the folder.
         made_by: The command that makes what is looked for.
 
     Raises:
         ExperimentError: There is none.
     """
-    from dovetail.search.store import ExperimentError, Store, home_directory
+    from dovetail.search.records import ExperimentError
+    from dovetail.search.store import Store, home_directory
 
     folder = home_directory(home)
     if url is None and not (folder / "store.db").exists():
@@ -117,11 +92,10 @@ def open_store(home: Path | None, url: str | None, made_by: str = "experiment cr
 
 
 def completion(folders: str, prefix: str = "") -> Callable[[typer.Context, str], list[str]]:
-    """Return what completes the numbers of experiments, trials or jobs: by their folders, as a shell cannot wait.
+    """Return a function that completes the numbers of experiments, trials or jobs from the names of their folders.
 
-    Args:
-        folders: A pattern of their paths in the folder of experiments.
-        prefix: What their names have before the number.
+    Opening the store would take too long for a shell. `folders` is a pattern in the folder of experiments, and `prefix`
+    is what the names have before the number.
     """
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -171,7 +145,7 @@ def make_table(
 
     Args:
         columns: The headings.
-        numbers: Those of columns with numbers.
+        numbers: The headings of columns with numbers.
         long: The heading of the one column that gives way in a narrow terminal.
         rows: The cells.
         wrap: Whether that column takes several lines then, or is cut.
@@ -245,22 +219,14 @@ def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dic
     """Return what `--json` prints of an experiment; the whole has its configuration and trials, too."""
     best = record.best_trial
     described: dict[str, Any] = {
-        "id": record.id,
-        "name": record.name,
-        "state": record.state,
-        "is_running": record.is_running,
-        "reason": record.reason,
+        **_fields(record, "id", "name", "state", "is_running", "reason"),
         "searcher": record.config["searcher"].get("name"),
-        "metric": record.metric,
-        "smaller_is_better": record.smaller_is_better,
+        **_fields(record, "metric", "smaller_is_better"),
         "num_trials": len(record.trials),
-        "best_trial": None if best is None else best.number,
-        "best_trial_id": None if best is None else best.id,
-        "best": None if best is None else best.best,
-        "created": record.created,
-        "ended": record.ended,
-        "directory": record.directory,
-        "warnings": record.warnings,
+        "best_trial": best and best.number,
+        "best_trial_id": best and best.id,
+        "best": best and best.best,
+        **_fields(record, "created", "ended", "directory", "warnings"),
     }
     if whole:
         described |= {"config": record.config, "trials": [describe_trial(trial) for trial in record.trials]}
@@ -269,36 +235,18 @@ def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dic
 
 def describe_trial(record: TrialRecord, *, whole: bool = False) -> dict[str, Any]:
     """Return what `--json` prints of a trial; the whole has every value of its metric, too."""
-    described: dict[str, Any] = {
-        "id": record.id,
-        "number": record.number,
-        "experiment_id": record.experiment_id,
-        "state": record.state,
-        "reason": record.reason,
-        "hparams": record.hparams,
-        "best": record.best,
-        "best_at": record.best_at,
-        "latest": record.latest,
+    return {
+        **_fields(record, "id", "number", "experiment_id", "state", "reason", "hparams", "best", "best_at", "latest"),
         "batches": record.steps,
-        "progress": record.progress,
-        "status": record.status,
-        "restarts": record.restarts,
-        "source": record.source,
-        "started": record.started,
-        "ended": record.ended,
-        "directory": record.directory,
+        **_fields(record, "progress", "status", "restarts", "source", "started", "ended", "directory"),
+        **({"values": record.values} if whole else {}),
     }
-    return described | ({"values": record.values} if whole else {})
 
 
 def describe_job(record: JobRecord) -> dict[str, Any]:
     """Return what `--json` prints of a job."""
-    return {
-        "id": record.id,
-        "name": record.name,
-        "state": record.state,
-        "exit_code": record.exit_code,
-        "started": record.started,
-        "ended": record.ended,
-        "directory": record.directory,
-    }
+    return _fields(record, "id", "name", "state", "exit_code", "started", "ended", "directory")
+
+
+def _fields(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}

@@ -1,7 +1,6 @@
 """What torch finds on this machine, as lines of JSON: `python -m dovetail.cli.probe`.
 
-A process of its own, because a torch that is broken may crash or never answer. Nothing here imports torch before it is
-run.
+It is a separate process, because a broken torch may crash or never answer. Torch is imported by `main` only.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from datetime import timedelta
 from importlib import import_module
 from threading import Thread
 from typing import Any
-
-__all__ = ["PROBES", "main"]
 
 _PATIENCE = timedelta(seconds=10)
 

@@ -20,8 +20,6 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from dovetail.runtime.signals import SignalHandler
 
-__all__ = ["HOST", "Guarded", "LocalServer", "serve"]
-
 HOST = "127.0.0.1"
 _HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
 _TOKEN = "token"  # noqa: S105 - the name of a field
@@ -32,9 +30,6 @@ class Guarded:
 
     Attributes:
         token: The random text that every request needs.
-
-    Args:
-        application: What answers requests that pass the checks.
 
     Example:
         >>> guarded = Guarded(lambda environment, start: [])
@@ -121,8 +116,8 @@ def serve(server: BaseServer, announce: Callable[[], None]) -> None:
     """Answer until SIGINT or SIGTERM.
 
     Args:
-        server: Who answers.
-        announce: Says so. Whoever has heard it may end the server at once.
+        server: The server.
+        announce: Called when the server is ready; it may be ended from then on.
     """
     # In a thread, because `shutdown` waits for the loop that the signal has interrupted.
     with SignalHandler(lambda number: threading.Thread(target=server.shutdown).start(), replaces_all=True):

@@ -31,8 +31,6 @@ from dovetail.units import counted
 if TYPE_CHECKING:
     from dovetail.search.reports import RejectedLine
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Look at trials, their logs and metrics.", no_args_is_help=True, epilog=EXIT_CODES)
 
 
@@ -73,12 +71,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
 
 
 @app.command()
-def logs(
-    id: _Id,
-    follow: FollowLog = False,
-    home: Home = None,
-    store: StoreUrl = None,
-) -> None:
+def logs(id: _Id, follow: FollowLog = False, home: Home = None, store: StoreUrl = None) -> None:
     """Print what a trial has said."""
     from dovetail.cli.follow import print_log
 
@@ -113,7 +106,7 @@ def metrics(
     rows = [row for row in rows if group in (None, row["group"])]
     if as_json:
         return print_json(rows)
-    # Lists and texts, which a script may report, would make a table that nobody can read: JSON has them.
+    # Lists and texts, which a script may report, are left out of the table; JSON has them.
     names = list(dict.fromkeys(name for row in rows for name, value in row["metrics"].items() if _is_number(value)))
     cells = [
         [row["group"], str(row["batches"]), *(shown(plain(row["metrics"].get(name))) for name in names)] for row in rows

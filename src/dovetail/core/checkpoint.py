@@ -23,7 +23,10 @@ from dovetail.checkpoint.encoding import encode_plain
 from dovetail.checkpoint.files import (
     DISK,
     Digest,
+    StoredFile,
+    digest_of,
     discard,
+    file_chunks,
     is_temporary,
     make_parents,
     reserve,
@@ -35,9 +38,6 @@ from dovetail.checkpoint.stored_files import (
     FILES,
     Digests,
     StoredFiles,
-    check_stored_file,
-    digest_of,
-    file_chunks,
     is_stored_files,
     make_stored_manifest,
     read_stored_files,
@@ -45,8 +45,6 @@ from dovetail.checkpoint.stored_files import (
 )
 from dovetail.core.distributed import DistributedContext
 from dovetail.errors import CheckpointError, ConfigError, DovetailError, UnknownNameError
-
-__all__ = ["CheckpointContext", "storage_directory"]
 
 _Path = str | os.PathLike[str]
 _Selector = Callable[[str], bool]
@@ -187,7 +185,7 @@ class CheckpointContext:
         files = read_stored_files(place).files
         target.mkdir(parents=True, exist_ok=True)
         for name in filter(selector, files):
-            _make_place(target / name)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
             unfinished = (target / name).with_name(f".{uuid.uuid4().hex}.tmp")
             try:
                 digest = Digest()
@@ -195,7 +193,7 @@ class CheckpointContext:
                     for chunk in file_chunks(place / FILES / name):
                         copy.write(chunk)
                         digest.update(chunk)
-                check_stored_file(place / FILES / name, (digest.size, digest.sha256), files[name])
+                files[name].check(digest.stored, place / FILES / name)
                 unfinished.replace(target / name)
             finally:
                 unfinished.unlink(missing_ok=True)
@@ -249,7 +247,7 @@ class CheckpointContext:
             moves = [name for name, owner in owners.items() if owner == self._distributed.rank and not chief]
             work = _attempt(lambda: _moved(temporary / FILES, home, moves))
         self._told(None, work if isinstance(work, Exception) else None)
-        everything: Digests = {name: tuple(it) for part in parts for name, it in part["files"].items()}
+        everything = {name: StoredFile(*it) for part in parts for name, it in part["files"].items()}
         done = _attempt(lambda: _commit(temporary, metadata, everything, target)) if chief else None
         self._told(None, done if isinstance(done, Exception) else None)
 
@@ -355,12 +353,8 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[st
 
 def _moved(source: Path, target: Path, names: Sequence[str]) -> None:
     for name in names:
-        _make_place(target / name)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.rename(source / name, target / name)
-
-
-def _make_place(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _commit(temporary: Path, metadata: Mapping[str, Any], digests: Digests, target: Path) -> None:

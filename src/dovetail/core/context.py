@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.checkpoint import CheckpointContext, storage_directory
@@ -14,26 +14,25 @@ from dovetail.core.train import EarlyExitReason, TensorboardMode, TrainContext
 from dovetail.errors import InvalidHP
 from dovetail.info import TrialInfo, get_cluster_info
 
-__all__ = ["Context", "init"]
-
 _MISSING = {
     "searcher": "a script runs to its own length here, and reports its metrics by train.report_validation_metrics",
     "profiler": "torch.profiler writes into train.get_tensorboard_path()",
 }
 
 
+@dataclass(eq=False, repr=False)
 class Context:
     """Checkpoints, processes, preemption and reports of a script.
 
-    In a `with` block it hears signals; at its end handlers are put back, and the group of processes is left. A block
-    that `InvalidHP` ends is reported as such.
+    In a `with` block it receives signals; at the end of the block it restores the handlers and leaves the group of
+    processes. A block that ends with `InvalidHP` is reported as such.
 
     Attributes:
         checkpoint: Keeps the files of the script.
         distributed: The processes of the run.
-        preempt: Whether somebody wants the script to leave.
+        preempt: Whether the script was asked to exit.
         train: Reports metrics, progress and the like.
-        info: What whoever launched this process has said about the trial, or None.
+        info: The trial that this process was launched for, or None.
 
     Example:
         >>> import tempfile
@@ -43,19 +42,11 @@ class Context:
         False
     """
 
-    def __init__(
-        self,
-        checkpoint: CheckpointContext,
-        distributed: DistributedContext,
-        preempt: PreemptContext,
-        train: TrainContext,
-        info: TrialInfo | None,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.distributed = distributed
-        self.preempt = preempt
-        self.train = train
-        self.info = info
+    checkpoint: CheckpointContext
+    distributed: DistributedContext
+    preempt: PreemptContext
+    train: TrainContext
+    info: TrialInfo | None
 
     def __getattr__(self, name: str) -> Any:
         instead = f": {_MISSING[name]}" if name in _MISSING else ""
@@ -65,19 +56,13 @@ class Context:
         self.preempt.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, InvalidHP):
             self.train.report_early_exit(EarlyExitReason.INVALID_HP)
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Put signal handlers back and leave the group.
-
-        Args:
-            error: Why the script ends early; the other processes are told.
-        """
+        """Restore the signal handlers and leave the group; the other processes are told the error, if any."""
         self.preempt.close()
         self.distributed.close(error)
 
@@ -94,10 +79,10 @@ def init(
     Args:
         distributed: The processes of the run; None finds out whether `torchrun` has started this one.
         checkpoint_storage: Where checkpoints are: a path, or a mapping such as `checkpoint_storage` of Determined's
-            configuration. None is the trial's folder, if whoever launched the script has given one, else that of
+            configuration. None means the folder of the trial, if the launcher has set one, else that of
             `checkpoint_storage` in the configuration, else `checkpoints`. Metrics are in the trial's folder, or else
             beside the checkpoints.
-        preempt_mode: Who of several processes knows whether to leave.
+        preempt_mode: Which of several processes learn that they should exit.
         tensorboard_mode: As in Determined; here files stay where they are written.
 
     Example:

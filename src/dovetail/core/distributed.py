@@ -1,9 +1,10 @@
-"""The processes of a script that owns its loop: who they are, and what they tell each other."""
+"""Ranks of the processes of a script that owns its loop, and messages between them."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -12,15 +13,14 @@ import torch.distributed as dist
 from dovetail.distributed import Group, is_launched
 from dovetail.errors import CheckpointError, ConfigError, DataError
 
-__all__ = ["DistributedContext"]
 
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class DistributedContext:
     """The place of this process among those of a run, and messages between them.
 
-    Nothing is sent, and nobody is waited for, before the first message. Messages are numbers, strings, lists, tuples,
-    dicts, tensors and arrays, as in a checkpoint: nothing is pickled. Every method that sends one must be called by
-    all processes of the run, in the same order.
+    The processes connect when the first message is sent. Messages are numbers, strings, lists, tuples, dicts, tensors
+    and arrays, as in a checkpoint: nothing is pickled. Every method that sends one must be called by all processes of
+    the run, in the same order.
 
     Args:
         rank: The number of this process, from 0.
@@ -36,35 +36,23 @@ class DistributedContext:
         (True, [{'loss': 0.5}], 64)
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int = 0,
-        size: int = 1,
-        local_rank: int = 0,
-        local_size: int = 1,
-        cross_rank: int = 0,
-        cross_size: int = 1,
-    ) -> None:
-        for name, number, limit in (
-            ("rank", rank, size),
-            ("local_rank", local_rank, local_size),
-            ("cross_rank", cross_rank, cross_size),
-        ):
-            if not 0 <= number < limit:
-                raise ConfigError(f"{name}: expected a number from 0 to {limit - 1}, got {number}")
-        self.rank = rank
-        self.size = size
-        self.local_rank = local_rank
-        self.local_size = local_size
-        self.cross_rank = cross_rank
-        self.cross_size = cross_size
-        self._group: Group | None = None
-        self._is_owner = False
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    _group: Group | None = field(default=None, init=False)
+    _is_owner: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        for name, limit in (("rank", self.size), ("local_rank", self.local_size), ("cross_rank", self.cross_size)):
+            if not 0 <= getattr(self, name) < limit:
+                raise ConfigError(f"{name}: expected a number from 0 to {limit - 1}, got {getattr(self, name)}")
 
     @classmethod
     def from_torch_distributed(cls) -> DistributedContext:
-        """Return the place that `torchrun` or a group of torch's gives to this process.
+        """Return the ranks that `torchrun` or a process group of torch has given to this process.
 
         Raises:
             ConfigError: There is neither.
@@ -77,7 +65,7 @@ class DistributedContext:
         has_met = dist.is_initialized()
         rank = dist.get_rank() if has_met else _number("RANK")
         size = dist.get_world_size() if has_met else _number("WORLD_SIZE")
-        # Who sets these two by hand has one machine.
+        # Set by hand, without torchrun, these two mean one machine.
         local_size = _number("LOCAL_WORLD_SIZE", size)
         return cls(
             rank=rank,
@@ -90,7 +78,7 @@ class DistributedContext:
 
     @classmethod
     def from_environment(cls) -> DistributedContext:
-        """Return the place that `torchrun` gives to this process, or that of a process alone."""
+        """Return the ranks that `torchrun` has given to this process, or those of a single process."""
         return cls.from_torch_distributed() if is_launched() else cls()
 
     @classmethod
@@ -130,7 +118,7 @@ class DistributedContext:
         return self.cross_size
 
     def shard_batch_size(self, global_batch_size: int) -> int:
-        """Return how many samples of each global batch are this process's.
+        """Return how many samples of each global batch this process gets.
 
         A global batch that does not divide is made smaller, with a warning.
 
@@ -169,7 +157,7 @@ class DistributedContext:
         return [message["value"] for message in self._exchange(value) if message["machine"] == self.cross_rank]
 
     def broadcast(self, value: Any) -> Any:
-        """Return the chief's value; what the others give is not looked at."""
+        """Return the chief's value; the values of the other processes are ignored."""
         return self.allgather(value if self.is_chief else None)[0]
 
     def broadcast_local(self, value: Any = None) -> Any:
@@ -177,11 +165,7 @@ class DistributedContext:
         return self.allgather_local(value if self.is_local_chief else None)[0]
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group, if this object has joined it.
-
-        Args:
-            error: Why this process leaves early; the others are told.
-        """
+        """Leave the group, if this object has joined it; the other processes are told the error, if any."""
         if self._group is not None:
             if error is not None:
                 self._group.tell_failure(error)
@@ -196,7 +180,7 @@ class DistributedContext:
         try:
             everyone = group.exchange({"value": value, "machine": self.cross_rank})
         except CheckpointError as error:
-            # The others wait for a message, and are to know why there is none.
+            # The other processes wait for this message; they receive the error instead.
             everyone = group.exchange({"problem": str(error)})
         for rank, message in enumerate(everyone):
             if "problem" in message:
@@ -204,11 +188,10 @@ class DistributedContext:
         return everyone
 
     def _joined(self) -> Group:
-        # Gone, too, when another object has left the group for all.
+        # Another object may have left the group for the whole process.
         if self._group is None or not dist.is_initialized():
             self._is_owner = not dist.is_initialized()
-            has_cuda = torch.cuda.is_available()
-            group = Group.join(torch.device("cuda", self.local_rank) if has_cuda else torch.device("cpu"))
+            group = Group.join(local_device(self.local_rank))
             if (group.rank, group.size) != (self.rank, self.size):
                 raise ConfigError(
                     f"this process is rank {group.rank} of {group.size}, but its DistributedContext says rank "
@@ -219,6 +202,11 @@ class DistributedContext:
 
 
 _INSTEAD = "expected processes that torch starts; use DistributedContext.from_torch_distributed()"
+
+
+def local_device(local_rank: int) -> torch.device:
+    """Return the device of one process of a machine: a card for each of them, or the CPU if there are none."""
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _number(variable: str, default: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Whether somebody wants this process to leave."""
+"""Requests to exit that a script polls: SIGTERM, Ctrl-C, or the chief process."""
 
 from __future__ import annotations
 
@@ -12,34 +12,27 @@ from dovetail.errors import ConfigError
 from dovetail.info import ATTEMPT, PREEMPTED
 from dovetail.runtime.signals import SignalHandler, announce
 
-__all__ = ["PreemptContext", "PreemptMode"]
-
 
 class PreemptMode(enum.Enum):
-    """Who of several processes knows whether to leave.
-
-    Example:
-        >>> PreemptMode.WorkersAskChief.name
-        'WorkersAskChief'
-    """
+    """Which of several processes learn that they should exit."""
 
     ChiefOnly = "CHIEF_ONLY"
-    """Only the chief asks; how the others learn of it is the script's matter."""
+    """Only the chief may ask; the script itself informs the others."""
     WorkersAskChief = "WORKERS_ASK_CHIEF"
-    """All ask at the same places, and get the chief's answer: they agree."""
+    """All processes ask at the same places and get the chief's answer, so they agree."""
     WorkersAskMaster = "WORKERS_ASK_MASTER"
     """Each process answers for itself: they may differ."""
 
 
 class PreemptContext:
-    """Hears SIGTERM and Ctrl-C, and tells the script when it asks.
+    """Receives SIGTERM and Ctrl-C, and reports them when the script asks.
 
-    The first signal makes `should_preempt` true from then on; the second one acts as if nobody were listening. Only in
-    the main thread, and only in place of Python's own handlers: those of the user stay.
+    From the first signal on `should_preempt` returns True; the second one acts as without this object. Handlers are
+    installed in the main thread only, and only in place of Python's own: those of the user stay.
 
     Args:
         distributed: The processes of the run.
-        mode: Who of them knows.
+        mode: Which of them learn of a signal.
 
     Example:
         >>> with PreemptContext(DistributedContext()) as preempt:
@@ -52,7 +45,7 @@ class PreemptContext:
         self._mode = PreemptMode(mode)
         self._handler = SignalHandler(self._receive)
         self.signal: int | None = None
-        """The signal that this process has heard, or None."""
+        """The signal that this process has received, or None."""
 
     def __enter__(self) -> PreemptContext:
         self.start()
@@ -62,21 +55,21 @@ class PreemptContext:
         self.close()
 
     def start(self) -> None:
-        """Listen."""
+        """Install the handlers."""
         self._handler.start()
 
     def close(self) -> None:
-        """Listen no longer; every handler is what it was."""
+        """Restore the previous handlers."""
         self._handler.close()
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
-        """Return whether to save and leave.
+        """Return whether to save and exit.
 
         With `WorkersAskChief` this is a message: all processes must ask equally often, and get the same answer.
 
         Args:
-            auto_ack: Whether an answer of True is taken for granted: an experiment then knows that the script leaves to
-                go on later. Without it, `acknowledge_preemption_signal` says so.
+            auto_ack: Whether an answer of True is acknowledged at once, so that the experiment resumes the script
+                later. Otherwise the script calls `acknowledge_preemption_signal`.
 
         Raises:
             ConfigError: Asked by another process than the chief, where only the chief may.
@@ -94,7 +87,7 @@ class PreemptContext:
         return heard
 
     def acknowledge_preemption_signal(self) -> None:
-        """Tell an experiment, if this is a trial of one, that the script leaves because it was asked to."""
+        """Record for the experiment, if there is one, that the script exits because it was asked to."""
         folder = os.environ.get(ATTEMPT)
         if folder is not None and self._distributed.is_chief:
             with suppress(OSError):

@@ -29,8 +29,6 @@ from torch import Tensor
 from dovetail.errors import ConfigError, DataError
 from dovetail.info import TrialInfo
 
-__all__ = ["METRICS", "EarlyExitReason", "ExitedReason", "TensorboardMode", "TrainContext", "read_metrics"]
-
 METRICS = "metrics.jsonl"
 """The name of the file in the trial's folder."""
 
@@ -40,12 +38,7 @@ _ACCEPTED = "numbers, tensors, arrays, text, and lists and dicts of them"
 
 
 class EarlyExitReason(enum.Enum):
-    """Why a trial ends before its time.
-
-    Example:
-        >>> EarlyExitReason("INVALID_HP")
-        <EarlyExitReason.INVALID_HP: 'INVALID_HP'>
-    """
+    """Why a trial ends before its time."""
 
     INVALID_HP = "INVALID_HP"
     """Its hyperparameters cannot work: a search replaces it by another."""
@@ -58,12 +51,7 @@ ExitedReason = EarlyExitReason
 
 
 class TensorboardMode(enum.Enum):
-    """How Determined uploads TensorBoard's files. Here they stay where they are written, in either mode.
-
-    Example:
-        >>> [mode.name for mode in TensorboardMode]
-        ['AUTO', 'MANUAL']
-    """
+    """How Determined uploads TensorBoard's files. Here they stay where they are written, in either mode."""
 
     AUTO = "AUTO"
     MANUAL = "MANUAL"
@@ -90,11 +78,7 @@ class TrainContext:
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        is_chief: bool = True,
-        info: TrialInfo | None = None,
+        self, directory: str | os.PathLike[str], *, is_chief: bool = True, info: TrialInfo | None = None
     ) -> None:
         self.directory = Path(directory)
         self._is_chief = is_chief

@@ -18,8 +18,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dovetail.errors import DataError
 
-__all__ = ["batch_length", "concat", "map_tensors", "slice_batch", "split_batch", "to_device"]
-
 _TARGET_KEYS = ("labels", "label", "target", "targets", "y")
 
 

@@ -18,8 +18,6 @@ from dovetail.data.idx import read_idx
 from dovetail.errors import ConfigError, DataError
 from dovetail.extras import require
 
-__all__ = ["LeafSynthetic", "digits", "fashion_mnist"]
-
 # Where Debian's package puts its files.
 _FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
 

@@ -15,15 +15,6 @@ from torch import Tensor
 
 from dovetail.errors import CheckpointError
 
-__all__ = [
-    "Source",
-    "find_generators",
-    "generator_states",
-    "global_states",
-    "set_generator_states",
-    "set_global_states",
-]
-
 Source: TypeAlias = "torch.Generator | np.random.Generator | np.random.RandomState | random.Random"
 
 _SOURCES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from dovetail.errors import DataError
 
-__all__ = ["read_idx"]
-
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _CHUNK = 1 << 20
 

@@ -31,8 +31,6 @@ from dovetail.data.workers import WorkerStates
 from dovetail.errors import DataError
 from dovetail.runtime.seeds import derive_seed
 
-__all__ = ["DataLoader", "EpochSampler", "iterate_from"]
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -47,23 +45,9 @@ class DataLoader(torch_data.DataLoader[T_co]):
     Each iteration is one epoch, counted from 0, unless `set_epoch` says which one is next.
 
     Args:
-        dataset: As for torch, like every argument up to `in_order`.
-        batch_size: Samples per batch.
-        shuffle: Draw a new order every epoch.
-        sampler: Indices in the order to read them.
-        batch_sampler: Lists of indices, one per batch.
-        num_workers: Processes that read samples.
-        collate_fn: Makes a batch of a list of samples.
-        pin_memory: Hand out batches in pinned memory, where there is an accelerator.
-        drop_last: Leave out a last batch that is not full.
-        timeout: Seconds to wait for a worker.
-        worker_init_fn: Called in each worker first.
-        multiprocessing_context: How workers are started.
-        generator: Source of the order and of the workers' seeds; `None` is torch's global one.
-        prefetch_factor: Batches that each worker reads ahead.
-        persistent_workers: Keep workers from epoch to epoch.
-        pin_memory_device: Deprecated by torch.
-        in_order: Hand out batches in the order of the sampler.
+        dataset: As for torch, like every argument that is not described here.
+        pin_memory: Hand out batches in pinned memory if there is an accelerator; otherwise it has no effect.
+        generator: Source of the order and of the workers' seeds; None means torch's global one.
         seed: Makes the order of `shuffle` a function of this seed and the epoch alone, and leaves the global
             random state untouched. What samples draw in workers follows from seed, epoch and batch.
         num_replicas: Number of loaders that share the batches of each epoch.
@@ -201,11 +185,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         elif loader.batch_size is None and loader.batch_sampler is not None:
             order = {"batch_sampler": loader.batch_sampler}
         else:
-            order = {
-                "batch_size": loader.batch_size,
-                "sampler": loader.sampler,
-                "drop_last": loader.drop_last,
-            }
+            order = {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
         given_seed = seed
         seed, is_shuffled = _seeding(loader, seed)
         if is_shuffled:
@@ -373,10 +353,9 @@ class DataLoader(torch_data.DataLoader[T_co]):
         finally:
             self.generator = generator
         if not is_stream:
-            if start:
-                share.skip()
-            elif self._seeded:
-                share.draw()
+            if start or self._seeded:
+                assert share.latest is not None
+                (share.latest.skip if start else share.latest.draw)()
             return batches
         # A stream is read again from the start of the epoch, by workers that draw the same numbers again.
         for _ in islice(batches, start * self.num_replicas):
@@ -524,6 +503,7 @@ class _Share(Sampler[Any]):
         records: Whether items that were drawn and not handed out yet are recorded in `pending`. A sampler that draws
             while it is read would draw others if it were read again.
         pending: These items, in order. The next pass starts with those that are in it.
+        latest: The iterator of the last pass that was started.
     """
 
     def __init__(self, whole: Iterable[Any], num_replicas: int, rank: int) -> None:
@@ -534,24 +514,14 @@ class _Share(Sampler[Any]):
         self._whole = whole
         self._num_replicas = num_replicas
         self._rank = rank
-        self._latest: _Indices | None = None
+        self.latest: _Indices | None = None
 
     def __len__(self) -> int:
         return len(range(self._rank, len(cast(Sized, self._whole)), self._num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
-        self._latest = _Indices(self, self._whole, self._rank, self._num_replicas)
-        return self._latest
-
-    def draw(self) -> None:
-        """Make the latest iteration draw its order now, rather than when its first item is requested."""
-        assert self._latest is not None
-        self._latest.draw()
-
-    def skip(self) -> None:
-        """Make the latest iteration draw the items that it leaves out now."""
-        assert self._latest is not None
-        self._latest.skip()
+        self.latest = _Indices(self, self._whole, self._rank, self._num_replicas)
+        return self.latest
 
 
 class _Seeded:
@@ -603,9 +573,11 @@ class _Indices(Iterator[Any]):
         return _Seeded(indices, derive_seed(*self._seeds, _IN_WORKERS, number, rule="loader"))
 
     def draw(self) -> None:
+        """Draw the order now, rather than when the first item is requested."""
         self._drawn.extend(islice(self, 1))
 
     def skip(self) -> None:
+        """Draw the items that are left out now."""
         if not self._has_skipped:
             num_skipped, self._num_skipped, self._has_skipped = self._num_skipped, 0, True
             for _ in islice(self._numbered, num_skipped):

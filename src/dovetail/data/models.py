@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from torch import nn
@@ -84,8 +84,6 @@ def lenet5(channels: int = 1, size: int = 28, classes: int = 10) -> nn.Module:
     )
 
 
-def _built_in() -> Mapping[str, Callable[..., nn.Module]]:
-    return {"cnn": cnn, "lenet5": lenet5, "logistic": logistic, "mlp": mlp}
-
-
-models: Registry[Callable[..., nn.Module]] = Registry("model", _built_in)
+models: Registry[Callable[..., nn.Module]] = Registry(
+    "model", lambda: {"cnn": cnn, "lenet5": lenet5, "logistic": logistic, "mlp": mlp}
+)

@@ -13,8 +13,6 @@ from torch.utils.data import DistributedSampler
 from dovetail.data.loader import DataLoader, iterate_from
 from dovetail.data.sources import num_batches
 
-__all__ = ["Share", "is_shared_already", "shared"]
-
 
 @dataclass(frozen=True)
 class Share:
@@ -87,21 +85,21 @@ def shared(loader: Iterable[Any], num_replicas: int, rank: int, seed: int) -> It
 _ITERATIONS = (torch_data.DataLoader.__iter__, DataLoader.__iter__)
 
 
+@dataclass(eq=False)
 class _EveryNth:
     """Every n-th batch of an iterable that has to be read as a whole."""
 
-    def __init__(self, batches: Iterable[Any], num_replicas: int, rank: int) -> None:
-        self._batches = batches
-        self._num_replicas = num_replicas
-        self._rank = rank
+    batches: Iterable[Any]
+    num_replicas: int
+    rank: int
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self._batches, (list, tuple)):
-            return iter(self._batches[self._rank :: self._num_replicas])
-        return islice(iterate_from(self._batches, 0), self._rank, None, self._num_replicas)
+        if isinstance(self.batches, (list, tuple)):
+            return iter(self.batches[self.rank :: self.num_replicas])
+        return islice(iterate_from(self.batches, 0), self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
-        total = num_batches(self._batches)
+        total = num_batches(self.batches)
         if total is None:
             raise TypeError("the number of batches is not known")
-        return len(range(self._rank, total, self._num_replicas))
+        return len(range(self.rank, total, self.num_replicas))

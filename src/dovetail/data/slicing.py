@@ -13,16 +13,7 @@ import numpy as np
 import torch
 import torch.utils.data as torch_data
 from torch import Generator, Tensor
-from torch.utils.data import (
-    Dataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-)
-
-__all__ = ["Rows", "rows_in_memory"]
+from torch.utils.data import Dataset, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler, TensorDataset
 
 # Batches are cut from a copied run of samples. About a megabyte is best by measurement: one copy of a whole
 # epoch of MNIST takes five times as long, since all of its pages are new to the process; one copy per batch
@@ -100,15 +91,10 @@ class Rows:
         start: int,
         pin_memory: bool,
     ) -> Iterator[list[Tensor]]:
-        """Cut the rows into batches.
+        """Yield the rows in batches, from batch `start` on.
 
-        Args:
-            draw_order: Called when the first batch is asked for; returns the rows to use, `None` for all.
-            close_order: Called when there are no more full batches.
-            batch_size: Rows per batch.
-            drop_last: Leave out a last batch that is not full.
-            start: Number of batches to leave out at the beginning.
-            pin_memory: Copy into pinned memory.
+        `draw_order` is called for the first batch and returns the rows to use, None for all. `close_order` is called
+        after the last full batch.
         """
         order = draw_order()
         count = self.tensors[0].size(0) if order is None else len(order)

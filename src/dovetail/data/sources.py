@@ -14,8 +14,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from dovetail.data.loader import DataLoader
 from dovetail.errors import DataError
 
-__all__ = ["SamplerSource", "as_loader", "holds_samples", "is_one_shot", "num_batches"]
-
 
 @runtime_checkable
 class SamplerSource(Protocol):
@@ -168,9 +166,10 @@ def num_batches(loader: Iterable[Any]) -> int | None:
 
 def _tensor_dataset(arrays: Sequence[Any]) -> TensorDataset:
     tensors = [_tensor(array) for array in arrays]
-    lengths = [len(tensor) for tensor in tensors]
+    lengths = [str(len(tensor)) for tensor in tensors]
     if len(set(lengths)) != 1:
-        raise DataError(f"data: expected arrays with the same number of samples, got {_listed(lengths)}")
+        found = " and ".join(lengths) or "none"
+        raise DataError(f"data: expected arrays with the same number of samples, got {found}")
     return TensorDataset(*tensors)
 
 
@@ -208,7 +207,3 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, (str, bytes, int, float)):
         return repr(value)
     return f"a {type(value).__name__}{', whose to_numpy() is an array' if isinstance(value, _Table) else ''}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " and ".join(map(str, numbers)) or "none"

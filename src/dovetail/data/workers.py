@@ -10,6 +10,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,6 @@ from dovetail.data.generators import (
     set_generator_states,
     set_global_states,
 )
-
-__all__ = ["WorkerStates"]
 
 State = dict[str, Any]
 
@@ -67,7 +66,7 @@ class WorkerStates:
         collate_fn, worker_init_fn = loader.collate_fn, loader.worker_init_fn
         stamping = _Stamping(collate_fn, self._keeps_global)
         loader.collate_fn = stamping
-        loader.worker_init_fn = _Initialization(worker_init_fn, stamping, self.states, self._offset)
+        loader.worker_init_fn = _Initialization(worker_init_fn, stamping, list(self.states), self._offset)
         try:
             yield
         finally:
@@ -93,16 +92,14 @@ class WorkerStates:
             yield stamped.batch
 
 
+@dataclass(slots=True)
 class _Stamped:
     """A batch, the role of the worker that read it, and what changed in that worker's random state."""
 
-    __slots__ = ("batch", "changes", "lost", "role")
-
-    def __init__(self, batch: Any, role: int, changes: State, lost: list[str]) -> None:
-        self.batch = batch
-        self.role = role
-        self.changes = changes
-        self.lost = lost
+    batch: Any
+    role: int
+    changes: State
+    lost: list[str]
 
     def pin_memory(self) -> _Stamped:
         """Pin the batch; torch calls this for objects that it does not know."""
@@ -144,31 +141,25 @@ class _Stamping:
         return find_generators(dataset=_worker().dataset, collate_fn=self._collate_fn)
 
 
+@dataclass
 class _Initialization:
     """Gives a worker its role: its seed, the user's `worker_init_fn` and then its random state."""
 
-    def __init__(
-        self,
-        worker_init_fn: Callable[[int], Any] | None,
-        stamping: _Stamping,
-        states: Sequence[State | None],
-        offset: int,
-    ) -> None:
-        self._worker_init_fn = worker_init_fn
-        # The same object as the worker's `collate_fn`, also when both are pickled for it.
-        self._stamping = stamping
-        self._states = list(states)
-        self._offset = offset
+    worker_init_fn: Callable[[int], Any] | None
+    # The same object as the worker's `collate_fn`, also when both are pickled for it.
+    stamping: _Stamping
+    states: list[State | None]
+    offset: int
 
     def __call__(self, worker_id: int) -> None:
-        role = (worker_id + self._offset) % len(self._states)
+        role = (worker_id + self.offset) % len(self.states)
         if role != worker_id:
             _take_role(role)
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(role)
-        state = self._states[role]
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(role)
+        state = self.states[role]
         if state is not None:
-            self._stamping.restore(state)
+            self.stamping.restore(state)
 
 
 _PRIVATE = "private."

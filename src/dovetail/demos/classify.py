@@ -15,23 +15,17 @@ from dovetail.callbacks import EarlyStopping
 from dovetail.data import digits
 from dovetail.data.models import cnn
 from dovetail.demos.catalogue import Outcome
-from dovetail.demos.pictures import BLUE, GREEN, GREY, INK, ORANGE, picture, tidy
+from dovetail.demos.pictures import BLUE, GREEN, GREY, ORANGE, picture
 from dovetail.history import History
+from dovetail.history.drawing import INK, tidy
 from dovetail.trainers import Trainer
 from dovetail.units import counted
-
-__all__ = ["run"]
 
 _SHOWN = 12
 
 
 def run(folder: Path, *, num_epochs: int = 40) -> Outcome:
-    """Train, test, and draw the learning curves above some digits with what they were taken for.
-
-    Args:
-        folder: Where to write.
-        num_epochs: How long to train at most.
-    """
+    """Train, test, and draw the learning curves above some digits with what they were taken for."""
     train, valid, test = digits()
     print(f"{len(train)} images of 8×8 pixels to learn from, {len(valid)} to validate, {len(test)} to test")
     trainer = Trainer(

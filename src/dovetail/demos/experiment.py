@@ -13,8 +13,6 @@ from dovetail.search.records import ExperimentRecord, TrialRecord
 from dovetail.search.report import report, searched
 from dovetail.units import counted
 
-__all__ = ["run"]
-
 _SEARCH = """\
 name: spirals
 entrypoint: python3 train.py
@@ -35,12 +33,7 @@ max_restarts: 0
 
 
 def run(folder: Path, *, settings: tuple[str, ...] = ()) -> Outcome:
-    """Write the code and the file of a search, run it, and report.
-
-    Args:
-        folder: Where to write.
-        settings: What to change in the file, such as `searcher.max_trials=2`.
-    """
+    """Write the code and the file of a search, run it, and report."""
     code, file = folder / "code", folder / "search.yaml"
     store = Store.open(folder / "home")
     code.mkdir()
@@ -57,10 +50,10 @@ def run(folder: Path, *, settings: tuple[str, ...] = ()) -> Outcome:
     written = report(done, folder / "report.html")
     if len(written) == 1:
         print("no images of the report: matplotlib is not installed: pip install 'dovetail[plot]'")
-    names = sorted(searched(done))
+    names, num_early = sorted(searched(done)), sum(trial.state == "STOPPED" for trial in done.trials)
     ranked = sorted(done.trials, key=lambda trial: -(trial.best or 0.0))
     return Outcome(
-        f"accuracy {best.best:.1%} by trial {best.number}; {_num_early(done)} of {len(done.trials)} trials ended early",
+        f"accuracy {best.best:.1%} by trial {best.number}; {num_early} of {len(done.trials)} trials ended early",
         {
             "report.html": "the report, which needs no network",
             "report-curves.png": "how accurate each trial was, and when it ended",
@@ -89,10 +82,6 @@ class _Lines:
                     f"accuracy {shown(trial.best)}",
                     flush=True,
                 )
-
-
-def _num_early(record: ExperimentRecord) -> int:
-    return sum(trial.state == "STOPPED" for trial in record.trials)
 
 
 def _row(trial: TrialRecord, names: list[str]) -> list[str]:

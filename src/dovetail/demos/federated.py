@@ -14,27 +14,21 @@ from dovetail.clients import simple
 from dovetail.data.datasets import digits
 from dovetail.data.models import mlp
 from dovetail.demos.catalogue import Outcome
-from dovetail.demos.pictures import BLUE, INK, ORANGE, picture, tidy
+from dovetail.demos.pictures import BLUE, ORANGE, picture
 from dovetail.federated.data.partition import label_quantity
 from dovetail.federated.data.sources import PartitionedData
 from dovetail.federated.servers.display import RoundDisplay
+from dovetail.history.drawing import INK, tidy
 from dovetail.servers import fedavg
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 from dovetail.units import counted
 
-__all__ = ["run"]
-
 _NUM_CLIENTS = 10
 
 
 def run(folder: Path, *, rounds: int = 30) -> Outcome:
-    """Run the same federation by two algorithms, and draw who has what and how good the global model is.
-
-    Args:
-        folder: Where to write.
-        rounds: How many.
-    """
+    """Run the same federation by two algorithms, and draw who has what and how good the global model is."""
     train, test = digits(split=(0.8, 0.2))
     labels = train.tensors[1]
     cut = label_quantity(labels, _NUM_CLIENTS, classes_per_client=2)

@@ -16,13 +16,12 @@ from torch.optim import Adam, Optimizer
 from dovetail.callbacks import Callback
 from dovetail.data.models import mlp
 from dovetail.demos.catalogue import Outcome
-from dovetail.demos.pictures import BLUE, GREY, INK, picture
+from dovetail.demos.pictures import BLUE, GREY, picture
+from dovetail.history.drawing import INK
 from dovetail.trainers import Trainer
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-
-__all__ = ["run"]
 
 _NUM_LATENT = 8
 _NUM_CLOUDS = 8
@@ -32,12 +31,7 @@ _SHOWN = 1000
 
 
 def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
-    """Train, and draw what the generator makes of the same noise, again and again on the way.
-
-    Args:
-        folder: Where to write.
-        num_epochs: How long to train; a multiple of 5, so that there are six looks.
-    """
+    """Train for a multiple of 5 epochs, and draw six times what the generator makes of the same noise."""
     print(f"{_NUM_CLOUDS} clouds of points on a ring; the generator is never shown one of them")
     real = _ring(24576, torch.Generator().manual_seed(0))
     looks = _Looks(every=num_epochs // 5)

@@ -24,15 +24,14 @@ from dovetail.callbacks import Callback
 from dovetail.data import digits
 from dovetail.data.models import cnn
 from dovetail.demos.catalogue import Outcome
-from dovetail.demos.pictures import BLUE, GREY, INK, ORANGE, picture, tidy
+from dovetail.demos.pictures import BLUE, GREY, ORANGE, picture
 from dovetail.errors import DovetailError
+from dovetail.history.drawing import INK, tidy
 from dovetail.trainers import Trainer
 from dovetail.units import Batches
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
-
-__all__ = ["run", "train"]
 
 # In which batch the process is killed, and how often it saves: neither at the end of an epoch, nor right after a save.
 _KILLED_AT = 170
@@ -40,12 +39,7 @@ _SAVE_EVERY = 50
 
 
 def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
-    """Train once without a kill and once with one, and compare.
-
-    Args:
-        folder: Where to write.
-        num_epochs: How long to train, at 19 batches an epoch.
-    """
+    """Train once without a kill and once with one, and compare."""
     straight, killed = folder / "straight", folder / "killed"
     print("two processes begin the same training, and one of them will be killed", flush=True)
     with ThreadPoolExecutor() as pool:
@@ -117,13 +111,7 @@ class _SayLoss(Callback):
 
 
 def _watched(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[int, float]:
-    """Run `train` in a process of its own, and return the losses that it has printed, by batch.
-
-    Args:
-        folder: Where its checkpoints are.
-        num_epochs: How long it trains.
-        kill_at: It is killed as soon as it has said that this batch is done.
-    """
+    """Run `train` in a process of its own, and return the losses that it has printed, by batch."""
     command = [sys.executable, "-m", "dovetail.demos.resume", str(folder), str(num_epochs)]
     command += [] if kill_at is None else [str(kill_at)]
     losses: dict[int, float] = {}

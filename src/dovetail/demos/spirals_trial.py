@@ -16,8 +16,6 @@ from torch.utils.data import TensorDataset
 
 from dovetail import Epochs, pytorch
 
-__all__ = ["SpiralsTrial", "spirals"]
-
 
 def spirals(number: int, seed: int) -> TensorDataset:
     """Return points of two arms that wind around each other, and to which arm each of them belongs."""

@@ -12,14 +12,12 @@ from dovetail.extras import require
 from dovetail.history.lines import CUSTOM, Row
 from dovetail.history.metrics import mode_or_none
 
-__all__ = ["Series", "draw"]
-
 # The colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 
 _STAGES = {"train": ("#0072B2", "o"), "valid": ("#D55E00", "s"), "test": ("#009E73", "^")}
 _OTHERS = (("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
 _SPELLINGS = {"val": "valid", "validation": "valid"}
-_INK, _GRID = "#333333", "#E3E3E3"
+INK = "#333333"
 
 Series: TypeAlias = list[tuple[Row, float]]
 
@@ -50,11 +48,7 @@ def draw(path: Path, series: Mapping[str, Series]) -> None:
 
 
 def _draw_panel(
-    axes: Any,
-    metric: str,
-    curves: Mapping[str, Series],
-    styles: Mapping[str, tuple[str, str]],
-    counter: str,
+    axes: Any, metric: str, curves: Mapping[str, Series], styles: Mapping[str, tuple[str, str]], counter: str
 ) -> None:
     for stage, points in curves.items():
         colour, marker = styles[stage]
@@ -66,7 +60,7 @@ def _draw_panel(
         marks = {"marker": marker, "markersize": 4.5, "markevery": math.ceil(len(y) / 12)}
         axes.plot(x, y, color=colour, linewidth=1.7, label=label, **marks)
         if best is not None:
-            axes.plot(x[best], y[best], "o", markersize=12, markerfacecolor="none", markeredgecolor=_INK)
+            axes.plot(x[best], y[best], "o", markersize=12, markerfacecolor="none", markeredgecolor=INK)
     values = [value for points in curves.values() for _, value in points if math.isfinite(value)]
     if values and min(values) > 0 and max(values) > 30 * min(values):
         axes.set_yscale("log")
@@ -74,16 +68,22 @@ def _draw_panel(
         # A constant shows as one, rather than as the middle of an axis that is all decimals.
         axes.set_ylim(min(0.0, 2 * values[0]), max(0.0, 2 * values[0]) or 1.0)
     axes.margins(x=0.05, y=0.12)
-    axes.set_title(metric, loc="left", fontsize=11, fontweight="bold", color=_INK)
-    axes.set_xlabel(counter, color=_INK)
+    tidy(axes, metric, x=counter)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    if len(curves) > 1 or "valid" in curves:
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+
+
+def tidy(axes: Any, title: str, x: str = "", y: str = "") -> None:
+    """Set the title and the labels of a plot, and remove what has no information."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
-    axes.tick_params(colors=_INK, labelsize=9)
-    if len(curves) > 1 or "valid" in curves:
-        axes.legend(frameon=False, fontsize=9, labelcolor=_INK)
+    axes.tick_params(colors=INK, labelsize=9)
 
 
 def _split(name: str, stage: str) -> tuple[str, str]:

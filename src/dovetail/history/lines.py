@@ -15,23 +15,6 @@ from typing import Any, BinaryIO, TypeAlias
 
 from dovetail.errors import ConfigError
 
-__all__ = [
-    "BATCHES",
-    "CUSTOM",
-    "HEADER",
-    "VERSION",
-    "Row",
-    "as_line",
-    "check_header",
-    "decode",
-    "decode_row",
-    "encode",
-    "loss_rows",
-    "metrics_of",
-    "read_rows",
-    "write_atomically",
-]
-
 Row: TypeAlias = dict[str, str | int | float]
 """One event, with its `stage` (a string), its position (whole numbers) and its metrics (floats)."""
 

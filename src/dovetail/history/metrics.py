@@ -11,8 +11,6 @@ from dovetail.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LossTracker", "Mode", "RunHistory", "as_number", "mode_of", "mode_or_none"]
-
 Mode: TypeAlias = Literal["min", "max"]
 """Whether small or large values of a metric are good."""
 

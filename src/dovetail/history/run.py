@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     import pandas
     from torch import Tensor
 
-__all__ = ["History"]
-
 _MAX_HEADER = 1000
 _OTHER_FORMATS = (".csv", ".json", ".parquet", ".tsv", ".xlsx")
 
@@ -119,19 +117,12 @@ class History(RunHistory):
     # Reading
 
     def get_metric_names(self) -> set[str]:
-        """Return the names of all metrics that have a value."""
         return {name for row in self.rows for name, _ in metrics_of(row)}
 
     def get_metric_values(self, name: str) -> list[float]:
-        """Return every value of a metric, oldest first; an unknown metric has none."""
         return [value for _, value in self._series(name)]
 
     def get_latest_metric(self, name: str) -> float:
-        """Return the newest value of a metric.
-
-        Raises:
-            ValueError: The metric has no value; the message names the nearest one that has.
-        """
         if (row := self.last(name)) is None:
             raise self._unknown(name)
         return dict(metrics_of(row))[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dovetail.errors import InvalidHP
 from dovetail.pytorch import samplers
+from dovetail.pytorch.adapter import TrialTrainer
 from dovetail.pytorch.batch_process import TorchBatchProcessor, TorchBatchProcessorContext, torch_batch_process
 from dovetail.pytorch.callback import PyTorchCallback
 from dovetail.pytorch.context import PyTorchTrialContext, init
@@ -11,7 +12,7 @@ from dovetail.pytorch.data import DataLoader, TorchData
 from dovetail.pytorch.loading import load_trial_from_checkpoint_path
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducer
-from dovetail.pytorch.trainer import Trainer, TrialTrainer
+from dovetail.pytorch.trainer import Trainer
 from dovetail.pytorch.trial import PyTorchTrial
 from dovetail.units import Batch, Batches, Epoch, Epochs, Record, Records, TrainUnit
 

@@ -27,7 +27,7 @@ from dovetail.pytorch.callback import PyTorchCallback
 from dovetail.pytorch.context import PyTorchTrialContext, section
 from dovetail.pytorch.data import DataLoader
 from dovetail.pytorch.reducer import as_scalar, described, reduce_validation
-from dovetail.pytorch.trial import PyTorchTrial, check_evaluation, check_methods, defines, takes_index
+from dovetail.pytorch.trial import PyTorchTrial, check_methods, defines, takes_index
 from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer as AnyTrainer
 from dovetail.trainers.context import BoundScheduler, Plan, Stage, TrainingContext
@@ -35,8 +35,6 @@ from dovetail.trainers.metrics import Meter
 from dovetail.trainers.precision import Precision
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import Batches, Epochs, TrainUnit
-
-__all__ = ["AT_THE_END", "CheckpointPolicy", "Period", "TrialTrainer", "Wishes"]
 
 CheckpointPolicy = Literal["best", "all", "none"]
 Period = TrainUnit | Mapping[str, int] | None
@@ -73,7 +71,6 @@ class TrialTrainer(SingleProcessTrainer):
         context = trial.made_with or context
         if not context.models:
             raise ConfigError(f"{type(trial).__name__} has no model: its constructor has to call context.wrap_model")
-        check_evaluation(trial)
         check_methods(trial)
         self.trial = trial
         self.trial_context = context
@@ -117,13 +114,11 @@ class TrialTrainer(SingleProcessTrainer):
     # ------------------------------------------------------------------ seams
 
     def get_optimizer(self, model: nn.Module) -> Sequence[Optimizer]:
-        """Return the optimizers that the trial wrapped."""
         if not self.trial_context.optimizers:
             raise ConfigError(f"{type(self.trial).__name__} has no optimizer: it has to call context.wrap_optimizer")
         return self.trial_context.optimizers
 
     def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> list[BoundScheduler]:
-        """Return the schedulers that the trial wrapped."""
         return [scheduler.bound() for scheduler in self.trial_context.lr_schedulers]
 
     def _loader(self, stage: Stage) -> Any:
@@ -180,7 +175,6 @@ class TrialTrainer(SingleProcessTrainer):
         super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
-        """End the trial."""
         context = self.context
         try:
             if context.stage == "train":
@@ -219,7 +213,6 @@ class TrialTrainer(SingleProcessTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
         own = state.get("trial")
         if own is None:
             raise CheckpointError("the checkpoint is of a trainer, not of a trial")
@@ -296,15 +289,13 @@ class TrialTrainer(SingleProcessTrainer):
         return {name: float(value) for name, value in metrics.items() if _is_number(value)}
 
     def to_device(self, batch: Any) -> Any:
-        """Move a batch, unless the trial does so itself."""
         return super().to_device(batch) if self.trial_context.experimental.moves_batches else batch
 
     def _batch_length(self, batch: Any) -> int:
-        """Ask the trial."""
+        """Return the number of samples that the trial counts in a batch."""
         return self.trial.get_batch_length(batch)
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Let the trial train on a batch."""
         progress = self.context.progress
         if self.context.run.batch.is_idle:
             with self.trial_context.reducers.set_aside():
@@ -314,7 +305,6 @@ class TrialTrainer(SingleProcessTrainer):
         return cast("Mapping[str, Any]", self._scalars({"loss": output} if isinstance(output, Tensor) else output))
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
-        """Let the trial evaluate a batch."""
         output = self._evaluated(batch)
         if not isinstance(output, Mapping):
             raise ConfigError(f"evaluate_batch: expected metrics by name, got {type(output).__name__}")
@@ -323,7 +313,6 @@ class TrialTrainer(SingleProcessTrainer):
         return output
 
     def predict_step(self, batch: Any) -> Any:
-        """Let the trial predict, or else evaluate, a batch."""
         return self.trial.predict_batch(batch) if defines(self.trial, "predict_batch") else self._evaluated(batch)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
@@ -482,7 +471,6 @@ class _Workload(Callback):
         self._before = trainer.context.progress.copy()
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Begin, and tell the trial."""
         plan = context.run.plan
         assert plan is not None
         units = [unit for unit in (self._trainer.wishes.reporting, plan.validate, plan.save) if unit is not None]
@@ -494,7 +482,6 @@ class _Workload(Callback):
             callback.on_training_start()
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        """Take in a batch, and report where a period ends."""
         self._meter.add(output, context.run.batch.num_samples)
         if self._trainer.trial_callbacks and context.run.batch.num_samples:
             self._batches.append({name: _detached(value) for name, value in output.items() if _is_number(value)})
@@ -508,7 +495,6 @@ class _Workload(Callback):
             self._end(context)
 
     def on_checkpoint(self, context: TrainingContext, path: Path) -> None:
-        """Tell the trial."""
         callbacks = self._trainer.trial_callbacks.values()
         if not callbacks:
             return
@@ -587,7 +573,6 @@ class _TorchProfiler(Callback):
         self._profiler: Any = None
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Start it."""
         from torch.profiler import profile, tensorboard_trace_handler
 
         assert self._context.profiler_settings is not None
@@ -597,15 +582,12 @@ class _TorchProfiler(Callback):
         self._profiler.start()
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        """Go one step on."""
         self._profiler.step()
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Stop it."""
         self._stop()
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """Stop it."""
         self._stop()
 
     def _stop(self) -> None:

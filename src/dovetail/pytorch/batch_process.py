@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,12 +19,11 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from dovetail import checkpoint, core
+from dovetail.core.distributed import local_device
 from dovetail.data import DataLoader, Share, to_device
 from dovetail.errors import ConfigError, DataError, misspelled_methods
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.runtime.signals import Interrupted
-
-__all__ = ["TorchBatchProcessor", "TorchBatchProcessorContext", "torch_batch_process"]
 
 _logger = logging.getLogger("dovetail.pytorch")
 
@@ -45,8 +45,7 @@ class TorchBatchProcessorContext:
     def __init__(self, core_context: core.Context, output_path: Path, max_batches: int | None = None) -> None:
         self._core = core_context
         self.distributed = core_context.distributed
-        local_rank = self.distributed.local_rank
-        self.device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = local_device(self.distributed.local_rank)
         self.max_batches = max_batches
         self.output_path = output_path
         self._reducers = Reducers()
@@ -208,7 +207,7 @@ def torch_batch_process(
         num_steps = share.num_steps(total) if max_batches is None else min(share.num_steps(total), max_batches)
         batches = iter(loader)
         for step in range(share.begun, num_steps):
-            for batch in _next(batches):
+            for batch in islice(batches, 1):
                 with torch.no_grad():
                     processor.process_batch(batch, step)
             done = step + 1
@@ -262,12 +261,7 @@ class _Progress:
         """Keep that every process has done so many steps, and all of them so many batches of the dataset."""
         if not self._peers.is_chief:
             return
-        metadata = {
-            "steps_completed": steps,
-            "batches": batches,
-            "output": self.output,
-            "batch_process": self._work,
-        }
+        metadata = {"steps_completed": steps, "batches": batches, "output": self.output, "batch_process": self._work}
         with self._store.store_path(metadata) as (path, storage_id):
             checkpoint.save(path / _REDUCERS, {"slots": [*self.earlier, *gathered]})
         if self._latest is not None:
@@ -288,13 +282,6 @@ class _Progress:
 
 def _described(work: Mapping[str, Any]) -> str:
     return f"{work['processor']} with {work['samples']} samples in batches of {work['batch_size']}"
-
-
-def _next(batches: Iterator[Any]) -> list[Any]:
-    """Return the next batch in a list, which is empty when there is none: any value may be a batch."""
-    for batch in batches:
-        return [batch]
-    return []
 
 
 def _batch_size(given: int | None, settings: dict[str, Any]) -> int:

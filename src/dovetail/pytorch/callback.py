@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PyTorchCallback"]
-
 
 class PyTorchCallback:
     """Watches a trial. Override the hooks you need; they are listed in the order in which they are called.

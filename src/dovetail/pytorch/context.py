@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from dovetail.config import hyperparameters, locate
 from dovetail.core import DistributedContext, storage_directory
+from dovetail.core.distributed import local_device
 from dovetail.data import to_device
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
@@ -22,14 +22,13 @@ from dovetail.info import TrialInfo, get_cluster_info, note_hparams_read, unnoti
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.trainers.randomness import seed_everything
+from dovetail.units import check_count
 
 if TYPE_CHECKING:
     from dovetail.pytorch.trainer import Trainer
     from dovetail.pytorch.trial import PyTorchTrial
     from dovetail.trainers.context import TrainingContext
     from dovetail.trainers.precision import PrecisionName
-
-__all__ = ["Hyperparameters", "MissingHyperparameterError", "PyTorchTrialContext", "init"]
 
 _Trial = TypeVar("_Trial", bound="PyTorchTrial")
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -92,9 +91,7 @@ def init(
         raise ConfigError(f"aggregation_frequency: expected at least 1, got {aggregation_frequency}")
     if "records_per_epoch" in config:
         warnings.warn(
-            "records_per_epoch means nothing here: an epoch is a pass over the training data",
-            UserWarning,
-            stacklevel=2,
+            "records_per_epoch means nothing here: an epoch is a pass over the training data", UserWarning, stacklevel=2
         )
     context = PyTorchTrialContext(
         hparams=hparams,
@@ -142,7 +139,7 @@ class PyTorchTrialContext:
         verbose: bool = True,
     ) -> None:
         self.distributed = distributed
-        self.device = _device(distributed)
+        self.device = local_device(distributed.local_rank)
         self.unnoticed_hparams = Hyperparameters(hparams)
         self.info = info
         self.aggregation_frequency = aggregation_frequency
@@ -173,9 +170,7 @@ class PyTorchTrialContext:
     def __enter__(self) -> PyTorchTrialContext:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.distributed.close(error)
 
     # ------------------------------------------------------------------ for a script
@@ -222,11 +217,7 @@ class PyTorchTrialContext:
         return self._trainer(trial).predict(data)
 
     def load_checkpoint_trial(
-        self,
-        trial_class: type[_Trial],
-        trial_id: int | None = None,
-        path: str | Path | None = None,
-        **kwargs: Any,
+        self, trial_class: type[_Trial], trial_id: int | None = None, path: str | Path | None = None, **kwargs: Any
     ) -> _Trial:
         """Return a trial with the weights of a checkpoint: of the best one of a trial, or the one at a path.
 
@@ -333,11 +324,7 @@ class PyTorchTrialContext:
     # ------------------------------------------------------------------ in a batch
 
     def backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool = False,
-        create_graph: bool = False,
+        self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False, create_graph: bool = False
     ) -> None:
         """Differentiate a loss, in the precision and the window of batches that the run has."""
         if gradient is None and not retain_graph and not create_graph:
@@ -441,9 +428,8 @@ class PyTorchTrialContext:
     def get_global_batch_size(self) -> int:
         """Return the hyperparameter `global_batch_size`: samples of all processes in one batch each."""
         size = self.hparams["global_batch_size"]
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"global_batch_size: expected a whole number that is at least 1, got {size!r}")
-        return size
+        check_count("global_batch_size", size)
+        return int(size)
 
     def get_per_slot_batch_size(self) -> int:
         """Return the share of one process in the global batch size."""
@@ -615,12 +601,6 @@ def _checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: M
     if info is not None and info.directory is not None:
         return Path(info.directory).parent
     return storage_directory(config.get("checkpoint_storage") or "checkpoints")
-
-
-def _device(distributed: DistributedContext) -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", distributed.local_rank)
-    return torch.device("cpu")
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -13,8 +13,6 @@ from torch.utils.data import IterableDataset, RandomSampler
 from dovetail import data
 from dovetail.errors import DataError
 
-__all__ = ["DataLoader", "EndlessLoader", "TorchData"]
-
 T_co = TypeVar("T_co", covariant=True)
 
 TorchData = Union[Tensor, NDArray[Any], dict[str, Any], list[Any], tuple[Any, ...]]  # noqa: UP007 - used at run time

@@ -16,8 +16,6 @@ from dovetail.errors import CheckpointError, ConfigError
 from dovetail.pytorch.context import Hyperparameters, PyTorchTrialContext
 from dovetail.pytorch.trial import PyTorchTrial
 
-__all__ = ["load_trial_from_checkpoint_path"]
-
 _Trial = TypeVar("_Trial", bound=PyTorchTrial)
 
 
@@ -43,10 +41,7 @@ def load_trial_from_checkpoint_path(
         named = own.get("trial_class", "unknown")
         raise ConfigError(f"trial_class: names in files are not imported: give the class (it was {named})")
     context = PyTorchTrialContext(
-        hparams=own["hparams"],
-        config=own["experiment_config"],
-        distributed=DistributedContext(),
-        verbose=False,
+        hparams=own["hparams"], config=own["experiment_config"], distributed=DistributedContext(), verbose=False
     )
     return _made(context, trial_class, Path(path), state, trial_kwargs or {})
 

@@ -11,8 +11,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dovetail.errors import ConfigError
 from dovetail.trainers.context import BoundScheduler, Interval
 
-__all__ = ["LRScheduler"]
-
 
 class LRScheduler:
     """A scheduler of torch and the mode in which it steps, as `context.wrap_lr_scheduler` returns it.

@@ -24,17 +24,6 @@ from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError, DataError, UnknownNameError, add_note
 from dovetail.trainers.context import Stage
 
-__all__ = [
-    "Exchange",
-    "FunctionReducer",
-    "MetricReducer",
-    "Reducer",
-    "Reducers",
-    "as_scalar",
-    "described",
-    "reduce_validation",
-]
-
 Exchange = Callable[[Any], list[Any]]
 
 
@@ -46,10 +35,6 @@ class Reducer(Enum):
         SUM: The sum over batches.
         MAX: The largest value of any batch.
         MIN: The smallest value of any batch.
-
-    Example:
-        >>> Reducer("avg")
-        <Reducer.AVG: 'avg'>
     """
 
     AVG = "avg"
@@ -124,15 +109,12 @@ class FunctionReducer(MetricReducer):
         self._values.append(map_tensors(Tensor.detach, value))
 
     def reset(self) -> None:
-        """Forget every value."""
         self._values = []
 
     def per_slot_reduce(self) -> list[Any]:
-        """Return the values of this slot."""
         return self._values
 
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """Return what the function makes of the values of all slots."""
         # Batches are dealt out to the slots in turn.
         turns = chain.from_iterable(zip_longest(*per_slot_metrics, fillvalue=_NOTHING))
         return self._function([value for value in turns if value is not _NOTHING])
@@ -162,13 +144,9 @@ class Reducers:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Keep a reducer, and return it; a function becomes an object with `update(value)`.
+        """Store a reducer, and return it, as `PyTorchTrialContext.wrap_reducer` describes.
 
-        Args:
-            reducer: A `MetricReducer`, or a function of the list of all values.
-            name: The name of the metric; None when the reducer returns a dict of metrics.
-            for_training: Reduce it whenever training metrics are reported.
-            for_validation: Reduce it at the end of each validation.
+        A function becomes an object with `update(value)`.
         """
         if not isinstance(reducer, MetricReducer):
             if not callable(reducer) or (isinstance(reducer, type) and issubclass(reducer, MetricReducer)):
@@ -187,12 +165,7 @@ class Reducers:
             wrapped.reducer.reset()
 
     def reduce(self, stage: Stage, exchange: Exchange) -> dict[str, Any]:
-        """Return the metrics of a stage's reducers, over all slots. Every slot must call this.
-
-        Args:
-            stage: All stages but training are those of validation.
-            exchange: Called once, or not at all where the stage has no reducers.
-        """
+        """Return the metrics of a stage's reducers, over all slots. Every slot must call this."""
         chosen = self._of(stage)
         if not chosen:
             return {}

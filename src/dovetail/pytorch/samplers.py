@@ -71,10 +71,7 @@ class RepeatSampler(_Wrapper[T]):
 
 
 class RepeatBatchSampler(RepeatSampler[list[Any]]):
-    """Begins anew, endlessly, whenever a batch sampler is through. Its length is that of one pass.
-
-    Args:
-        batch_sampler: What to repeat.
+    """`RepeatSampler` for the batches of a batch sampler.
 
     Example:
         >>> list(islice(RepeatBatchSampler(BatchSampler(range(3), 2, drop_last=False)), 3))
@@ -115,15 +112,7 @@ class DistributedSampler(_Wrapper[T]):
 
 
 class DistributedBatchSampler(DistributedSampler[list[Any]]):
-    """Gives every `num_workers`-th batch of a batch sampler from number `rank` on.
-
-    All ranks together give exactly what the batch sampler gives. Where that does not divide, the first ranks get one
-    more.
-
-    Args:
-        batch_sampler: What to share; the same in every process.
-        num_workers: How many share it.
-        rank: Which of them this is.
+    """`DistributedSampler` for the batches of a batch sampler.
 
     Example:
         >>> batches = BatchSampler(range(5), 2, drop_last=False)
@@ -161,13 +150,7 @@ class SkipSampler(_Wrapper[T]):
 
 
 class SkipBatchSampler(SkipSampler[list[Any]]):
-    """Leaves out the first batches of the first pass over a batch sampler, and of no other.
-
-    Its length is that of a whole pass.
-
-    Args:
-        batch_sampler: What to begin in the middle of.
-        skip: Batches to leave out.
+    """`SkipSampler` for the batches of a batch sampler.
 
     Example:
         >>> list(SkipBatchSampler(BatchSampler(range(5), 2, drop_last=False), skip=1))
@@ -202,7 +185,6 @@ class ReproducibleShuffleSampler(_Wrapper[T]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`."""
         super().set_epoch(epoch)
         self._epoch = epoch
 
@@ -214,13 +196,9 @@ class ReproducibleShuffleSampler(_Wrapper[T]):
 
 
 class ReproducibleShuffleBatchSampler(ReproducibleShuffleSampler[list[Any]]):
-    """Shuffles the batches of a batch sampler, in an order that is a function of the seed and the epoch alone.
+    """`ReproducibleShuffleSampler` for the batches of a batch sampler.
 
-    What is in a batch stays together; shuffling samples before they are batched mixes better.
-
-    Args:
-        batch_sampler: What to shuffle; it must end.
-        seed: Any whole number.
+    The samples of a batch stay together; shuffling samples before they are batched mixes better.
 
     Example:
         >>> batches = BatchSampler(range(5), 2, drop_last=False)

@@ -17,8 +17,6 @@ from dovetail.trainers.base import Trainer as AnyTrainer
 from dovetail.trainers.decorators import AMPTrainer, DDPTrainer
 from dovetail.units import Batches, parse_unit
 
-__all__ = ["CheckpointPolicy", "Trainer", "TrialTrainer"]
-
 
 class Trainer:
     """Trains a trial.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dovetail.pytorch.context import PyTorchTrialContext
     from dovetail.pytorch.data import TorchData
 
-__all__ = ["PyTorchTrial"]
-
 
 class PyTorchTrial(ABC):
     """A model, its optimizers and its data, and what is computed for a batch.
@@ -119,17 +117,11 @@ def defines(trial: PyTorchTrial, *methods: str) -> bool:
     return any(getattr(type(trial), method) is not getattr(PyTorchTrial, method) for method in methods)
 
 
-def check_evaluation(trial: PyTorchTrial) -> None:
-    """Refuse two ways to validate."""
-    if defines(trial, "evaluate_batch") and defines(trial, "evaluate_full_dataset"):
-        raise ConfigError(
-            f"{type(trial).__name__} has both evaluate_batch and evaluate_full_dataset: expected one of them"
-        )
-
-
 def check_methods(trial: PyTorchTrial) -> None:
-    """Warn of methods that are never called."""
+    """Raise if a trial has two ways to validate, and warn of methods that are never called."""
     kind = type(trial)
+    if defines(trial, "evaluate_batch") and defines(trial, "evaluate_full_dataset"):
+        raise ConfigError(f"{kind.__name__} has both evaluate_batch and evaluate_full_dataset: expected one of them")
     for name, nearest in misspelled_methods(kind, PyTorchTrial):
         warnings.warn(f"{kind.__name__}.{name} is never called: did you mean {nearest}?", UserWarning, stacklevel=2)
     if defines(trial, "evaluate_full_dataset") and defines(trial, "evaluation_reducer"):

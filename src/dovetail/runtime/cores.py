@@ -6,8 +6,6 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["graphics_cards", "num_cores", "threads_per_process"]
-
 
 def num_cores() -> int:
     """Return how many cores this process may use."""
@@ -25,10 +23,5 @@ def graphics_cards() -> list[str]:
 
 
 def threads_per_process(num_processes: int) -> int:
-    """Return how many threads each of several processes gets; more threads than cores wait for each other, spinning.
-
-    Example:
-        >>> threads_per_process(10**6)
-        1
-    """
+    """Return how many threads each of several processes gets; more threads than cores wait for each other, spinning."""
     return max(1, num_cores() // num_processes)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from dovetail.printing import quiet
 from dovetail.runtime.signals import preserved_handlers
 
 __all__ = ["RunResult", "run_workers"]
@@ -72,7 +73,6 @@ class _Loopback(RendezvousHandler):
         self._store: Any = None
 
     def get_backend(self) -> str:
-        """Name it."""
         return "loopback"
 
     @property
@@ -101,11 +101,9 @@ class _Loopback(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Name the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Let the store go."""
         self._store = None
         return True
 
@@ -115,12 +113,6 @@ def _quiet_elastic() -> Iterator[None]:
     """Keep the agent's log lines from the terminal, and put back the signal handlers that it replaces."""
     # Each of its modules has a logger with a level of its own.
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        with preserved_handlers(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    with quiet(*names, level=logging.CRITICAL), preserved_handlers(*signals):
+        yield

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["describe_exit", "end_with_parent"]
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -19,10 +17,6 @@ def end_with_parent(parent: int, number: int) -> Callable[[], None]:
 
     The kernel does so on Linux only, and when the thread ends that has started the process. The function can be the
     `preexec_fn` of a `Popen`: everything is loaded before the fork.
-
-    Args:
-        parent: The id of the parent.
-        number: The signal that the kernel sends.
     """
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 

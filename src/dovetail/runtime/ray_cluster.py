@@ -12,8 +12,6 @@ from dovetail.extras import require
 from dovetail.runtime.cores import graphics_cards, num_cores
 from dovetail.runtime.signals import preserved_handlers
 
-__all__ = ["NAMESPACE", "connect"]
-
 NAMESPACE = "dovetail"
 """The namespace of all actors."""
 

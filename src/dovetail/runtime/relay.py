@@ -19,20 +19,6 @@ from dovetail.checkpoint.encoding import encode
 from dovetail.errors import CheckpointError, DovetailError, add_note
 from dovetail.runtime.cores import threads_per_process
 
-__all__ = [
-    "TrainingProcessError",
-    "arithmetic",
-    "circumstances",
-    "described",
-    "is_storable",
-    "load_error",
-    "rebuilt",
-    "saved_error",
-    "set_arithmetic",
-    "set_circumstances",
-    "share_of_threads",
-]
-
 
 class TrainingProcessError(DovetailError):
     """Training in a process of its own brought no result; where the child could tell why, a note has its traceback."""
@@ -44,12 +30,7 @@ def share_of_threads(limit: int) -> int:
 
 
 def arithmetic() -> dict[str, Any]:
-    """Return how torch computes here, as plain values, for `set_arithmetic` in another process.
-
-    Example:
-        >>> arithmetic()["dtype"]
-        'float32'
-    """
+    """Return how torch computes here, as plain values, for `set_arithmetic` in another process."""
     return {
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -71,12 +52,7 @@ def set_arithmetic(found: Mapping[str, Any], num_threads: int) -> None:
 
 
 def circumstances(num_processes: int) -> dict[str, Any]:
-    """Return what each of several worker processes is given for `set_circumstances`: where modules are, and arithmetic.
-
-    Example:
-        >>> sorted(circumstances(2))
-        ['arithmetic', 'num_threads', 'path']
-    """
+    """Return the module path and the arithmetic that each of several workers receives for `set_circumstances`."""
     return {"path": sys.path, "arithmetic": arithmetic(), "num_threads": share_of_threads(num_processes)}
 
 
@@ -110,12 +86,7 @@ def described(error: Exception) -> dict[str, Any]:
 
 @contextmanager
 def saved_error(path: Path, **details: Any) -> Iterator[None]:
-    """Write an error of a worker process to a file, for `load_error`, and end the process with exit code 1.
-
-    Args:
-        path: The file, which is written only after an error.
-        details: Plain values that are stored with it.
-    """
+    """Write an error of a worker process to a file, for `load_error`, and end the process with exit code 1."""
     try:
         yield
     except Exception as error:

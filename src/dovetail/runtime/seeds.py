@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from hashlib import blake2b, sha256
 from typing import Literal
 
-__all__ = ["Rule", "derive_seed"]
-
 Rule = Literal["text", "loader", "poisson", "trial", "rank", "sized_batches"]
 """A formula of `derive_seed`. Each name but the first stands for one place, whose numbers must not change."""
 

@@ -10,18 +10,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
-__all__ = [
-    "Interrupted",
-    "SignalHandler",
-    "Stoppable",
-    "announce",
-    "collect_signals",
-    "heeding_signals",
-    "ignore_interrupts",
-    "listening",
-    "preserved_handlers",
-]
-
 _DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 

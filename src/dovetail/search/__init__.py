@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dovetail.checks import ConfigErrors
 from dovetail.search.experiment import Experiment, SearchResult, search
-from dovetail.search.records import ExperimentRecord, JobRecord, TrialRecord
+from dovetail.search.records import ExperimentError, ExperimentRecord, JobRecord, TrialRecord
 from dovetail.search.runner import Runner
-from dovetail.search.schema import ConfigErrors, ExperimentConfig, read_experiment
-from dovetail.search.store import ExperimentError, Store
+from dovetail.search.schema import ExperimentConfig, read_experiment
+from dovetail.search.store import Store
 
 __all__ = [
     "ConfigErrors",

@@ -15,8 +15,6 @@ from typing import Any, Literal
 from dovetail.printing import page_text as escape
 from dovetail.printing import printable
 
-__all__ = ["BarChart", "Dimension", "Line", "LineChart", "ParallelChart", "Polyline", "Scale", "shown"]
-
 Color = tuple[float, float, float]
 GOOD: Color = (0.09, 0.36, 0.72)
 BAD: Color = (0.84, 0.80, 0.75)
@@ -59,7 +57,7 @@ class Scale:
         """Return the scale of some finite values.
 
         Args:
-            values: What it has room for.
+            values: The values that the axis shows.
             is_log: Whether it is logarithmic, if it can be; None for where the values are of several magnitudes.
         """
         # Integers may differ by less than a float can tell.
@@ -97,10 +95,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn for one trial, or for all of them.
+    """The curve or the dots of one trial, or of all trials.
 
     Attributes:
-        label: What is said where a pointer rests on it.
+        label: The text that is shown under the pointer.
         points: Finite numbers.
         quality: From 0 for the worst to 1 for the best.
         trial: The number of the trial, or None.
@@ -203,35 +201,20 @@ class Dimension:
 
 
 @dataclass(frozen=True)
-class Polyline:
-    """One trial across all dimensions.
-
-    Attributes:
-        label: What is said where a pointer rests on it.
-        places: One place from 0 to 1 per dimension.
-        quality: From 0 for the worst to 1 for the best.
-        trial: The number of the trial.
-    """
-
-    label: str
-    places: tuple[float, ...]
-    quality: float
-    trial: int
-
-
-@dataclass(frozen=True)
 class ParallelChart:
     """Parallel coordinates: one vertical axis per hyperparameter, the metric last.
 
+    The points of a line are the numbers of the axes, and its places on them from 0 to 1.
+
     Example:
         >>> axes = (Dimension("lr", ((0, "0.01"), (1, "0.1"))), Dimension("loss", ((0, "0.5"), (1, "2"))))
-        >>> chart = ParallelChart(axes, (Polyline("trial 0", (0.0, 1.0), 1.0, 0),))
+        >>> chart = ParallelChart(axes, (Line("trial 0", ((0, 0.0), (1, 1.0))),))
         >>> chart.svg().count('class="axis"')
         2
     """
 
     dimensions: tuple[Dimension, ...]
-    lines: tuple[Polyline, ...]
+    lines: tuple[Line, ...]
 
     def svg(self) -> str:
         """Return the picture as an element of a page."""
@@ -249,8 +232,7 @@ class ParallelChart:
                 axes.append(_text(x + 6, y + 4, _cut(label, 14), "start", "tick halo", label))
         for line in sorted(self.lines, key=lambda line: line.quality):
             points = " ".join(
-                f"{side + index * gap:.1f},{bottom - place * (bottom - top):.1f}"
-                for index, place in enumerate(line.places)
+                f"{side + index * gap:.1f},{bottom - place * (bottom - top):.1f}" for index, place in line.points
             )
             marks = f'<polyline class="reach" points="{points}"/><polyline points="{points}"/>'
             parts.append(_group(line.label, line.quality, line.trial, marks))
@@ -261,7 +243,7 @@ class ParallelChart:
         figure.set_size_inches(max(7.0, 1.7 * len(self.dimensions)), 3.6)
         axes = figure.subplots()
         for line in sorted(self.lines, key=lambda line: line.quality):
-            axes.plot(range(len(line.places)), line.places, color=_color(line.quality), linewidth=1.6)
+            axes.plot(*zip(*line.points, strict=True), color=_color(line.quality), linewidth=1.6)
         halo = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8}
         for index, dimension in enumerate(self.dimensions):
             axes.axvline(index, color="#777777", linewidth=1)
@@ -316,7 +298,7 @@ class BarChart:
 
 
 def _svg(label: str, width: float, height: float, parts: Sequence[str], min_width: float = 400.0) -> str:
-    # Where it cannot be read any more, on a phone, the page scrolls it sideways instead.
+    # Below this width, as on a phone, the page scrolls the picture sideways.
     opening = (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}" '
         f'style="min-width:{min_width:.0f}px;max-width:{1.2 * width:.0f}px">'

@@ -1,4 +1,4 @@
-"""The checkpoints of trials, as those who run them see them: which is the newest, and which are to be kept."""
+"""Checkpoints of trials: which one is the newest, and which ones are removed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from dovetail.checkpoint.files import DISK, discard, is_temporary
 from dovetail.checkpoint.store import remove, scan
 from dovetail.checkpoint.stored_files import is_stored_files, read_stored_files, verify_stored_files
 from dovetail.errors import CheckpointError
-
-__all__ = ["StoredCheckpoint", "checkpoints_of", "latest_checkpoint", "remove_surplus"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class StoredCheckpoint:
 
     @property
     def reference(self) -> str:
-        """What a trial is given to go on from it."""
+        """The text by which a trial resumes from it: a name or a path."""
         return self.path.name if self.is_files else str(self.path)
 
 
@@ -59,15 +57,8 @@ def remove_surplus(
 ) -> list[Path]:
     """Remove the checkpoints of trials that no rule keeps, and return their folders.
 
-    A damaged one counts for nothing, and stays for whoever wants to look at it.
-
-    Args:
-        trials: The folders of trials, and their metric after so many batches.
-        ended: Those of them that have ended: only they lose any.
-        experiment_best: Keep so many of the best of all trials.
-        trial_best: Keep so many of the best of every trial.
-        trial_latest: Keep so many of the newest of every trial.
-        smaller_is_better: The direction of the metric.
+    `trials` has the folders of all trials with their metric by batches; only those in `ended` lose checkpoints. The
+    numbers are how many checkpoints each rule keeps. A damaged checkpoint does not count, and stays for the user.
     """
     # A link in place of a trial's folder would lead out of the experiment.
     own = [trial for trial in trials if not trial.is_symlink()]
@@ -82,7 +73,7 @@ def remove_surplus(
         candidates = [each for each in measured if each.id not in damaged]
         kept = experiment_retention(candidates, experiment_best, trial_best, trial_latest, smaller_is_better)
         lost = [path for path, (trial, _) in found.items() if trial in ended and path not in kept | damaged]
-        # Nothing goes before what stays in its place was looked at.
+        # Nothing is removed before the checkpoints that stay are verified.
         losing = {found[path][0] for path in lost}
         unseen = [path for path in found if path in kept and path not in intact and found[path][0] in losing]
         if not unseen:

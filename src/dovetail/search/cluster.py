@@ -1,11 +1,11 @@
 """Trials on a Ray cluster.
 
-Every attempt has a keeper: an actor with a name of its own, on a node with room for it, that outlives whoever has
-started it. It begins the attempt there as `LocalBackend` does here, so the files of an attempt say the same as on one
-machine; all nodes see the folder of the experiment. Ray tells what files cannot: that a node is gone.
+Every attempt has a keeper: a named actor on a node with free slots, which outlives the process that has started it.
+The keeper starts the attempt on its node as `LocalBackend` does here, so the files of an attempt are the same as on one
+machine; all nodes share the folder of the experiment. Ray reports what files cannot: that a node is gone.
 
     runner ── RayBackend ──▷ keeper (actor) ──▷ sh ──▷ the script
-                                └ guard: ends what is left of the attempt when the keeper is no more
+                                └ guard: kills the rest of the attempt when the keeper is dead
 
 A trial whose slots are on several nodes has a keeper without a slot: see `dovetail.search.spread`.
 """
@@ -32,30 +32,29 @@ from typing import Any
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.runtime.ray_cluster import NAMESPACE, connect
 from dovetail.search.checkpoints import latest_checkpoint
-from dovetail.search.processes import Attempt, Ended, LocalBackend
+from dovetail.search.failures import tell_log
+from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend
 from dovetail.search.secrets import masked_url, write_private
 from dovetail.search.spread import is_spreadable, spread
 from dovetail.search.storage import opened, pull, push
 
-__all__ = ["ClusterLostError", "RayBackend", "guarded", "main"]
-
 _EVERY = 0.05
-# Seconds for which the nodes of a cluster are believed to be the same.
+# Seconds for which the list of nodes is cached.
 _REMEMBERED = 2.0
-# Seconds that a guard has to end the processes of a keeper that died.
+# Seconds that a guard has to kill the processes of a dead keeper.
 _SETTLING = 1.0
 _COPIED_EVERY = 2.0
-# Seconds after which a keeper leaves that nobody needs: its runner may be dead.
+# Seconds after which an unused keeper exits: its runner may be dead.
 _PATIENCE = 60.0
-# Seconds for which a head may be away. Ray itself ends this process after a minute, with pages of its own state.
+# Seconds for which the head may be unreachable. Ray itself ends this process after a minute.
 _ABSENCE = 20.0
 
 
 class ClusterLostError(DovetailError):
-    """The head of a cluster cannot be reached any more, so that nothing is known about its trials."""
+    """The head of a cluster cannot be reached, so the state of its trials is unknown."""
 
 
-class RayBackend:
+class RayBackend(Backend):
     """Runs trials on the nodes of a Ray cluster.
 
     A slot is a graphics card where the cluster has any, else a core of a processor. The folder of experiments, the code
@@ -94,16 +93,15 @@ class RayBackend:
         self._resource = "CPU"
 
     def capacity(self, slots: int) -> int:
-        """Return how many trials of so many slots can be at work at the same time: at least one."""
         self._see_head()
         rooms = self._slots_of_nodes()
         whole = sum(room // slots for room in rooms)
         return max(1, whole or sum(rooms) // slots)
 
     def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
-        """Begin an attempt; one that has begun already is left alone.
+        """Start an attempt; one that has started before is left alone.
 
-        Where no node has so many slots, Ray Train spreads the processes of the trial over several.
+        If no node has so many slots, Ray Train spreads the processes of the trial over several.
 
         Raises:
             ConfigError: The command cannot be spread.
@@ -111,16 +109,16 @@ class RayBackend:
         rooms = self._slots_of_nodes()
         wanted = {self._resource: slots}
         if max(rooms, default=0) < slots and (slots <= sum(rooms) or is_spreadable(command)):
-            # Also where the nodes are still to come: one alone may never have so many slots.
+            # Also if nodes are still to join: no single node may ever have so many slots.
             wanted, command = {}, spread(command, slots, self._resource)
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         if slots > sum(rooms):
-            _tell(attempt, f"waits for {slots} slots: the cluster has {sum(rooms)}")
+            tell_log(attempt.trial, f"waits for {slots} slots: the cluster has {sum(rooms)}")
         options = {
             "name": _name(attempt),
             "namespace": NAMESPACE,
             "lifetime": "detached",
-            # One of several who start the same attempt makes it, and all of them talk to that one.
+            # If several processes start the same attempt, one of them creates the keeper for all.
             "get_if_exists": True,
             "num_cpus": wanted.get("CPU", 0),
             "num_gpus": wanted.get("GPU", 0),
@@ -131,14 +129,14 @@ class RayBackend:
         self._keepers[attempt.folder] = _Keeping(keeper, over)
 
     def poll(self, attempt: Attempt) -> Ended | None:
-        """Return how an attempt ended; None while it is at work, or about to be.
+        """Return how an attempt ended; None while it runs or starts.
 
         One that has ended without an exit code was killed, or its node is lost; the log of the trial says so.
         """
         self._see_head()
         ended: Ended | None = Ended(attempt.exit_code)
         if attempt.exit_code != 0 or self._storage is not None:
-            # The keeper tells later than the file does: when nobody is left of a group that lost a process, and when
+            # The keeper answers later than the file appears: after the last process of a group has exited, and after
             # the last checkpoint is copied.
             ended = self._ended(attempt)
         if ended is None:
@@ -148,30 +146,28 @@ class RayBackend:
         keeping = self._keepers.pop(attempt.folder, None) or self._found(attempt)
         if keeping is not None:
             self._ray.kill(keeping.keeper)
-        place, trial = self._place(attempt), attempt.folder.parent.parent
-        if place is not None and ended.code != 0 and latest_checkpoint(trial) is None:
-            pull(place, trial)
+        place = self._place(attempt)
+        if place is not None and ended.code != 0 and latest_checkpoint(attempt.trial) is None:
+            pull(place, attempt.trial)
         return ended
 
     def stop(self, attempt: Attempt, kill: bool = False) -> None:
-        """Let the command have SIGTERM, or end all processes at once."""
         keeping = self._keeping(attempt)
         if keeping is None:
             return
         if not (attempt.folder / "wrapper").exists():
-            # It waits for a place, and would do so for as long as others are at work.
+            # It is still waiting for free slots, and would do so until other trials end.
             self._ray.kill(keeping.keeper)
         elif keeping.stopping is None or self._is_ready(keeping.stopping):
             keeping.stopping = keeping.keeper.stop.remote(kill)
 
     def adopt(self, attempt: Attempt) -> bool:
-        """Take over an attempt that somebody else may have started; False if it has never begun."""
         return attempt.has_begun
 
     # ------------------------------------------------------------------ inside
 
     def _see_head(self) -> None:
-        """Make sure that somebody answers before Ray is asked, which would wait for the head and then end us."""
+        """Raise if the head is unreachable, before a call of Ray waits for it and then ends this process."""
         if time.monotonic() - self._head_seen < _REMEMBERED:
             return
         host, _, port = self._head.rpartition(":")
@@ -199,10 +195,10 @@ class RayBackend:
         return rooms
 
     def _place(self, attempt: Attempt) -> str | None:
-        """Return where the checkpoints of a trial are copied to, which nobody else's ever were."""
+        """Return the URL that the checkpoints of this trial are copied to, which no other trial uses."""
         if self._storage is None:
             return None
-        trial = attempt.folder.parent.parent
+        trial = attempt.trial
         written = trial / "storage"
         if not written.exists():
             trial.mkdir(parents=True, exist_ok=True)
@@ -219,7 +215,7 @@ class RayBackend:
         return keeping
 
     def _found(self, attempt: Attempt) -> _Keeping | None:
-        # Ray raises this where there is none of the name, or none any more.
+        # Ray raises this if no actor has the name.
         with suppress(ValueError):
             keeper = self._ray.get_actor(_name(attempt), namespace=NAMESPACE)
             return _Keeping(keeper, keeper.wait.remote())
@@ -229,7 +225,7 @@ class RayBackend:
         keeping = self._keeping(attempt)
         if keeping is None:
             if attempt.exit_code is None and attempt.asked is None:
-                _tell(attempt, f"the cluster does not know attempt {attempt.number} any more")
+                tell_log(attempt.trial, f"the cluster does not know attempt {attempt.number} any more")
             return Ended(None)
         if not self._is_ready(keeping.over):
             return None
@@ -237,14 +233,14 @@ class RayBackend:
         try:
             ended: Ended = self._ray.get(keeping.over)
         except errors.ActorUnavailableError:
-            # The network failed; whether the keeper did is not known yet.
+            # The network failed; the keeper may still be alive.
             keeping.over = keeping.keeper.wait.remote()
             return None
         except errors.RayError as error:
             if keeping.lost_at is None:
                 keeping.lost_at = time.monotonic()
                 if attempt.exit_code is None and attempt.asked is None:
-                    _tell(attempt, _reason(attempt, error))
+                    tell_log(attempt.trial, _reason(attempt, error))
             return Ended(None) if time.monotonic() - keeping.lost_at > _SETTLING else None
         return ended
 
@@ -254,7 +250,7 @@ class RayBackend:
 
 @dataclass
 class _Keeping:
-    """A keeper, and what it was asked: `over` is answered when its attempt has ended, or when it is dead itself."""
+    """A keeper and its pending answers: `over` is ready when the attempt has ended or the keeper is dead."""
 
     keeper: Any
     over: Any
@@ -264,7 +260,7 @@ class _Keeping:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a keeper is to do: `python` is what the runner calls its own Python, `storage` where checkpoints go."""
+    """The job of a keeper: `python` is the runner's interpreter, `storage` the URL for checkpoints."""
 
     command: list[str]
     python: str
@@ -275,7 +271,7 @@ class _Work:
 
 
 class _Keeper:
-    """Begins an attempt on its node, and looks after it there."""
+    """Actor that starts an attempt on its node and waits for its end."""
 
     def __init__(self, folder: str) -> None:
         self._attempt = Attempt(Path(folder))
@@ -285,11 +281,11 @@ class _Keeper:
         self._leaving = self._leave_after(_PATIENCE)
 
     async def run(self, work: _Work) -> Ended:
-        """Begin the attempt, unless it has begun, and return how it ended."""
+        """Start the attempt, unless it has started, and return how it ended."""
         if self._work is None:
             self._work = work
             self._leaving.cancel()
-            # The same program may lie elsewhere on this node.
+            # Python may have another path on this node.
             command = [sys.executable if word == work.python else word for word in work.command]
             env = {**work.env, "RAY_ADDRESS": _cluster_address()}
             self._guard = guarded(self._attempt)
@@ -316,18 +312,18 @@ class _Keeper:
         self._backend.stop(self._attempt, kill)
 
     async def _copy(self, storage: str | None) -> None:
-        """Copy new checkpoints; a place that cannot be reached now is one that can be later."""
+        """Copy new checkpoints; an error is logged, and the next call tries again."""
         if storage is None:
             return
         async with self._copying:
             try:
-                await asyncio.to_thread(push, self._attempt.folder.parent.parent, storage)
+                await asyncio.to_thread(push, self._attempt.trial, storage)
             except Exception as error:  # every kind of place has its own
                 why = f"{type(error).__name__}: {masked_url(str(error))}"
-                _tell(self._attempt, f"checkpoints could not be copied: {why}")
+                tell_log(self._attempt.trial, f"checkpoints could not be copied: {why}")
 
     def _leave_after(self, seconds: float) -> threading.Timer:
-        # A runner ends the keepers of attempts that are over. Those of a runner that is dead would keep their slots.
+        # A runner kills the keepers of attempts that are over. The keepers of a dead runner would hold their slots.
         timer = threading.Timer(seconds, os._exit, [0])
         timer.daemon = True
         timer.start()
@@ -335,13 +331,9 @@ class _Keeper:
 
 
 def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[bytes]:
-    """Start a process that ends others as soon as this one is dead, however it dies.
+    """Start a process that kills an attempt, or a group of processes, as soon as this process is dead.
 
-    A word that is written to it sends it home: there is nothing to do any more.
-
-    Args:
-        attempt: Whose processes on this machine are ended.
-        group: A group of processes to end instead.
+    It exits without doing so when anything is written to it.
     """
     command = [sys.executable, "-m", "dovetail.search.cluster", str(attempt.folder), str(group or 0)]
     guard = subprocess.Popen(  # noqa: S603 - this program
@@ -352,12 +344,8 @@ def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[byte
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be the process that `guarded` starts.
-
-    Args:
-        arguments: The folder of an attempt, and a group of processes or 0.
-    """
-    # Nobody's child: Ray kills those together with their parent.
+    """Be the process that `guarded` starts, with the folder of an attempt and a group of processes or 0."""
+    # Forked twice, because Ray kills the children of an actor together with it.
     if os.fork():
         return 0
     # The kernel closes the other end.
@@ -378,14 +366,8 @@ def _cluster_address() -> str:
 
 
 def _name(attempt: Attempt) -> str:
-    trial = attempt.folder.parent.parent
-    place = sha256(str(trial).encode()).hexdigest()[:12]
-    return f"{trial.name}-{place}-{attempt.number}"
-
-
-def _tell(attempt: Attempt, sentence: str) -> None:
-    with open(attempt.folder.parent.parent / "log.txt", "a", encoding="utf-8") as log:
-        log.write(f"dovetail: {sentence}\n")
+    place = sha256(str(attempt.trial).encode()).hexdigest()[:12]
+    return f"{attempt.trial.name}-{place}-{attempt.number}"
 
 
 def _reason(attempt: Attempt, error: Exception) -> str:

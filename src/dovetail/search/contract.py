@@ -20,8 +20,6 @@ from dovetail.search.searchers.base import Searcher, Suggestion
 from dovetail.search.space import Space
 from dovetail.search.store import Store, best_step
 
-__all__ = ["SearcherContract", "answer"]
-
 _SEED = 3
 # A searcher that never ends does not hang a test.
 _ENOUGH = 300
@@ -34,7 +32,7 @@ class SearcherContract:
     imports pytest.
 
     Attributes:
-        hyperparameters: What is searched, as in a file.
+        hyperparameters: The search space, as in a file.
         max_trials: More trials than these are never suggested, those in place of invalid ones not counted.
         max_time: How often a trial reports before it ends by itself.
         is_random: Whether another seed gives other trials.
@@ -118,7 +116,7 @@ class SearcherContract:
         _assert_same(self._run().go_on(replaced), self._run().go_on(), "a run that loads its state again and again")
 
     def test_a_state_is_a_snapshot(self) -> None:
-        """What `state_dict` has returned does not change when the searcher goes on."""
+        """A state that `state_dict` has returned does not change when the searcher continues."""
         kept: list[tuple[Any, str]] = []
 
         def noted(searcher: Searcher) -> Searcher:
@@ -188,7 +186,7 @@ class SearcherContract:
         _assert_equal(found.stdout.strip(), _as_json(expected.params, "the hyperparameters"), "in a fresh process")
 
     def test_an_invalid_trial_is_replaced(self) -> None:
-        """Of a trial that is `INVALID_HP` there is another in its place, unless the searcher says otherwise."""
+        """A trial that is `INVALID_HP` is replaced by another one, if `replaces_invalid` is set."""
         if not self.replaces_invalid:
             count = len(self._run(ends=lambda number: "COMPLETED" if number else "INVALID_HP").go_on().suggestions)
             assert count <= self._num_trials(), "a trial is replaced; if that is meant, set replaces_invalid"
@@ -198,7 +196,7 @@ class SearcherContract:
         while asked < _ENOUGH and searcher.suggest(study, asked) is not None:
             asked += 1
         searcher.on_exit(0, "INVALID_HP")
-        # What is to be replaced survives the runner.
+        # The state includes the trials to be replaced.
         loaded = self._searcher()
         loaded.load_state_dict(json.loads(_as_json(searcher.state_dict(), "the state")))
         for each in (searcher, loaded):
@@ -207,7 +205,7 @@ class SearcherContract:
             assert each.suggest(study, asked + 1) is None, "one trial was invalid, and two others are suggested"
 
     def test_a_space_that_is_invalid_everywhere_ends(self) -> None:
-        """Replacements are not replaced for ever."""
+        """The number of replacements is limited."""
         self._run(ends=_always("INVALID_HP")).go_on()
 
     def test_trials_that_fail_do_no_harm(self) -> None:
@@ -230,10 +228,7 @@ class SearcherContract:
         return self.make(Space(self.hyperparameters), seed)
 
     def _run(
-        self,
-        seed: int = _SEED,
-        ends: Callable[[int], TrialState] | None = None,
-        spoiled: float | None = None,
+        self, seed: int = _SEED, ends: Callable[[int], TrialState] | None = None, spoiled: float | None = None
     ) -> _Run:
         space = Space(self.hyperparameters)
         return _Run(self._searcher(seed), space, self.max_time, ends or _always("COMPLETED"), spoiled)
@@ -246,12 +241,7 @@ class _Run:
     """A search whose trials take no time: what a runner does, one event after another."""
 
     def __init__(
-        self,
-        searcher: Searcher,
-        space: Space,
-        max_time: int,
-        ends: Callable[[int], TrialState],
-        spoiled: float | None,
+        self, searcher: Searcher, space: Space, max_time: int, ends: Callable[[int], TrialState], spoiled: float | None
     ) -> None:
         require("optuna", "search")
         from optuna.storages import InMemoryStorage
@@ -261,17 +251,17 @@ class _Run:
         self.suggestions: list[Suggestion] = []
         self.events: list[tuple[Any, ...]] = []
         self._max_time, self._ends, self._spoiled = max_time, ends, spoiled
-        # Of the trials that run: the number in the store, and what they have reported.
+        # The running trials: the number in the store, and the reported values.
         self._running: dict[int, tuple[int, dict[int, float]]] = {}
         self._store = Store(Path(), "memory", InMemoryStorage())
         self._id = self._store.new_study("contract", smaller_is_better=True)
         self.study = self._store.study(self._id)
 
     def go_on(self, after_event: Callable[[Searcher], Searcher] | None = None, last: int = _ENOUGH) -> _Run:
-        """Go on until nothing is left to do, and return itself.
+        """Run until nothing is left to do, and return itself.
 
         Args:
-            after_event: Is given the searcher after every event, and returns the one to go on with.
+            after_event: Receives the searcher after every event, and returns the one to continue with.
             last: Ask for no more trials than these.
         """
         while self._suggest(last) or self._report():
@@ -298,7 +288,7 @@ class _Run:
         return True
 
     def _report(self) -> bool:
-        """Let the trial go on that has come least far."""
+        """Report for the trial with the fewest reports."""
         if not self._running:
             return False
         number = min(self._running, key=lambda each: (len(self._running[each][1]), each))
@@ -345,13 +335,7 @@ print(answer(*sys.argv[1:], sys.stdin.read()))
 
 
 def answer(path: str, name: str, told: str) -> str:
-    """Return, as JSON, what a searcher suggests in a process that knows nothing else.
-
-    Args:
-        path: The file of its contract.
-        name: The contract in it.
-        told: The finished trials, the searcher's state and the number of the trial, as JSON.
-    """
+    """Return, as JSON, what a contract's searcher suggests in a new process, after some finished trials."""
     from optuna.trial import TrialState as OptunaState
     from optuna.trial import create_trial
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +14,6 @@ from dovetail.search.secrets import masked_url, without_secrets
 if TYPE_CHECKING:
     from optuna.storages import RDBStorage
     from sqlalchemy import Engine
-
-__all__ = ["file_url", "open_file", "open_server", "quiet_optuna", "server_engine"]
 
 _FILE = "store.db"
 
@@ -51,7 +46,7 @@ def open_server(url: str) -> RDBStorage:
 
     Raises:
         MissingExtraError: The driver of the server is not installed.
-        ExperimentError: There is no such address, or nobody answers.
+        ExperimentError: The address is invalid, or the server does not answer.
     """
     from optuna.storages import RDBStorage
     from sqlalchemy import exc, text
@@ -74,11 +69,7 @@ def open_server(url: str) -> RDBStorage:
 
 
 def server_engine(url: str, **options: Any) -> Engine:
-    """Return what connects to a server; it has not done so yet.
-
-    Args:
-        url: The address; of PostgreSQL, without a driver.
-        options: Those of SQLAlchemy's `create_engine`.
+    """Return SQLAlchemy's engine for a server, with options of `create_engine`; it has not connected yet.
 
     Raises:
         MissingExtraError: The driver of the server is not installed.
@@ -106,15 +97,3 @@ def server_engine(url: str, **options: Any) -> Engine:
 
 def _place(url: str) -> str:
     return masked_url(url).partition("://")[2].rpartition("@")[2]
-
-
-@contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """Keep what Optuna says of every new study from the terminal."""
-    logger = logging.getLogger("optuna")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from dovetail.search.processes import Attempt
 
-__all__ = ["has_read_hparams", "reset_access_time", "sentence_about_hparams", "sentence_about_metric"]
-
 _PROBE = ".access-time"
 
 
@@ -26,23 +24,14 @@ def reset_access_time(path: Path) -> None:
 
 
 def has_read_hparams(trial: Path, info: Path) -> bool:
-    """Whether a trial has read its hyperparameters; True if that cannot be known.
-
-    Args:
-        trial: The folder of the trial.
-        info: The file with the hyperparameters.
-    """
+    """Whether a trial has read its hyperparameters, which the file `info` has; True if that cannot be known."""
     if any(attempt.has_read_hparams for attempt in Attempt.all_of(trial)):
         return True
     return _was_read(info) or not _shows_reads(trial)
 
 
 def sentence_about_hparams(names: Set[str]) -> str:
-    """Return what is wrong with a trial that has not read its hyperparameters, and what to do.
-
-    Args:
-        names: The hyperparameters that the searcher chose.
-    """
+    """Return what is wrong with a trial that has not read the hyperparameters of some names, and what to do."""
     return (
         f"it read no hyperparameter, so the searcher's choice of {', '.join(sorted(names))} had no effect: read them "
         "by dovetail.get_cluster_info().hparams, or by context.get_hparam(name) in a trial"
@@ -50,12 +39,7 @@ def sentence_about_hparams(names: Set[str]) -> str:
 
 
 def sentence_about_metric(metric: str, reported: Mapping[str, Set[str]]) -> str:
-    """Return what is wrong with a trial that has not reported the searcher's metric, and what to do.
-
-    Args:
-        metric: The searcher's metric.
-        reported: The names of the metrics that the trial has reported, by their group.
-    """
+    """Return what is wrong with a trial that has reported other metrics than the searcher's, and what to do."""
     elsewhere = sorted(group for group, names in reported.items() if metric in names and group != "validation")
     if elsewhere:
         found = f"it reported {metric!r} in the group {elsewhere[0]!r} only"

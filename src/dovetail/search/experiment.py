@@ -1,7 +1,7 @@
 """Experiments from Python: a file that is run as the command line does, or a function that is searched right here.
 
 `Experiment.from_yaml("grid.yaml").run()` starts trials as processes, with a store, restarts and checkpoints.
-`search(fn, space)` calls a function with one set of hyperparameters after another, and keeps nothing but what it
+`search(fn, space)` calls a function with one set of hyperparameters after another, and stores only what it
 returns.
 """
 
@@ -26,8 +26,6 @@ from dovetail.search.store import Store, best_step, trial_record
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["Experiment", "Report", "SearchResult", "TrialStopped", "search"]
-
 Report = Callable[[int, float], None]
 """Takes how long a trial has trained, in the unit of the searcher's `time_metric`, and the value of the metric then."""
 
@@ -37,7 +35,7 @@ class Experiment:
     """An experiment that a file describes.
 
     Attributes:
-        config: What the file means.
+        config: The configuration in the file.
         text: The file.
         context_dir: The folder with the code.
 
@@ -66,10 +64,7 @@ class Experiment:
 
     @classmethod
     def from_yaml(
-        cls,
-        path: str | os.PathLike[str],
-        context_dir: str | os.PathLike[str] = ".",
-        overrides: Sequence[str] = (),
+        cls, path: str | os.PathLike[str], context_dir: str | os.PathLike[str] = ".", overrides: Sequence[str] = ()
     ) -> Experiment:
         """Return the experiment of a file.
 
@@ -85,11 +80,7 @@ class Experiment:
         return cls(config, Path(path).read_text(encoding="utf-8"), Path(context_dir))
 
     def create(self, store: Store | None = None) -> ExperimentRecord:
-        """Write it down in a store, and run nothing yet.
-
-        Args:
-            store: Where; None is the folder `.dovetail`, as `Store.open` finds it.
-        """
+        """Add the experiment to a store, by default `Store.open()`, without running it."""
         return (store or Store.open()).create_experiment(self.config, self.text, self.context_dir)
 
     def run(
@@ -100,11 +91,11 @@ class Experiment:
         backend: Backend | None = None,
         observer: Observer | None = None,
     ) -> ExperimentRecord:
-        """Run it to its end, and return what has become of it. Ctrl-C pauses it.
+        """Run it to its end, and return its record. Ctrl-C pauses it.
 
         Args:
-            store: Where it is kept; None is the folder `.dovetail`, as `Store.open` finds it.
-            follow: Whether to print a line for every trial that begins or ends.
+            store: The store; None means the folder `.dovetail`, as `Store.open` finds it.
+            follow: Whether to print a line for every trial that starts or ends.
             backend: Where trials run; None is what the configuration says.
             observer: Is shown the experiment a few times a second.
         """
@@ -117,7 +108,7 @@ class TrialStopped(Exception):  # noqa: N818 - no error: the searcher has seen e
     """Raised by `report` when the searcher has seen enough of a trial; functions let it pass.
 
     Attributes:
-        state: What the trial ends as.
+        state: The final state of the trial.
     """
 
     def __init__(self, state: TrialState) -> None:
@@ -127,7 +118,7 @@ class TrialStopped(Exception):  # noqa: N818 - no error: the searcher has seen e
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         trials: All trials, in their order.
@@ -164,12 +155,12 @@ def search(
     """Search hyperparameters of a function, one trial after another, in this process.
 
     Args:
-        fn: Is given hyperparameters and `report`. What it returns, if anything, counts as the value of the metric after
-            all that it has reported. `InvalidHP` asks for other hyperparameters; any other error ends the search.
+        fn: Receives hyperparameters and `report`. Its return value, unless it is None, counts as the value of the
+            metric after all reports. `InvalidHP` asks for other hyperparameters; any other error ends the search.
         space: The hyperparameters, as in a file: `{"lr": {"type": "log", "minval": -4, "maxval": -1}, "width": 64}`.
         searcher: A name of `searchers`.
-        metric: What the value is, for people.
-        max_trials: How many trials, where the searcher wants to know.
+        metric: The name of the value.
+        max_trials: How many trials, for searchers with this option.
         smaller_is_better: The direction of the metric.
         seed: Equal seeds give equal trials.
         options: Further options of the searcher.
@@ -247,7 +238,7 @@ def _called(
 
 
 class _Printer:
-    """Prints a line for every trial that begins or ends."""
+    """Prints a line for every trial that starts or ends."""
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}

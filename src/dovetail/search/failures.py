@@ -9,32 +9,26 @@ from pathlib import Path
 
 from dovetail.search.checkpoints import checkpoints_of
 
-__all__ = ["last_words", "log_size", "newest_checkpoint", "tell_log"]
-
 _LOG = "log.txt"
 # Lines that may follow the one that names an error.
 _NOTES = 20
 
 
 def log_size(trial: Path) -> int:
-    """Return the bytes in the log of a trial: where the words of the next attempt begin."""
+    """Return the bytes in the log of a trial: where the output of the next attempt starts."""
     with suppress(FileNotFoundError):
         return (trial / _LOG).stat().st_size
     return 0
 
 
 def tell_log(trial: Path, sentence: str) -> None:
-    """Append a line to the log of a trial, which its processes append to as well."""
+    """Append a sentence of this library to the log of a trial, which its processes append to as well."""
     with suppress(OSError), open(trial / _LOG, "ab", buffering=0) as log:
-        log.write(f"{sentence}\n".encode("utf-8", errors="backslashreplace"))
+        log.write(f"dovetail: {sentence}\n".encode("utf-8", errors="backslashreplace"))
 
 
 def last_words(trial: Path, begin: int) -> str:
     r"""Return what an attempt has said last, in a line: of an error its type and message.
-
-    Args:
-        trial: The folder of the trial.
-        begin: Where the attempt begins in the log.
 
     Example:
         >>> import tempfile
@@ -59,7 +53,7 @@ def newest_checkpoint(trial: Path) -> int | str | None:
 def _error_line(lines: Sequence[str]) -> str | None:
     """Return the line of the last traceback that names the error: the first after it that is not indented.
 
-    Notes may follow it. Where more follows than anybody would note, the program went on after that error.
+    Notes may follow it. If more lines follow than notes have, the program continued after that error.
     """
     begun = [place for place, line in enumerate(lines) if line == "Traceback (most recent call last):"]
     after = range(begun[-1] + 1, len(lines)) if begun else range(0)

@@ -23,8 +23,6 @@ from dovetail.search.snapshot import take_snapshot
 from dovetail.search.starting import backend_for, command_of, variables_of
 from dovetail.search.store import Store
 
-__all__ = ["run_job"]
-
 _EVERY = 0.02
 _SAID = ("the job is asked to leave (again to kill it)", "the job is killed")
 
@@ -45,10 +43,10 @@ def run_job(
         context_dir: The folder with the code.
         overrides: What to change in the configuration, such as `data.trial_id=3`.
         on_output: Is given what the job writes, as it comes.
-        backend: Where it runs; None is what the configuration says.
+        backend: Where it runs; None means what the configuration names.
 
     Returns:
-        What has become of it.
+        The record of the job.
 
     Raises:
         ConfigError: The configuration, or the folder, cannot be meant.
@@ -92,7 +90,7 @@ def run_job(
     env = variables_of(config, store.home, folder / "info.json")
     with holding(folder / "lock", f"job {number}"):
         _wait(work, Attempt.of(folder, 0), command, env, config.slots, on_output)
-    # Of one that was killed there is no exit code: nobody else could tell that it does not run any more.
+    # A killed job has no exit code; without this mark it would count as running.
     _write(folder / "job.json", {**told, "is_over": True})
     return store.job(number)
 
@@ -105,7 +103,7 @@ def _wait(
     slots: int,
     on_output: Callable[[str], None] | None,
 ) -> None:
-    folder = attempt.folder.parent.parent
+    folder = attempt.trial
     log = folder / "log.txt"
     log.touch()
     # A sign of several bytes may be half written.

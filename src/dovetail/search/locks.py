@@ -1,4 +1,4 @@
-"""Who is at work: locks that are held for as long as a process lives."""
+"""File locks that are held for as long as a process lives."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from pathlib import Path
 
 from dovetail.search.records import ExperimentError
 
-__all__ = ["holding", "is_taken"]
-
-# Seconds: longer than anyone who only looks whether it is taken.
+# Seconds: longer than `is_taken` holds a lock.
 _PATIENCE = 2.0
 
 
 @contextmanager
 def holding(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock, for as long as the block lasts and this process lives.
-
-    Args:
-        path: The file, which says who holds it.
-        what: What is done meanwhile, for the error.
+    """Hold a lock on a file, which then has the id of this process, for the length of the block.
 
     Raises:
         ExperimentError: Another process holds it.
@@ -42,7 +36,7 @@ def holding(path: Path, what: str) -> Iterator[None]:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether anybody holds a lock."""
+    """Whether a process holds a lock."""
     with suppress(FileNotFoundError), open(path, opener=_without_waiting) as lock:
         return not _locked(lock.fileno(), fcntl.LOCK_SH)
     return False

@@ -1,18 +1,18 @@
-"""Trials as processes: how one is started, watched and stopped so that nobody needs to remember it.
+"""Trials as processes: start, poll and stop them, with all state in files.
 
-A trial may be started several times. Each attempt is a folder `attempts/<n>` in the folder of the trial, and all that
-is known about it is in files there: whoever comes later, after a runner that was killed, knows as much as that one did.
+A trial may be started several times. Each attempt is a folder `attempts/<n>` in the folder of the trial, and its whole
+state is in files there, so that the next runner after one that was killed can continue.
 
-    wrapper   the id of the shell that looks after the command
-    pid       the id of the command
-    asked     why it was asked to leave: pause, stop or cancel
-    signalled that it has got SIGTERM for it
-    hparams_read  that the script has read its hyperparameters by this library
-    preempted a script that leaves when it is asked to, with exit code 0, says so by this file
-    exit      the exit code of the command
+    wrapper       the id of the shell that runs the command
+    pid           the id of the command
+    asked         why it was asked to exit: pause, stop or cancel
+    signalled     exists if it has received SIGTERM for that
+    hparams_read  exists if the script has read its hyperparameters by this library
+    preempted     exists if the script exits with code 0 because it was asked to
+    exit          the exit code of the command
 
-The shell makes the folder first, and leaves if it is there already. So of any number of processes that begin the same
-attempt, one runs the command.
+The shell creates the folder first, and exits if the folder exists. So if several processes start the same attempt, one
+of them runs the command.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ import psutil
 from dovetail.info import ATTEMPT, HPARAMS_READ, PREEMPTED
 from dovetail.runtime.cores import graphics_cards, num_cores, threads_per_process
 
-__all__ = ["ATTEMPT", "Attempt", "Backend", "Ended", "LocalBackend", "Wish", "is_at_work", "wrapped"]
-
 Wish = Literal["pause", "stop", "cancel"]
-"""Why a trial is asked to leave: `stop` is the searcher's wish, the others are people's."""
+"""Why a trial is asked to exit: `stop` comes from the searcher, the others from the user."""
 
-# Seconds after which a process that was killed hangs in the kernel, and nobody can help.
+# Seconds after which a killed process is taken to hang in the kernel.
 _PATIENCE = 5.0
 
-# TERM has a handler, though it does nothing, and is not ignored: that the command would inherit. A number is written at
-# once or not at all, so that whoever reads it meanwhile finds it or finds nothing.
+# TERM has an empty handler and is not ignored, because the command would inherit that. A number is written by one call,
+# so that a reader finds all of it or nothing.
 _SHELL = """
 mkdir "$1" 2>/dev/null || exit 75
 exec >>"$1/../../log.txt" 2>&1
@@ -91,11 +89,16 @@ class Attempt:
 
     @classmethod
     def all_of(cls, trial: Path) -> list[Attempt]:
-        """Return the attempts of a trial that have begun, in order."""
+        """Return the attempts of a trial that have started, in order."""
         with suppress(FileNotFoundError):
             numbers = sorted(int(name) for name in os.listdir(trial / "attempts") if name.isdecimal())
             return [cls.of(trial, number) for number in numbers]
         return []
+
+    @property
+    def trial(self) -> Path:
+        """The folder of the trial."""
+        return self.folder.parent.parent
 
     @property
     def number(self) -> int:
@@ -104,7 +107,7 @@ class Attempt:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a shell has taken it."""
+        """Whether a shell has started it."""
         return self.folder.is_dir()
 
     @property
@@ -114,28 +117,28 @@ class Attempt:
 
     @property
     def asked(self) -> Wish | None:
-        """Why it was asked to leave, if it was."""
+        """Why it was asked to exit; None means that it was not."""
         with suppress(OSError):
             return cast(Wish, (self.folder / "asked").read_text())
         return None
 
     @property
     def asked_at(self) -> float:
-        """When, in seconds since the epoch."""
+        """When it was asked to exit, in seconds since the epoch."""
         return (self.folder / "asked").stat().st_mtime
 
     @property
     def was_signalled(self) -> bool:
-        """Whether it has got SIGTERM because it was asked."""
+        """Whether it has received SIGTERM for a request to exit."""
         return (self.folder / "signalled").exists()
 
     def note_signal(self) -> None:
-        """Write down that it has got SIGTERM."""
+        """Record that it has received SIGTERM."""
         (self.folder / "signalled").touch()
 
     @property
     def was_preempted(self) -> bool:
-        """Whether the script has said that it leaves because it was asked to."""
+        """Whether the script has recorded that it exits because it was asked to."""
         return (self.folder / PREEMPTED).exists()
 
     @property
@@ -144,7 +147,7 @@ class Attempt:
         return (self.folder / HPARAMS_READ).exists()
 
     def ask(self, wish: Wish) -> None:
-        """Write down why it is asked to leave. Of an attempt that has not begun, that prevents the beginning."""
+        """Record why it is asked to exit. An attempt that has not started will not start after this."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / "asked.tmp"
         unfinished.write_text(wish)
@@ -152,41 +155,41 @@ class Attempt:
 
 
 class Backend(Protocol):
-    """Where the processes of trials run. It keeps nothing that the files of an attempt do not say."""
+    """Where the processes of trials run. All state of an attempt is in its files."""
 
     def capacity(self, slots: int) -> int:
-        """Return how many trials of so many slots can be at work at the same time: at least one."""
+        """Return how many trials of so many slots can run at the same time: at least one."""
 
     def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
-        """Begin an attempt; one that has begun already is left alone.
+        """Start an attempt; one that has started before is left alone.
 
         Args:
-            attempt: Its folder is made by what is started, not before.
+            attempt: Its folder is created by the started process, not before.
             command: The program and its arguments.
-            env: Environment variables beside those of this process.
+            env: Environment variables in addition to this process's own.
             cwd: The folder to run in.
-            slots: How many processes the command starts on its own: what they need is to be there for them.
+            slots: How many processes the command starts; the backend reserves resources for all of them.
         """
 
     def poll(self, attempt: Attempt) -> Ended | None:
-        """Return how an attempt ended, with no process of it left; None while it is at work, or about to be."""
+        """Return how an attempt ended, when none of its processes is left; None while it runs or starts."""
 
     def stop(self, attempt: Attempt, kill: bool = False) -> None:
-        """Let the command have SIGTERM, or end all processes at once. The attempt has been asked (`Attempt.ask`)."""
+        """Send SIGTERM to the command, or kill all processes, after `Attempt.ask`."""
 
     def adopt(self, attempt: Attempt) -> bool:
-        """Take over an attempt that somebody else may have started; False if it has never begun."""
+        """Take over an attempt that another process may have started; return False if it has not started."""
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     r"""Runs trials on this machine.
 
-    A slot is a graphics card where there are any, else a core of the processor. Trials get cards of their own, by
+    A slot is a graphics card where there are any, else a core of the processor. Each trial gets its own cards, by
     `CUDA_VISIBLE_DEVICES`, and their share of the cores, by `OMP_NUM_THREADS`, unless that is set already.
 
     Args:
         slots: How many there are; None counts them.
-        concurrent: How many trials are at work at the same time at most; None is as many as there are slots for.
+        concurrent: How many trials run at the same time at most; None means as many as there are slots for.
 
     Example:
         >>> import tempfile, time
@@ -207,11 +210,9 @@ class LocalBackend:
         self._cards_of: dict[Path, list[str]] = {}
 
     def capacity(self, slots: int) -> int:
-        """Return how many trials of so many slots can be at work at the same time: at least one."""
         return max(1, self._slots // slots)
 
     def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
-        """Begin an attempt; one that has begun already is left alone."""
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         fit = self.capacity(slots)
         threads = threads_per_process(slots * min(fit, self._concurrent or fit))
@@ -221,13 +222,12 @@ class LocalBackend:
             free = [card for card in self._cards if card not in taken]
             self._cards_of[attempt.folder] = free[:slots] or self._cards[:slots]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._cards_of[attempt.folder])
-        # A session of its own: a Ctrl-C at the terminal is for the runner only.
+        # A new session, so that Ctrl-C at the terminal reaches the runner only.
         self._started[attempt.folder] = subprocess.Popen(  # noqa: S603 - the user's own command
             wrapped(attempt, command), cwd=cwd, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
     def poll(self, attempt: Attempt) -> Ended | None:
-        """Return how an attempt ended; None while it is at work, or about to be."""
         code = attempt.exit_code
         if code is None and self._is_at_work(attempt):
             return None
@@ -242,19 +242,17 @@ class LocalBackend:
         return Ended(code)
 
     def stop(self, attempt: Attempt, kill: bool = False) -> None:
-        """Let the command have SIGTERM, or end all processes at once."""
         if kill:
             _end_all(attempt)
             return
         # While the shell waits for it, no other process has the command's id. If there is none yet, the command will
-        # see, before it begins, that it was asked to leave.
+        # see, before it starts, that it was asked to exit.
         pid = _number(attempt.folder / "pid")
         if pid is not None and self._is_at_work(attempt):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
     def adopt(self, attempt: Attempt) -> bool:
-        """Take over an attempt that somebody else may have started; False if it has never begun."""
         if self._cards and (pid := _number(attempt.folder / "pid")) is not None:
             with suppress(psutil.Error):
                 visible = psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "")
@@ -265,12 +263,12 @@ class LocalBackend:
         process = self._started.get(attempt.folder)
         if process is not None and process.poll() is None:
             return True
-        # Somebody else's, or begun by a shell of somebody else while ours came too late.
+        # Another process may have started it, also if ours tried at the same time.
         return is_at_work(attempt)
 
 
 def is_at_work(attempt: Attempt) -> bool:
-    """Whether a shell of this machine looks after an attempt that has begun."""
+    """Whether a shell of this machine runs an attempt that has started."""
     wrapper = _number(attempt.folder / "wrapper")
     if wrapper is None:
         return any(_is_wrapper(each, attempt) for each in psutil.process_iter())
@@ -280,7 +278,7 @@ def is_at_work(attempt: Attempt) -> bool:
 
 
 def wrapped(attempt: Attempt, command: Sequence[str]) -> list[str]:
-    """Return the command of the shell that begins an attempt, runs a command and writes down its exit code."""
+    """Return the command of the shell that starts an attempt, runs a command and records its exit code."""
     return ["sh", "-c", _SHELL, "dovetail-trial", str(attempt.folder), *command]
 
 

@@ -1,4 +1,4 @@
-"""What is known about experiments and their trials: values that are read from the store, and change nothing."""
+"""Records of experiments, trials and jobs, as read from the store."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any, Literal
 
 from dovetail.errors import DovetailError
 
-__all__ = ["OVER", "ExperimentError", "ExperimentRecord", "ExperimentState", "JobRecord", "TrialRecord", "TrialState"]
-
 ExperimentState = Literal["ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR"]
 TrialState = Literal["WAITING", "RUNNING", "COMPLETED", "STOPPED", "INVALID_HP", "CANCELED", "ERROR"]
 
 OVER: tuple[ExperimentState, ...] = ("COMPLETED", "CANCELED", "ERROR")
-"""The states of an experiment that nobody can go on with."""
+"""The states of an experiment that cannot be resumed."""
 
 
 class ExperimentError(DovetailError):
@@ -27,10 +25,10 @@ class TrialRecord:
     """One trial.
 
     Attributes:
-        id: Its number in the whole store; that of `load_checkpoint_trial(trial_id=…)`.
+        id: Its number in the whole store, for `load_checkpoint_trial(trial_id=…)`.
         number: Its number in the experiment, from 0.
         experiment_id: Whose it is.
-        state: `STOPPED` is a trial that the searcher ended early; `WAITING` one that is to go on.
+        state: `STOPPED` means that the searcher ended it early, `WAITING` that it will be resumed.
         hparams: Its hyperparameters, nested as in the file.
         directory: Its folder: `info.json`, `log.txt`, `metrics.jsonl`, checkpoints.
         best: The best value of the searcher's metric.
@@ -38,12 +36,12 @@ class TrialRecord:
         latest: The last value.
         steps: Batches that were reported last.
         progress: How much of its work is done, from 0 to 1, if it has said so.
-        status: What it last set by `set_status`, cut to 200 characters; None if it set none.
+        status: The last text given to `set_status`, cut to 200 characters; None if it set none.
         restarts: How often it was started again after a failure.
         started: When it was first started.
         ended: When it was over.
         reason: Why it ended as it did, for people.
-        source: The trial whose checkpoint it began with, if any.
+        source: The trial whose checkpoint it started from, if any.
         values: The metric after so many batches, in order.
     """
 
@@ -80,7 +78,7 @@ class ExperimentRecord:
         created: When.
         ended: When it was over.
         reason: Why it ended as it did, for people.
-        is_running: Whether a runner is at work on it now.
+        is_running: Whether a runner runs it now.
         trials: Its trials, by number.
         warnings: Sentences about what makes the search less than it should be, for people.
     """
@@ -99,7 +97,7 @@ class ExperimentRecord:
 
     @property
     def metric(self) -> str:
-        """The metric that the searcher looks at."""
+        """The metric that the searcher compares."""
         return str(self.config["searcher"]["metric"])
 
     @property
@@ -122,9 +120,9 @@ class JobRecord:
     Attributes:
         id: Its number.
         name: As the file has it, or the file's own name.
-        state: What became of it; `UNKNOWN` is a job on a cluster that nobody waits for any more.
+        state: `UNKNOWN` means a job on a cluster whose `run_job` was killed.
         directory: Its folder: `info.json`, `log.txt`, `code`.
-        exit_code: That of the script, once it is over.
+        exit_code: The exit code of the script, once it has ended.
         started: When.
         ended: When it was over.
     """

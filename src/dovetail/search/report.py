@@ -24,20 +24,9 @@ from dovetail.config import parse_scalar
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.printing import page_text as escape
-from dovetail.search.charts import (
-    BarChart,
-    Dimension,
-    Line,
-    LineChart,
-    ParallelChart,
-    Polyline,
-    Scale,
-    shown,
-)
-from dovetail.search.databases import quiet_optuna
+from dovetail.printing import quiet
+from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Scale, shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
-
-__all__ = ["best_config", "best_so_far", "duration", "flat", "report", "searched", "to_yaml", "varied"]
 
 # Fewer say nothing about which hyperparameter matters.
 _ENOUGH = 5
@@ -51,7 +40,7 @@ def report(record: ExperimentRecord, path: str | os.PathLike[str]) -> list[Path]
     too, beside it and under its name: `report.html`, `report-curves.png`, ….
 
     Args:
-        record: What the store has on the experiment.
+        record: The record of the experiment.
         path: The page; folders on the way are created.
 
     Example:
@@ -128,7 +117,7 @@ def best_so_far(record: ExperimentRecord) -> dict[int, float]:
 
 
 def duration(started: datetime | None, ended: datetime | None) -> timedelta | None:
-    """Return how long something took, or has taken by now, in whole seconds; None before it began."""
+    """Return how long something took, or has taken by now, in whole seconds; None before its start."""
     if started is None:
         return None
     elapsed = (ended or datetime.now(started.tzinfo)) - started
@@ -226,9 +215,9 @@ def _parallel(record: ExperimentRecord) -> ParallelChart | str:
     placed = {name: _dimension(name, column, _is_log(record, name)) for name, column in columns.items()}
     quality = _quality(record)
     lines = [
-        Polyline(
+        Line(
             _label(record, trial),
-            tuple(places[index] for _, places in placed.values()),
+            tuple(enumerate(places[index] for _, places in placed.values())),
             quality[trial.number],
             trial.number,
         )
@@ -304,7 +293,7 @@ def _shares(
 ) -> dict[str, float]:
     import optuna
 
-    with quiet_optuna():
+    with quiet("optuna"):
         study = optuna.create_study(direction="minimize" if record.smaller_is_better else "maximize")
     for index, trial in enumerate(trials):
         params = {name: column[index] for name, column in columns.items()}
@@ -317,7 +306,7 @@ def _shares(
 
 def _draw(chart: _Chart, path: Path) -> Path:
     figures = require("matplotlib.figure", "plot")
-    # A Figure of its own, never pyplot: nothing global changes, and no display is needed.
+    # A new Figure, never pyplot: nothing global changes, and no display is needed.
     figure = figures.Figure(figsize=(7.0, 3.6), dpi=144, layout="constrained")
     with warnings.catch_warnings():
         # About letters that its font lacks, and numbers near the end of all floats. The page has both.
@@ -338,7 +327,7 @@ def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str
     goal = "smaller" if record.smaller_is_better else "larger"
     description = record.config.get("description")
     sections = {name: _section(name, title, chart) for name, (title, chart) in charts.items()}
-    # Beside the importance, where there is room; the parallel coordinates take a row of their own.
+    # Beside the importance, where there is room; the parallel coordinates take a whole row.
     sections = {"curves": "", "best": "", "importance": "", "config": _best_section(record), "parallel": ""} | sections
     return Template(template).substitute(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

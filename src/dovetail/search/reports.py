@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["LARGEST_STEP", "METRICS", "RejectedLine", "Reports", "number", "parse_report", "shortened"]
-
 METRICS = "metrics.jsonl"
 """The name of the file in the folder of a trial."""
 
@@ -49,9 +47,6 @@ class Reports:
 
     Attributes:
         rejected: The lines of the last `read` that were no reports.
-
-    Args:
-        path: The file, which need not be there yet.
 
     Example:
         >>> import tempfile

@@ -1,16 +1,15 @@
-"""Runs an experiment, and can be killed at any moment.
+"""Runner of an experiment, which can be killed at any moment.
 
     python -m dovetail.search HOME EXPERIMENT
 
-One thread looks at the trials again and again. What it learns goes through three stages, in this order:
+One thread polls the trials. Every event goes through three stages, in this order:
 
-1. Files say what trials have done: reports in `metrics.jsonl`, exit codes in `attempts/<n>`. Nothing of it is lost.
-2. The searcher is told, once and in order. Its state, what it has decided, and up to where it was told, are kept in the
-   store as one value: a decision is made or it is not.
-3. What follows from that is done: values and states are written, processes started and stopped. All of it may be done
-   twice and is the same.
+1. Read the files of the trials: reports in `metrics.jsonl`, exit codes in `attempts/<n>`. They are never lost.
+2. Report the event to the searcher, once and in order. The searcher's state, its decisions and the last event that it
+   has received are stored as one value: a decision is stored completely or not at all.
+3. Carry out the decisions: write values and states, start and stop processes. Each of these may be repeated.
 
-So a runner that comes after one that was killed loads that value, does the third stage again, and goes on.
+So the next runner after one that was killed loads that value, repeats the third stage, and continues.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -36,12 +35,7 @@ from dovetail.info import TrialInfo, write_info
 from dovetail.runtime.signals import collect_signals
 from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
 from dovetail.search.databases import file_url
-from dovetail.search.evidence import (
-    has_read_hparams,
-    reset_access_time,
-    sentence_about_hparams,
-    sentence_about_metric,
-)
+from dovetail.search.evidence import has_read_hparams, reset_access_time, sentence_about_hparams, sentence_about_metric
 from dovetail.search.failures import last_words, log_size, newest_checkpoint, tell_log
 from dovetail.search.processes import Attempt, Backend, Ended, Wish
 from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState
@@ -54,33 +48,33 @@ from dovetail.search.starting import backend_for, command_of, trial_seed, variab
 from dovetail.search.store import STORE, WISHES, Store, best_step, experiment_record
 from dovetail.units import counted
 
-__all__ = ["Observer", "Runner", "backend_for", "command_of", "main", "request", "start_detached", "trial_seed"]
-
 Observer = Callable[[ExperimentRecord], None]
 
-# Seconds that a trial has to save and leave before it is killed.
+# Seconds that a trial has to save and exit before it is killed.
 _GRACE = 30.0
-# Seconds between two looks: a twentieth of the time that nothing has happened, so that waiting costs little.
+# Seconds between two polls: a twentieth of the time since the last event, so that waiting costs little.
 _SHORTEST, _LONGEST, _SHARE = 0.005, 0.25, 0.05
 _OBSERVED_EVERY = 0.25
 _SHOWN_EVERY = 5.0
 # Rejected lines of a trial that are named in its log; a broken script may write millions.
 _NAMED_LINES = 20
 _LONGEST_STATUS = 200
+# The fields of a trial that the next runner needs and that no file of the trial has.
+_REMEMBERED = ("told", "verdict", "end", "reason", "failure", "log_at", "rejected_to")
 _SAID = ("trials save and leave (again to kill them)", "trials are killed")
 
 
 class Runner:
-    r"""Runs an experiment to its end, or until somebody wants it to pause.
+    r"""Runs an experiment to its end, or until it is paused.
 
-    Ctrl-C or SIGTERM pauses: trials save and leave, and the next run goes on. The second one kills the trials, which go
-    on from their last checkpoint then. `Store.wish` does the same from outside.
+    Ctrl-C or SIGTERM pauses: trials save and exit, and the next run resumes them. The second signal kills the trials,
+    which then resume from their last checkpoint. Other processes pause an experiment by `Store.wish`.
 
     Args:
-        store: Where the experiment is.
-        experiment_id: Which one.
-        backend: Where trials run; None is what the configuration says.
-        observer: Is shown the experiment a few times a second while it runs, and at the end.
+        store: The store of the experiment.
+        experiment_id: The number of the experiment.
+        backend: Where trials run; None means what the configuration names.
+        observer: Receives the record of the experiment a few times a second while it runs, and at the end.
 
     Example:
         >>> import tempfile
@@ -107,7 +101,7 @@ class Runner:
         self._backend = backend
         self._directory = store.folder(experiment_id)
         with warnings.catch_warnings():
-            # Whoever has created it was told of the keys that are ignored.
+            # The warning about ignored keys was shown when the experiment was created.
             warnings.simplefilter("ignore", UserWarning)
             self._config = read_experiment(store.config(experiment_id))
         self._space = Space(self._config.hyperparameters)
@@ -115,10 +109,9 @@ class Runner:
         self._observed_at = 0.0
 
     def run(self, *, only_wish: bool = False) -> ExperimentRecord:
-        """Run, and return what has become of the experiment. One that is over already is left alone.
+        """Run the experiment, and return its record. One that is over already is left alone.
 
-        Args:
-            only_wish: Whether to do no more than grant a wish (`Store.wish`) that nobody has granted yet.
+        With `only_wish` it is not run further: only a stop request (`Store.wish`) is carried out.
 
         Raises:
             ExperimentError: Another process runs it.
@@ -155,7 +148,7 @@ class Runner:
         self._place = self.store.trials_directory(self.experiment_id)
         self._searcher: Searcher = make_searcher(self._config.searcher, self._space, self._config.seed)
         self._work = self._backend or backend_for(self._config, self._searcher.max_concurrent_trials)
-        # Not before: what cannot run here stays paused.
+        # After the backend exists: an experiment that cannot run here stays paused.
         if record.state == "PAUSED":
             self.store.set_state(self.experiment_id, "ACTIVE")
         self._trials: dict[int, _Trial] = {}
@@ -176,18 +169,16 @@ class Runner:
                 self._ended[each.directory] = each.values
         pending = memory.get("pending")
         if pending is not None and pending["number"] == len(record.trials):
-            self._create(pending["number"], Suggestion(pending["params"], pending["source"], pending["attributes"]))
+            suggested = {name: value for name, value in pending.items() if name != "number"}
+            self._create(pending["number"], Suggestion(**suggested))
 
     def _adopted(self, record: TrialRecord, told: Mapping[str, Any]) -> _Trial:
-        trial = _Trial(record, Reports(record.directory / METRICS), values=dict(record.values))
-        trial.told, trial.verdict = told.get("told", -1), told.get("verdict")
-        trial.end, trial.reason = told.get("end"), told.get("reason")
-        trial.failure, trial.log_at = told.get("failure"), told.get("log_at", 0)
-        trial.rejected_to = told.get("rejected_to", 0)
+        known = {name: told[name] for name in _REMEMBERED if name in told}
+        trial = _Trial(record, Reports(record.directory / METRICS), values=dict(record.values), **known)
         attempts = Attempt.all_of(record.directory)
         if attempts and self._work.adopt(attempts[-1]):
             trial.attempt, trial.is_at_work = attempts[-1], trial.end is None
-        # The last one is judged when it has ended, if it has not been.
+        # The last attempt is judged when it ends, unless that was done before.
         earlier = attempts[:-1] if trial.is_at_work or trial.end is not None else attempts
         failures = sum(attempt.asked is None and attempt.exit_code != 0 for attempt in earlier)
         trial.restarts = min(failures, self._config.max_restarts)
@@ -196,7 +187,7 @@ class Runner:
     # ------------------------------------------------------------------ one look
 
     def _look_around(self) -> bool:
-        """Do the three stages, and return whether there was anything to do."""
+        """Run the three stages, and return whether there was any event."""
         self._heed()
         found = False
         for trial in list(self._trials.values()):
@@ -208,8 +199,8 @@ class Runner:
         return self._suggest() or found
 
     def _learn(self, trial: _Trial) -> bool:
-        """Read what a trial has done, and tell the searcher."""
-        # In this order: an attempt that has ended writes nothing more.
+        """Read the files of a trial, and report its events to the searcher."""
+        # In this order: an attempt that has ended writes no further reports.
         ended = self._work.poll(trial.attempt) if trial.attempt is not None and trial.is_at_work else None
         found = self._read_reports(trial)
         if ended is None:
@@ -246,7 +237,7 @@ class Runner:
             return
         if trial.num_rejected == _NAMED_LINES:
             sentence += "; further ones are ignored without a word"
-        tell_log(trial.folder, f"dovetail: {sentence}")
+        tell_log(trial.folder, sentence)
         self._say(f"trial {trial.id}: {sentence}")
 
     def _hear(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
@@ -276,7 +267,7 @@ class Runner:
             )
             self._warn(_sentence_about_time(searcher))
             return False
-        # A trial that goes on from a checkpoint reports again what came after it; the searcher has heard that.
+        # A resumed trial repeats the reports after its checkpoint; the searcher has received them before.
         if steps <= trial.told or trial.verdict is not None:
             return False
         trial.told = steps
@@ -285,7 +276,7 @@ class Runner:
         return True
 
     def _judge(self, trial: _Trial, ended: Ended) -> TrialState | None:
-        """Return what has become of a trial whose attempt has ended; None if it is to go on."""
+        """Return the final state of a trial whose attempt has ended; None if it is to be started again."""
         assert trial.attempt is not None
         asked = trial.attempt.asked
         trial.reason = None
@@ -295,7 +286,7 @@ class Runner:
         if trial.unreadable is not None:
             trial.reason = trial.unreadable
             return "ERROR"
-        # Of one that the searcher has ended, code 0 may mean that it has heard so.
+        # A trial that the searcher has stopped may exit with code 0 before it is done.
         if ended.code == 0 and not trial.attempt.was_preempted and (trial.verdict is None or asked is None):
             missing = self._missing(trial)
             if missing is None:
@@ -319,7 +310,7 @@ class Runner:
         return None
 
     def _missing(self, trial: _Trial) -> str | None:
-        """Return what a trial with exit code 0 has not done, though the search depends on it; None if all is done."""
+        """Return what a trial with exit code 0 lacks for the search; None if it lacks nothing."""
         found = []
         names = self._space.parameters.keys()
         # On a cluster another machine reads the file.
@@ -330,17 +321,17 @@ class Runner:
         return "; ".join(found) or None
 
     def _has_failed(self, trial: _Trial, attempt: Attempt, ended: Ended) -> bool:
-        """Say how an attempt has failed, and return whether the one before did the same and came just as far."""
+        """Set the reason of a failure, and return whether the attempt before failed alike, at the same place."""
         before, trial.failure = trial.failure, None
         if before is not None and before["attempt"] == attempt.number:
-            # A runner that was killed before it could start the next one has looked at it.
+            # A runner that was killed before it started the next attempt has judged this one.
             trial.failure, trial.reason = before, before["reason"]
             return False
         words = last_words(trial.folder, trial.log_at)
         said = f": {words}" if words else ""
         how = "was killed" if ended.code is None else f"ended with exit code {ended.code}"
         trial.reason = f"attempt {attempt.number} {how}{said}"
-        # Whoever was killed, by a signal or with its machine, has made no mistake.
+        # A process that was killed, by a signal or with its machine, is not at fault.
         if ended.code is None or not 0 < ended.code < 128:
             return False
         # Addresses of objects differ from process to process.
@@ -356,29 +347,20 @@ class Runner:
         return True
 
     def _stopped(self, trial: _Trial) -> TrialState | None:
-        # The report that decided: the trial has trained on until it heard of it.
+        # The batches of the report that decided: the trial trained on until it was stopped.
         seen = counted(trial.told, "batch", "batches")
         trial.reason = f"the search gave it up by its value after {seen}" if trial.verdict == "STOPPED" else None
         return trial.verdict
 
     def _remember(self, pending: Mapping[str, Any] | None = None) -> None:
         trials = {
-            str(trial.number): {
-                "told": trial.told,
-                "verdict": trial.verdict,
-                "end": trial.end,
-                "reason": trial.reason,
-                "failure": trial.failure,
-                "log_at": trial.log_at,
-                "rejected_to": trial.rejected_to,
-            }
-            for trial in self._trials.values()
+            str(trial.number): {name: getattr(trial, name) for name in _REMEMBERED} for trial in self._trials.values()
         }
         memory = {"searcher": self._searcher.state_dict(), "trials": trials, "pending": pending}
         self.store.remember(self.experiment_id, memory)
 
     def _act(self, trial: _Trial) -> bool:
-        """Do what follows from what is known about a trial."""
+        """Carry out what was decided about a trial."""
         for steps, value in trial.fresh.items():
             self.store.add_value(trial.id, steps, value)
         trial.values |= trial.fresh
@@ -388,7 +370,7 @@ class Runner:
                 self._start(trial)
                 return True
             if self._wish in ("cancel", "kill"):
-                # Nobody who was about to start it may do so any more.
+                # Otherwise a runner that was about to start it could still do so.
                 self._next_attempt(trial).ask("cancel")
                 trial.end = "CANCELED"
         if trial.end is not None:
@@ -400,14 +382,14 @@ class Runner:
         return False
 
     def _show(self, trial: _Trial) -> None:
-        """Write down how far a trial has come, for those who look at the store; now and then is enough."""
+        """Store the progress of a trial now and then, for other readers of the store."""
         told_at, *told = trial.shown
         if told != [trial.steps, trial.progress, trial.status] and time.monotonic() - told_at > _SHOWN_EVERY:
             self.store.update_trial(self._record_of(trial, "RUNNING"))
             trial.shown = time.monotonic(), trial.steps, trial.progress, trial.status
 
     def _dismiss(self, trial: _Trial) -> None:
-        """Let a trial leave that somebody wants to."""
+        """Stop a trial if the searcher or the user has requested it."""
         attempt = trial.attempt
         assert attempt is not None
         wish: Wish | None = "stop" if trial.verdict is not None else "cancel" if self._wish == "kill" else self._wish
@@ -416,11 +398,11 @@ class Runner:
             attempt.ask(wish)
         elif asked is None:
             return
-        # Once: trials take the second signal for a wish to leave at once.
+        # Once: trials exit immediately after a second signal.
         if not attempt.was_signalled:
             self._work.stop(attempt)
             attempt.note_signal()
-        # A launcher gives its processes as much, and then needs a moment itself.
+        # A launcher grants its processes the same time, and then needs a moment itself.
         grace = _GRACE if self._config.slots == 1 else _GRACE + 10
         if self._wish == "kill" or len(self._signals) > 1 or time.time() - attempt.asked_at > grace:
             self._work.stop(attempt, kill=True)
@@ -435,7 +417,7 @@ class Runner:
         everyone = {**self._ended, **{it.folder: it.values for it in self._trials.values()}}
         try:
             remove_surplus(
-                # The best of all are known from all; otherwise a trial is nobody else's matter.
+                # The best of the experiment depend on all trials, the best of a trial on that one alone.
                 everyone if keep.save_experiment_best else {trial.folder: trial.values},
                 list(self._ended),
                 experiment_best=keep.save_experiment_best,
@@ -458,13 +440,7 @@ class Runner:
             if suggestion is None:
                 self._is_exhausted = True
                 break
-            pending = {
-                "number": following,
-                "params": suggestion.params,
-                "source": suggestion.source,
-                "attributes": suggestion.attributes,
-            }
-            self._remember(pending)
+            self._remember({"number": following, **asdict(suggestion)})
             self._start(self._create(following, suggestion))
             found = True
         return found
@@ -495,7 +471,7 @@ class Runner:
         trial.folder.mkdir(parents=True, exist_ok=True)
         link = self._directory / "trials" / trial.folder.name
         if not (link.exists() or link.is_symlink()):
-            # Trials that lie elsewhere are found here, too.
+            # Trials in another folder are linked here.
             link.symlink_to(trial.folder)
         info = TrialInfo(
             trial_id=trial.id,
@@ -539,7 +515,7 @@ class Runner:
                 f"{source.name} has no intact checkpoint, so trials that should continue from it start from scratch"
             )
         if found is not None and found.is_files:
-            # A script asks for it by its name, in its own folder.
+            # A script loads it by its name from the folder of the new trial.
             shutil.copytree(found.path, trial.folder / found.path.name, dirs_exist_ok=True)
         return None if found is None else found.reference
 
@@ -557,7 +533,7 @@ class Runner:
             return None
         if self._wish in ("cancel", "kill"):
             return "CANCELED", None
-        # Nobody is at work, so nothing will happen that could change the searcher's mind.
+        # No trial runs, so no event can change what the searcher answers.
         if not self._is_exhausted:
             return None
         if self._num_failed == len(self._folders) and self._folders:
@@ -565,13 +541,13 @@ class Runner:
         return "COMPLETED", None
 
     def _heed(self) -> None:
-        """See whether somebody wants the experiment to end."""
+        """Read requests to pause, cancel or kill the experiment."""
         wish = _read_wish(self._directory)
         if wish is not None and wish != self._wish:
-            self._say(f"somebody wants it to {wish}")
+            self._say(f"{wish} requested")
             self._wish = wish
         elif self._wish is None and self._signals:
-            self._say("a signal came: trials save and leave")
+            self._say("signal received: trials save and exit")
             self._wish = "pause"
 
     def _forget_wish(self) -> None:
@@ -602,7 +578,7 @@ class Runner:
         self._observed_at = time.monotonic()
 
     def _live(self, record: TrialRecord) -> TrialRecord:
-        """Return a trial with what it has said since the store was told."""
+        """Return a trial with its progress since the last update of the store."""
         trial = self._trials.get(record.number)
         if trial is None:
             return record
@@ -634,13 +610,13 @@ class _Trial:
     attempt: Attempt | None = None
     is_at_work: bool = False
     values: dict[int, float] = field(default_factory=dict)
-    """Its metric after so many batches, as the store has it."""
+    """The metric by batches, as stored."""
     fresh: dict[int, float] = field(default_factory=dict)
-    """What the store does not have yet."""
+    """Values that are not stored yet."""
     told: int = -1
-    """The batches of the last report that the searcher has heard of."""
+    """The batches of the last report that the searcher has received."""
     verdict: Literal["STOPPED", "COMPLETED"] | None = None
-    """What it ends as since the searcher has seen enough of it; None if it has not."""
+    """The final state if the searcher has stopped it, else None."""
     is_invalid: bool = False
     end: TrialState | None = None
     reason: str | None = None
@@ -694,10 +670,10 @@ def _sentence_about_time(searcher: SearcherConfig) -> str:
 
 
 def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
-    """Let an experiment `pause`, `cancel` or `kill`, whether somebody runs it or not, and return it as it is then.
+    """Request that an experiment is paused, canceled or killed, and return its record.
 
-    Where nobody does, trials of a runner that was killed may still be at work: they are dealt with here. Where somebody
-    does, this returns at once, and the record may not show it yet.
+    Without a runner, trials of a killed runner may still be running: they are stopped here. With one, this function
+    returns at once, and the record may not show the request yet.
     """
     store.wish(experiment_id, wish)
     record = store.experiment(experiment_id)
@@ -705,9 +681,9 @@ def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
 
 
 def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
-    """Start a process that runs an experiment and outlives this one; what it says is in `runner.log`."""
+    """Start a process that runs an experiment and outlives this one; its output is in `runner.log`."""
     directory = store.folder(experiment_id)
-    # Where it is told no other, the file in the folder is meant.
+    # Without the variable the process opens the file in the folder.
     elsewhere = {} if store.url == file_url(store.home) else {STORE: store.url}
     with open(directory / "runner.log", "ab") as log:
         process = subprocess.Popen(  # noqa: S603 - this program
@@ -718,7 +694,7 @@ def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
             env={**os.environ, **elsewhere},
             start_new_session=True,
         )
-    # Somebody has to wait for it, or what is left of it stays for as long as this process.
+    # Otherwise a zombie stays for as long as this process.
     threading.Thread(target=process.wait, daemon=True).start()
     return process
 

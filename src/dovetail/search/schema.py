@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.checks import (
-    ConfigErrors,
     Key,
     Problem,
     Problems,
@@ -36,8 +35,6 @@ from dovetail.search.searchers.registry import read_searcher, searchers, unit_na
 from dovetail.search.space import Space
 from dovetail.units import Batches, TrainUnit
 
-__all__ = ["ConfigErrors", "ExperimentConfig", "StorageConfig", "read_experiment"]
-
 Policy = Literal["best", "all", "none"]
 
 _NEVER = Batches(0)
@@ -53,10 +50,6 @@ class StorageConfig:
         save_experiment_best: How many of the best checkpoints of all trials stay.
         save_trial_best: How many of the best of every trial.
         save_trial_latest: How many of the newest of every trial.
-
-    Example:
-        >>> StorageConfig(folder=Path("checkpoints")).save_trial_best
-        1
     """
 
     folder: Path | None = None
@@ -87,8 +80,8 @@ class ExperimentConfig:
         checkpoint_policy: After which validations they save, too.
         perform_initial_validation: Whether they validate before the first batch.
         checkpoint_storage: Where their checkpoints are, and which stay.
-        data: What the script finds as `context.config_data`.
-        seed: Of the searcher and of all trials; 0 where the file has none, so that every experiment can be repeated.
+        data: The value of `context.config_data` in the script.
+        seed: The seed of the searcher and of all trials; 0 by default, so that every experiment can be repeated.
         environment: Variables of the trials' processes.
         profiling: Whether trials are profiled.
         raw: The configuration as trials see it: as given, with what the command line has set.
@@ -133,7 +126,7 @@ def read_experiment(
     Keys that Determined knows and that mean nothing here are listed in one warning.
 
     Args:
-        source: A YAML file, or its values; those of `load_config` know their places.
+        source: A YAML file, or its values; values from `load_config` know their places.
         overrides: Settings such as `searcher.max_trials=4`, the value written as in a file.
         kind: Whether it is of an experiment or of a job, which has no hyperparameters and no searcher.
 
@@ -168,7 +161,7 @@ def _load(source: str | os.PathLike[str]) -> Config:
         raise ConfigError(f"{os.fspath(source)}: cannot be read: {error.strerror}") from error
 
 
-# What a file may say
+# Accepted keys and values
 
 
 def _entrypoint(value: Any) -> list[str]:
@@ -257,10 +250,7 @@ _SECTIONS: dict[str, dict[str, Key]] = {
     },
     "reproducibility": {"experiment_seed": Key(whole(0, 2**32 - 1), 0)},
     "environment": {"environment_variables": Key(_variables, {})},
-    "optimizations": {
-        "aggregation_frequency": Key(whole(1), 1),
-        "average_aggregated_gradients": Key(flag, True),
-    },
+    "optimizations": {"aggregation_frequency": Key(whole(1), 1), "average_aggregated_gradients": Key(flag, True)},
     "profiling": {"enabled": Key(flag, False)},
 }
 
@@ -393,7 +383,7 @@ class _Reader:
 
     def _storage(self, given: str | Mapping[str, Any]) -> StorageConfig:
         if isinstance(given, str):
-            return _place(given)
+            return StorageConfig(url=given) if "://" in given else StorageConfig(Path(given))
         if not given:
             return StorageConfig()
         kind = given.get("type", "shared_fs")
@@ -438,7 +428,3 @@ _PLAIN = (
     *("checkpoint_policy", "perform_initial_validation", "data"),
 )
 """The keys whose values are fields as they are."""
-
-
-def _place(where: str) -> StorageConfig:
-    return StorageConfig(url=where) if "://" in where else StorageConfig(Path(where))

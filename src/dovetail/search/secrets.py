@@ -1,4 +1,4 @@
-"""What a configuration says that is nobody else's business: it is in no log, no report and no database."""
+"""Secrets of a configuration, which are masked in logs, reports and databases."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
-
-__all__ = ["HIDDEN", "masked", "masked_url", "without_secrets", "write_private"]
 
 HIDDEN = "***"
 """What stands in the place of a secret."""

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from dovetail.errors import ConfigError
 
-__all__ = ["IGNORE_FILES", "MAX_BYTES", "IgnoreRules", "take_snapshot"]
-
 IGNORE_FILES = (".detignore", ".dovetailignore")
 """Files at the top of the folder that say what to leave out, one pattern a line, as `.gitignore` does."""
 
@@ -25,16 +23,11 @@ _NEVER = {".git", ".dovetail", "__pycache__"}
 
 
 def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), max_bytes: int = MAX_BYTES) -> int:
-    """Copy a folder of code, and return how many bytes that were.
+    """Copy a folder of code to a new folder, and return how many bytes that were.
 
-    Left out is what the folder's `.detignore` and `.dovetailignore` say, `.git`, `.dovetail`, `__pycache__`, every
-    checkpoint, and all that is neither a file nor a folder. Links stay links, to where they lead now.
-
-    Args:
-        source: The folder.
-        target: Its copy, which must not be there yet.
-        leave_out: Further files or folders to leave out, wherever they are.
-        max_bytes: How large the copy may be.
+    The copy is without the paths in `leave_out`, what `.detignore` and `.dovetailignore` list, `.git`, `.dovetail`,
+    `__pycache__`, checkpoints, and anything that is neither a file nor a folder. Links stay links, to where they lead
+    now.
 
     Raises:
         ConfigError: There is no such folder, or too much is in it.
@@ -68,7 +61,7 @@ def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), ma
 
 @dataclass(frozen=True)
 class IgnoreRules:
-    """Patterns as `.gitignore` has them: the last one that matches decides, and `!` takes back.
+    """Patterns as `.gitignore` has them: the last one that matches decides, and `!` reverses it.
 
     Example:
         >>> rules = IgnoreRules.parse(["*.ckpt", "/data/", "!small.ckpt"])

@@ -20,8 +20,6 @@ from dovetail.extras import require
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-__all__ = ["Categorical", "Double", "Integer", "Log", "Parameter", "Space"]
-
 MAX_GRID = 100_000
 """More trials than anybody wants; a grid is made as a whole."""
 
@@ -37,7 +35,7 @@ class Space:
         problems: Where mistakes are noted, by the keys in the section, in place of an error.
 
     Attributes:
-        parameters: What is searched, by its dotted name, in the order of the file.
+        parameters: The searched hyperparameters by dotted name, in the order of the file.
 
     Raises:
         ConfigErrors: All that is wrong.
@@ -97,7 +95,7 @@ class Space:
         """Return what a trial gets for flat parameters: nested as in the file, with the constants.
 
         Raises:
-            ConfigError: The names are not those of this space.
+            ConfigError: The names differ from the names in this space.
         """
         if params.keys() != self.parameters.keys():
             expected, given = (", ".join(names) or "none" for names in (self.parameters, params))
@@ -142,10 +140,6 @@ class Parameter(ABC):
     Attributes:
         keys: The way to it from the top of the hyperparameters.
         count: How many values of it a grid tries; None where the file does not say.
-
-    Example:
-        >>> Integer(("layers",), None, 1, 4).at(0.99)
-        4
     """
 
     keys: tuple[str, ...]
@@ -204,7 +198,6 @@ class Integer(Parameter):
         return self.minval + min(int(place * size), size - 1)
 
     def place(self, value: int) -> float:
-        """Return the middle of the share of a value."""
         return (value - self.minval + 0.5) / (self.maxval - self.minval + 1)
 
     def grid(self) -> list[int]:
@@ -216,9 +209,7 @@ class Integer(Parameter):
         return [self.minval + (2 * index * span + count - 1) // (2 * (count - 1)) for index in range(count)]
 
     def distribution(self) -> BaseDistribution:
-        """Return an IntDistribution."""
-        found: BaseDistribution = _optuna().IntDistribution(self.minval, self.maxval)
-        return found
+        return _distribution("IntDistribution", self.minval, self.maxval)
 
     def scaled(self, value: int, factor: float) -> int:
         """Return the value times a factor, at least 1 further on."""
@@ -228,8 +219,29 @@ class Integer(Parameter):
         return max(self.minval, min(moved, self.maxval))
 
 
+class _Continuous(Parameter):
+    """Numbers between two ends, on a linear or a logarithmic scale."""
+
+    @property
+    @abstractmethod
+    def ends(self) -> tuple[float, float]:
+        """The smallest and the largest value."""
+
+    def grid(self) -> list[float]:
+        """Return values at evenly spaced places; the middle one if `count` is 1."""
+        count = self.count or 0
+        return [self.at(0.5 if count == 1 else index / (count - 1)) for index in range(count)]
+
+    def scaled(self, value: float, factor: float) -> float:
+        return self._within(value * factor)
+
+    def _within(self, value: float) -> float:
+        low, high = self.ends
+        return max(low, min(value, high))
+
+
 @dataclass(frozen=True)
-class Double(Parameter):
+class Double(_Continuous):
     """Numbers.
 
     Example:
@@ -242,33 +254,22 @@ class Double(Parameter):
 
     kind = "double"
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        return self.minval, self.maxval
+
     def at(self, place: float) -> float:
-        """Return the value at a place."""
         return self._within(self.minval + place * (self.maxval - self.minval))
 
     def place(self, value: float) -> float:
-        """Return the place of a value."""
         return _share(value, self.minval, self.maxval)
 
-    def grid(self) -> list[float]:
-        """Return evenly spaced values; the middle when it is one."""
-        return [self.at(place) for place in _spaced(self.count or 0)]
-
     def distribution(self) -> BaseDistribution:
-        """Return a FloatDistribution."""
-        found: BaseDistribution = _optuna().FloatDistribution(self.minval, self.maxval)
-        return found
-
-    def scaled(self, value: float, factor: float) -> float:
-        """Return the value times a factor."""
-        return self._within(value * factor)
-
-    def _within(self, value: float) -> float:
-        return max(self.minval, min(value, self.maxval))
+        return _distribution("FloatDistribution", *self.ends)
 
 
 @dataclass(frozen=True)
-class Log(Parameter):
+class Log(_Continuous):
     """Powers of a base; the exponent is uniform. The flat value is the power itself.
 
     Example:
@@ -282,29 +283,18 @@ class Log(Parameter):
 
     kind = "log"
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        return self._power(0), self._power(1)
+
     def at(self, place: float) -> float:
-        """Return the value at a place of the exponents."""
         return self._within(self._power(place))
 
     def place(self, value: float) -> float:
-        """Return the place of the exponent of a value."""
         return _share(math.log(value) / math.log(self.base), self.minval, self.maxval)
 
-    def grid(self) -> list[float]:
-        """Return powers with evenly spaced exponents; the middle one when it is one."""
-        return [self.at(place) for place in _spaced(self.count or 0)]
-
     def distribution(self) -> BaseDistribution:
-        """Return a FloatDistribution on a logarithmic scale."""
-        found: BaseDistribution = _optuna().FloatDistribution(self._power(0), self._power(1), log=True)
-        return found
-
-    def scaled(self, value: float, factor: float) -> float:
-        """Return the value times a factor."""
-        return self._within(value * factor)
-
-    def _within(self, value: float) -> float:
-        return max(self._power(0), min(value, self._power(1)))
+        return _distribution("FloatDistribution", *self.ends, log=True)
 
     def _power(self, place: float) -> float:
         return math.pow(self.base, self.minval + place * (self.maxval - self.minval))
@@ -331,17 +321,13 @@ class Categorical(Parameter):
         return choices[min(int(place * len(choices)), len(choices) - 1)]
 
     def place(self, value: Any) -> float:
-        """Return the middle of the share of a choice."""
         return (list(self.choices).index(value) + 0.5) / len(self.choices)
 
     def grid(self) -> list[Any]:
-        """Return all choices."""
         return list(self.choices)
 
     def distribution(self) -> BaseDistribution:
-        """Return a CategoricalDistribution."""
-        found: BaseDistribution = _optuna().CategoricalDistribution(tuple(self.choices))
-        return found
+        return _distribution("CategoricalDistribution", tuple(self.choices))
 
     def scaled(self, value: Any, factor: float) -> Any:
         """Return the choice: it has no size."""
@@ -378,7 +364,7 @@ def _values(value: Any) -> list[Any]:
     if any(choice != choice for choice in flat):
         raise Refused("expected values other than NaN")
     if len(set(flat)) < len(flat):
-        # True equals 1, and 1.0 does: a study could not tell them apart.
+        # True equals 1 and 1.0: a study could not distinguish them.
         raise Refused("expected every value once")
     return value
 
@@ -386,11 +372,7 @@ def _values(value: Any) -> list[Any]:
 _COUNT = {"count": Key(whole(1), None)}
 _KINDS: dict[str, Any] = {
     "const": lambda given: {"val": Key(lambda value: value)},
-    "int": lambda given: {
-        "minval": Key(whole()),
-        "maxval": Key(whole()),
-        **_COUNT,
-    },
+    "int": lambda given: {"minval": Key(whole()), "maxval": Key(whole()), **_COUNT},
     "double": lambda given: {"minval": Key(number()), "maxval": Key(number()), **_COUNT},
     "log": lambda given: {
         "base": Key(_base, 10.0),
@@ -462,13 +444,10 @@ def _flat(choice: Any) -> Any:
     return json.dumps(choice) if isinstance(choice, (list, dict)) else choice
 
 
-def _spaced(count: int) -> list[float]:
-    return [0.5] if count == 1 else [index / (count - 1) for index in range(count)]
-
-
 def _share(value: float, low: float, high: float) -> float:
     return 0.5 if low == high else max(0.0, min((value - low) / (high - low), 1.0))
 
 
-def _optuna() -> Any:
-    return require("optuna.distributions", "search")
+def _distribution(kind: str, *arguments: Any, **options: Any) -> BaseDistribution:
+    found: BaseDistribution = getattr(require("optuna.distributions", "search"), kind)(*arguments, **options)
+    return found

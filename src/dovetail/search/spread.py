@@ -4,7 +4,7 @@
 
 This is what a keeper runs in place of `dovetail.launch`: it lets Ray Train find a place for every process and say which
 one it is, and starts the same command everywhere, with the variables of `torchrun`. They are processes, no functions of
-Ray's workers: they have a main thread that hears signals, as everywhere else.
+Ray's workers: they have a main thread that receives signals, as everywhere else.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.extras import require
+from dovetail.info import ATTEMPT
 from dovetail.runtime.ray_cluster import connect
-from dovetail.search.processes import ATTEMPT, Attempt
-
-__all__ = ["is_spreadable", "main", "spread"]
+from dovetail.search.processes import Attempt
 
 _EVERY = 0.05
-# A watcher that nobody listens to, and statistics that nobody reads, cost seconds; an end is to be seen soon.
+# Ray's preemption watcher and metrics are not used and cost seconds; a failed process should be noticed soon.
 _SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -39,13 +38,8 @@ _LAUNCHER = ["-m", "dovetail.launch", "--slots"]
 def spread(command: Sequence[str], slots: int, resource: str) -> list[str]:
     """Return the command that runs the processes of a trial on several nodes, in place of those on one.
 
-    Args:
-        command: What `dovetail.launch` starts with so many slots.
-        slots: How many processes.
-        resource: What each of them needs one of: `CPU` or `GPU`.
-
     Raises:
-        ConfigError: The command is another one.
+        ConfigError: The command is not one of `dovetail.launch`.
 
     Example:
         >>> spread(["python3", "-m", "dovetail.launch", "--slots", "2", "train.py"], 2, "CPU")[4:]
@@ -74,18 +68,14 @@ def is_spreadable(command: Sequence[str]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command in several processes that form one group, to their end; the exit code is 1 if one fails.
-
-    Args:
-        arguments: How many processes, what each of them needs one of, and the command.
-    """
+    """Run a command in so many processes of one group, each with one resource; the exit code is 1 if one fails."""
     slots, resource, *command = arguments
     attempt = Attempt(Path(os.environ[ATTEMPT]))
     # The processes see for themselves that they were asked to leave; this one is the last to go.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     ray = connect("auto")
     train, data_parallel = require("ray.train", "ray"), require("ray.train.v2.api.data_parallel_trainer", "ray")
-    # The environment of the processes is that of the keeper; these are for Ray Train alone.
+    # The processes get the environment of the keeper; these settings are for Ray Train alone.
     work = {"command": list(command), "env": dict(os.environ), "cwd": os.getcwd(), "attempt": str(attempt.folder)}
     trainer = data_parallel.DataParallelTrainer(
         _run_rank,
@@ -135,11 +125,11 @@ def _run_rank(work: Mapping[str, Any]) -> None:
     env = {**work["env"], **own, **{name: str(value) for name, value in place.items()}}
     if host.startswith("127."):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with open(attempt.folder.parent.parent / "log.txt", "ab") as log:
+    with open(attempt.trial / "log.txt", "ab") as log:
         process = subprocess.Popen(  # noqa: S603 - the user's own command
             work["command"], cwd=work["cwd"], env=env, stdout=log, stderr=log, start_new_session=True
         )
-    # What is left of it would wait for the others of its group.
+    # Otherwise its remaining processes would wait for the others of the group.
     guard = guarded(attempt, process.pid)
     was_asked = False
     while (code := process.poll()) is None:

@@ -1,4 +1,4 @@
-"""What a trial or a job is started as: its command, its variables, its seed, and where."""
+"""Command, environment, seed and backend of a trial or a job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from dovetail.search.processes import Backend, LocalBackend
 from dovetail.search.schema import ExperimentConfig
 from dovetail.search.secrets import masked_url
 from dovetail.search.store import HOME
-
-__all__ = ["backend_for", "command_of", "trial_seed", "variables_of"]
 
 
 def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
@@ -39,31 +37,21 @@ def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
 
 
 def variables_of(config: ExperimentConfig, home: Path, info: Path) -> dict[str, str]:
-    """Return the environment variables of a trial or a job, beside those of this process.
-
-    Args:
-        config: What it is.
-        home: The folder of experiments.
-        info: What it is told about itself.
-    """
+    """Return the environment variables of a trial or a job, in addition to this process's own."""
     # Lines of a process that is killed are in its log.
     return {"PYTHONUNBUFFERED": "1", **config.environment, VARIABLE: str(info), HOME: str(home)}
 
 
 def trial_seed(seed: int, number: int) -> int:
-    """Return the seed of a trial, which depends on that of the experiment and on its number only."""
+    """Return the seed of a trial, which depends on the experiment's seed and the number of the trial only."""
     return derive_seed(seed, number, rule="trial")
 
 
 def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:
-    """Return where the configuration of an experiment wants its trials to run.
-
-    Args:
-        config: The configuration.
-        concurrent: How many trials are at work at the same time at most.
+    """Return the backend that a configuration names, for at most so many trials at the same time.
 
     Raises:
-        ConfigError: It wants what this place cannot do.
+        ConfigError: The configuration copies checkpoints to a URL and names no cluster.
     """
     if config.cluster is None:
         if config.checkpoint_storage.url is not None:

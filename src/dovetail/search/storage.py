@@ -19,31 +19,13 @@ from dovetail.errors import CheckpointError, MissingExtraError, UnknownNameError
 from dovetail.extras import require
 from dovetail.search.checkpoints import checkpoints_of, latest_checkpoint
 
-__all__ = ["opened", "pull", "push"]
-
 _STORED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.\-]{0,127})-[0-9a-f]{16}")
 
 
 def push(folder: Path, url: str) -> list[str]:
-    """Store the checkpoints of a trial that are not stored yet, and remove what the trial has removed.
+    """Copy the new checkpoints of a trial to its own URL, remove what the trial has removed, and return the new names.
 
-    A folder without any changes nothing: its checkpoints may have been lost.
-
-    Args:
-        folder: That of the trial.
-        url: The place of this trial alone, such as `s3://bucket/trial_3`.
-
-    Returns:
-        The names of those that were sent, oldest first.
-
-    Raises:
-        MissingExtraError: The package for such a place is not installed.
-        UnknownNameError: There is no such kind of place.
-
-    Example:
-        >>> import tempfile
-        >>> push(Path(tempfile.mkdtemp()), "memory://example")
-        []
+    A folder without checkpoints changes nothing: they may have been lost.
     """
     files, root = opened(url)
     stored = _marks(files, root)
@@ -67,23 +49,7 @@ def push(folder: Path, url: str) -> list[str]:
 
 
 def pull(url: str, folder: Path) -> Path | None:
-    """Fetch the checkpoints that are stored, are not in the folder of a trial, and are as they were written.
-
-    Args:
-        url: What `push` was given.
-        folder: That of the trial.
-
-    Returns:
-        The newest, or None if there is none.
-
-    Raises:
-        MissingExtraError: The package for such a place is not installed.
-        UnknownNameError: There is no such kind of place.
-
-    Example:
-        >>> import tempfile
-        >>> pull("memory://nothing-is-there", Path(tempfile.mkdtemp()))
-    """
+    """Fetch the intact checkpoints that `push` has stored and the folder lacks; return the newest of all, or None."""
     files, root = opened(url)
     newest = None
     for stored, _ in sorted(_marks(files, root).items(), key=lambda mark: mark[1]):
@@ -134,7 +100,7 @@ def _marks(files: Any, root: str) -> dict[str, int]:
 
 
 def _send(files: Any, checkpoint: Path, place: str) -> None:
-    # What a writer has left that died before its mark.
+    # The files of a writer that died before its mark.
     if files.exists(place):
         files.rm(place, recursive=True)
     for path in sorted(checkpoint.rglob("*")):

@@ -1,7 +1,7 @@
-"""Where experiments are kept: an Optuna study for each, and a folder for its files.
+"""Store of experiments: an Optuna study for each, and a folder for its files.
 
-A study holds what can be asked for afterwards: configuration, trials, hyperparameters, metrics, states. Every tool that
-knows Optuna can open it. Beside it lie, in the folder `.dovetail`,
+A study has the configuration, trials, hyperparameters, metrics and states. Every tool for Optuna can open it. The
+folder `.dovetail` has
 
     store.db                          the studies, unless they are on a server
     experiments/<id>/                 config.yaml, config.json, code, runner.log, lock, wish
@@ -18,8 +18,9 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
@@ -27,7 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from dovetail.errors import UnknownNameError
 from dovetail.extras import require
-from dovetail.search.databases import file_url, open_file, open_server, quiet_optuna
+from dovetail.printing import quiet
+from dovetail.search.databases import file_url, open_file, open_server
 from dovetail.search.locks import holding, is_taken
 from dovetail.search.processes import Attempt, is_at_work
 from dovetail.search.records import (
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
 
     from dovetail.search.schema import ExperimentConfig
 
-__all__ = ["HOME", "STORE", "WISHES", "ExperimentError", "Store", "home_directory"]
-
 HOME = "DOVETAIL_HOME"
 """The environment variable that names the folder of experiments."""
 
@@ -58,21 +58,24 @@ STORE = "DOVETAIL_STORE"
 """The environment variable with the URL of a database server, if there is one."""
 
 WISHES = ("pause", "cancel", "kill")
-"""What people may want of an experiment that runs."""
+"""Requests for an experiment that runs."""
 
 # PostgreSQL counts rows with 32 bits.
 _LARGEST_NUMBER = 2**31 - 1
 _RECORD = "dovetail"
+# The fields of a trial that Optuna has no place for.
+_TOLD = ("experiment_id", "hparams", "source", "state", "restarts", "reason", "steps", "progress", "status")
 _STATE = "state"
 _WARNINGS = "warnings"
 _MEMORY = "dovetail:runner"
 
 
 def home_directory(given: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder of experiments: the one given, else that of `DOVETAIL_HOME`, else `.dovetail` here."""
+    """Return the folder of experiments: the given one, else `DOVETAIL_HOME`, else `.dovetail` here."""
     return Path(given or os.environ.get(HOME) or ".dovetail").absolute()
 
 
+@dataclass(eq=False, repr=False)
 class Store:
     """Experiments, their trials, and jobs. Made by `Store.open`.
 
@@ -88,10 +91,9 @@ class Store:
         ([], [])
     """
 
-    def __init__(self, home: Path, url: str, storage: BaseStorage) -> None:
-        self.home = home
-        self.url = url
-        self.storage = storage
+    home: Path
+    url: str
+    storage: BaseStorage
 
     @classmethod
     def open(cls, home: str | os.PathLike[str] | None = None, url: str | None = None) -> Store:
@@ -99,7 +101,7 @@ class Store:
 
         Args:
             home: The folder of experiments; see `home_directory`.
-            url: A database server, such as `postgresql://user@host/name`; None is that of `DOVETAIL_STORE`, or else the
+            url: A database server, such as `postgresql://user@host/name`; None means `DOVETAIL_STORE`, or else the
                 file `store.db` in the folder.
 
         Raises:
@@ -161,15 +163,12 @@ class Store:
             ExperimentError: There is none of that number.
         """
         folder = self.home / "jobs" / str(job_id)
-        if not _is_possible(job_id):
+        if not _is_possible(job_id) or not (folder / "job.json").exists():
             raise _no_such("job", job_id, self._job_numbers())
-        try:
-            told = json.loads((folder / "job.json").read_text())
-        except FileNotFoundError:
-            raise _no_such("job", job_id, self._job_numbers()) from None
-        attempt, started = Attempt.of(folder, 0), _time(told["started"])
+        told = json.loads((folder / "job.json").read_text())
+        attempt, started = Attempt.of(folder, 0), datetime.fromisoformat(told["started"])
         code = attempt.exit_code
-        # Somebody waits for it, or did so and was killed.
+        # `run_job` waits for it, or did so and was killed.
         if code is None and (is_taken(folder / "lock") or is_at_work(attempt)):
             return JobRecord(job_id, told["name"], "RUNNING", folder, started=started)
         # It may have ended between the two looks.
@@ -201,11 +200,11 @@ class Store:
     def create_experiment(
         self, config: ExperimentConfig, text: str, context_dir: str | os.PathLike[str] = "."
     ) -> ExperimentRecord:
-        """Write an experiment down, with a copy of its code; nothing is run yet.
+        """Add an experiment with a copy of its code, without running it.
 
         Args:
-            config: What it is.
-            text: The file that it was read from, which is kept for people.
+            config: The configuration.
+            text: The file that it was read from, which is stored for the user.
             context_dir: The folder with the code.
         """
         experiments = self.home / "experiments"
@@ -234,7 +233,7 @@ class Store:
             "trials": str(directory / "trials" if elsewhere is None else elsewhere / _folder_name(number, directory)),
             "created": _now(),
         }
-        # From here on it is there, all of it.
+        # Only from here on the experiment is listed.
         self.storage.set_study_user_attr(number, _RECORD, record)
         return self.experiment(number)
 
@@ -242,7 +241,7 @@ class Store:
         """Remove an experiment with all its files, checkpoints included.
 
         Raises:
-            ExperimentError: It is at work, or the store names folders that are not its own.
+            ExperimentError: It is running, or the store names folders that are not its own.
         """
         record = self.experiment(experiment_id)
         if record.is_running or record.state == "ACTIVE":
@@ -253,7 +252,7 @@ class Store:
         shutil.rmtree(folder, ignore_errors=True)
 
     def set_state(self, experiment_id: int, state: ExperimentState, reason: str | None = None) -> None:
-        """Write down what became of an experiment."""
+        """Store the state of an experiment."""
         value = {"state": state, "reason": reason, "ended": _now() if state in OVER else None}
         self.storage.set_study_user_attr(experiment_id, _STATE, value)
 
@@ -262,7 +261,7 @@ class Store:
         self.storage.set_study_user_attr(experiment_id, _WARNINGS, list(warnings))
 
     def wish(self, experiment_id: int, wish: str) -> None:
-        """Leave a wish for whoever runs an experiment: `pause`, `cancel` or `kill`."""
+        """Store a request for the runner of an experiment: `pause`, `cancel` or `kill`."""
         if wish not in WISHES:
             raise UnknownNameError("wish", wish, WISHES)
         path = self.folder(experiment_id) / "wish"
@@ -270,15 +269,13 @@ class Store:
         unfinished.write_text(wish)
         unfinished.replace(path)
 
-    @contextmanager
-    def running(self, experiment_id: int) -> Iterator[None]:
-        """Be the one who runs an experiment, for as long as the block lasts and this process lives.
+    def running(self, experiment_id: int) -> AbstractContextManager[None]:
+        """Hold the lock of an experiment's runner for the length of a block.
 
         Raises:
-            ExperimentError: Another process does.
+            ExperimentError: Another process holds it.
         """
-        with holding(self.folder(experiment_id) / "lock", f"experiment {experiment_id}"):
-            yield
+        return holding(self.folder(experiment_id) / "lock", f"experiment {experiment_id}")
 
     # ------------------------------------------------------------------ what the runner needs
 
@@ -289,7 +286,7 @@ class Store:
 
         direction = StudyDirection.MINIMIZE if smaller_is_better else StudyDirection.MAXIMIZE
         for again in itertools.count(1):
-            with suppress(DuplicatedStudyError), quiet_optuna():
+            with suppress(DuplicatedStudyError), quiet("optuna"):
                 return self.storage.create_new_study([direction], name if again == 1 else f"{name} #{again}")
         raise AssertionError("there is always a free number")
 
@@ -340,11 +337,11 @@ class Store:
         return named
 
     def memory(self, experiment_id: int) -> dict[str, Any]:
-        """Return what a runner has left for itself, or for the next one."""
+        """Return what a runner has stored by `remember`, for itself or the next runner."""
         return cast("dict[str, Any]", self.storage.get_study_system_attrs(experiment_id).get(_MEMORY, {}))
 
     def remember(self, experiment_id: int, memory: Mapping[str, Any]) -> None:
-        """Keep what a runner needs to go on, at once and as a whole."""
+        """Store what a runner needs to continue, completely or not at all."""
         self.storage.set_study_system_attr(experiment_id, _MEMORY, dict(memory))
 
     def add_trial(
@@ -374,22 +371,12 @@ class Store:
         self.storage.set_trial_intermediate_value(trial_id, steps, value)
 
     def update_trial(self, trial: TrialRecord) -> None:
-        """Write down what has changed about a trial that is not over: its state, how far it has come, and why."""
-        told: dict[str, Any] = {
-            "experiment_id": trial.experiment_id,
-            "hparams": trial.hparams,
-            "source": trial.source,
-            "state": trial.state,
-            "restarts": trial.restarts,
-            "reason": trial.reason,
-            "steps": trial.steps,
-            "progress": trial.progress,
-            "status": trial.status,
-        }
+        """Store the state and the progress of a trial that is not over."""
+        told = {name: getattr(trial, name) for name in _TOLD}
         self.storage.set_trial_system_attr(trial.id, _RECORD, told)
 
     def end_trial(self, trial: TrialRecord) -> None:
-        """Write down that a trial is over, and as what; nothing about it changes any more."""
+        """Store the final state of a trial."""
         from optuna.trial import TrialState as OptunaState
 
         self.update_trial(trial)
@@ -454,13 +441,7 @@ def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
 
 
 def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> ExperimentRecord:
-    """Return an experiment as its study has it.
-
-    Args:
-        number: The number of the study.
-        attributes: Its attributes.
-        trials: Its trials.
-    """
+    """Return the experiment of a study, from its number, attributes and trials."""
     told, state = attributes[_RECORD], attributes.get(_STATE, {"state": "ACTIVE", "reason": None, "ended": None})
     directory, place = Path(told["directory"]), Path(told["trials"])
     smaller = _smaller_is_better(attributes)
@@ -470,8 +451,8 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
         state=state["state"],
         config=told["config"],
         directory=directory,
-        created=_time(told["created"]),
-        ended=None if state["ended"] is None else _time(state["ended"]),
+        created=datetime.fromisoformat(told["created"]),
+        ended=None if state["ended"] is None else datetime.fromisoformat(state["ended"]),
         reason=state["reason"],
         is_running=is_taken(directory / "lock"),
         trials=tuple(trial_record(trial, place, smaller) for trial in trials if _RECORD in trial.system_attrs),
@@ -480,13 +461,7 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
 
 
 def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> TrialRecord:
-    """Return a trial as its study has it.
-
-    Args:
-        trial: The trial.
-        place: Where the folders of trials are.
-        smaller_is_better: The direction of its metric.
-    """
+    """Return the record of Optuna's trial whose folder is in `place`."""
     told: Mapping[str, Any] = trial.system_attrs[_RECORD]
     values = dict(sorted(trial.intermediate_values.items()))
     best_at = best_step(values, smaller_is_better)
@@ -531,10 +506,6 @@ def _folder_name(number: int, directory: Path) -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat()
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 def _utc(moment: datetime | None) -> datetime | None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from dovetail.callbacks import Callback, TrainerCallback
-from dovetail.testing.comparing import difference
-from dovetail.testing.contract import EPOCHS, Contract
+from dovetail.testing.contract import EPOCHS, Contract, difference
 from dovetail.trainers.reuse import reset
-
-__all__ = ["CallbackContract"]
 
 
 class CallbackContract(Contract):

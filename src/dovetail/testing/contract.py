@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dovetail.callbacks import Callback
-from dovetail.testing.comparing import assert_same
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
 from dovetail.units import Batches, Epochs
-
-__all__ = [
-    "BATCHES",
-    "BATCH_SIZE",
-    "EPOCHS",
-    "PASSES_BEFORE_FAILURE",
-    "Contract",
-    "StrategyContract",
-    "randomness_kept",
-]
 
 _SAMPLES = 18
 BATCH_SIZE = 4
@@ -227,6 +216,31 @@ def randomness_kept() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
+
+
+def assert_same(one: Any, other: Any, what: str) -> None:
+    """Fail with the first difference between two nested values, if there is one."""
+    found = difference(one, other, what)
+    assert found is None, found
+
+
+def difference(one: Any, other: Any, what: str) -> str | None:
+    """Return a sentence about the first difference between two nested values, or None if they are equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        is_same = one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        return None if is_same else f"{what}: {one} is not {other}"
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if set(one) != set(other):
+            return f"{what}: the keys {list(one)} are not {list(other)}"
+        pairs = [(f"{what}, {key!r}", one[key], other[key]) for key in one]
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        if len(one) != len(other):
+            return f"{what}: {len(one)} values are not {len(other)}"
+        pairs = [(f"{what}, {place}", *pair) for place, pair in enumerate(zip(one, other, strict=True))]
+    else:
+        is_nan = isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
+        return None if is_nan or one == other else f"{what}: {one!r} is not {other!r}"
+    return next((found for where, a, b in pairs if (found := difference(a, b, where))), None)
 
 
 class _ProvokedError(Exception):

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from dovetail.callbacks import Callback
 from dovetail.data import num_batches, split_batch
-from dovetail.testing.comparing import assert_same
 from dovetail.testing.contract import (
     BATCH_SIZE,
     BATCHES,
     EPOCHS,
     PASSES_BEFORE_FAILURE,
     StrategyContract,
+    assert_same,
     randomness_kept,
 )
 from dovetail.trainers.composable import ComposableTrainer
@@ -38,16 +38,6 @@ from dovetail.trainers.strategies.base import (
 )
 from dovetail.trainers.strategies.nesting import Nesting
 from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
-
-__all__ = [
-    "DataLoaderStrategyContract",
-    "LRSchedulerStrategyContract",
-    "LossStrategyContract",
-    "ModelUpdateStrategyContract",
-    "OptimizerStrategyContract",
-    "TestingStrategyContract",
-    "TrainingStepStrategyContract",
-]
 
 
 class LossStrategyContract(StrategyContract):

@@ -1,12 +1,10 @@
-"""What a logger is, and the values it is given."""
+"""Base class of loggers, and the values that they log."""
 
 from __future__ import annotations
 
-import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -17,8 +15,6 @@ from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["Histogram", "Logger", "Run", "Scalar", "Sorted", "Status", "Value", "check_name", "quiet", "sort"]
 
 Scalar: TypeAlias = "str | int | float | bool | None"
 """A hyperparameter."""
@@ -35,9 +31,9 @@ class Run:
     """The run that a logger is to write.
 
     Attributes:
-        id: Tells this run from all others; the same again when a run is resumed.
-        step: How many batches the run has behind it: 0 when it is new. What was logged after this step was lost with
-            the process that logged it.
+        id: Unique name of the run; a resumed run has the same one.
+        step: How many batches the run has trained on: 0 if it is new. Values after this step are dropped, because
+            the process that logged them is lost.
         hyperparameters: Flat names and plain values; secrets are masked already.
 
     Example:
@@ -56,7 +52,7 @@ class Run:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether the run continues an earlier one."""
         return self.step > 0
 
 
@@ -97,9 +93,9 @@ class Logger(ABC):
 
 
 class Histogram:
-    """The distribution of numbers: how many lie in each of a number of equal bins.
+    """The distribution of numbers: the count in each of several equal bins.
 
-    NaN and infinities lie in no bin; `num_not_finite` counts them.
+    NaN and infinities are in no bin; `num_not_finite` counts them.
 
     Args:
         values: A tensor or an array of any shape, on any device.
@@ -107,7 +103,7 @@ class Histogram:
 
     Attributes:
         counts: How many values each bin holds.
-        edges: Where the bins begin and end; one more than there are bins.
+        edges: The limits of the bins; one more than there are bins.
 
     Example:
         >>> histogram = Histogram([0.0, 1.0, 1.0, 4.0], bins=2)
@@ -143,10 +139,10 @@ class Sorted:
 
 
 def sort(values: Mapping[str, Value]) -> Sorted:
-    """Tell numbers, histograms and figures apart.
+    """Sort values into numbers, histograms and figures.
 
     Raises:
-        ConfigError: A value is none of them, or a figure's name cannot be that of a file.
+        ConfigError: A value is none of them, or the name of a figure cannot be a file name.
     """
     found = Sorted({}, {}, {})
     for name, value in values.items():
@@ -168,15 +164,3 @@ def check_name(name: str) -> str:
     if any(part in ("", ".", "..") or not re.fullmatch(r"[^\\:\x00-\x1f]+", part) for part in parts):
         raise ConfigError(f"figure: expected a name such as 'confusion' or 'valid/confusion', got {name!r}")
     return name
-
-
-@contextmanager
-def quiet(logger: str) -> Iterator[None]:
-    """Keep a package's news off the terminal while we call it; its warnings still come."""
-    talker = logging.getLogger(logger)
-    level = talker.level
-    talker.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        talker.setLevel(level)

@@ -17,17 +17,11 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.history.lines import as_line, encode, write_atomically
 from dovetail.tracking.base import Logger, Run, Status, Value, check_name, sort
 
-__all__ = ["FolderLogger", "InFolders"]
-
 
 class InFolders(Logger, ABC):
-    """Base of loggers that give every run a folder of its own: nothing that an earlier run has written is touched.
+    """Base of loggers that create a folder per run; the files of earlier runs are not changed.
 
     The name of a run's folder is its label and the first digits of its id, such as `run-3f2a9c1b`.
-
-    Args:
-        root: Where the folders of the runs are.
-        label: How their names begin.
     """
 
     def __init__(self, root: str | os.PathLike[str], label: str) -> None:
@@ -62,13 +56,13 @@ class FolderLogger(InFolders):
     - `histograms.jsonl`: the same with counts and edges, if there were histograms,
     - `figures/name/step.png`, if there were figures.
 
-    JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A run that is resumed
-    goes on in its files; what was written after the step of its checkpoint is dropped.
+    JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A resumed run
+    continues its files; lines after the step of its checkpoint are dropped.
 
     Args:
-        root: Where the folders of the runs are.
+        root: The folder with the folders of all runs.
         format: How the metrics are written: `"jsonl"` or `"csv"`.
-        label: How the name of a run's folder begins.
+        label: The first part of a folder's name.
 
     Example:
         >>> import tempfile
@@ -83,10 +77,7 @@ class FolderLogger(InFolders):
     """
 
     def __init__(
-        self,
-        root: str | os.PathLike[str] = "runs",
-        format: Literal["jsonl", "csv"] = "jsonl",
-        label: str = "run",
+        self, root: str | os.PathLike[str] = "runs", format: Literal["jsonl", "csv"] = "jsonl", label: str = "run"
     ) -> None:
         if format not in ("jsonl", "csv"):
             raise UnknownNameError("format of FolderLogger", str(format), ("jsonl", "csv"))
@@ -106,7 +97,6 @@ class FolderLogger(InFolders):
             _cut(folder / "histograms.jsonl", lambda line: json.loads(line)["step"] <= run.step)
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Append to the files."""
         found = sort(values)
         if found.numbers and self.format == "csv":
             text = io.StringIO(newline="")
@@ -123,7 +113,6 @@ class FolderLogger(InFolders):
             figure.savefig(target)
 
     def finish(self, status: Status) -> None:
-        """Write the status."""
         self._write_status(status)
         self._run = None
 

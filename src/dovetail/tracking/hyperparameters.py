@@ -18,8 +18,6 @@ from dovetail.tracking.base import Scalar
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["flatten", "hyperparameters_of", "without_passwords"]
-
 MASK = "***"
 
 _SECRET_WORDS = frozenset(
@@ -40,7 +38,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
 
 
 def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
-    """Return what a run is made of: the options that were given, the configuration, and the pieces in use."""
+    """Return the settings of a run: the given options, the configuration, the model and the optimizers."""
     trainer, model = context.run.trainer, context.model
     options, given = getattr(trainer, "options", None), getattr(trainer, "given", ())
     settings: dict[str, Any] = {name: getattr(options, name) for name in sorted(given)}
@@ -49,7 +47,7 @@ def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
         parameters = list(model.parameters())
         settings["model"] = {"": type(model).__name__, "parameters": sum(each.numel() for each in parameters)}
     for place, optimizer in enumerate(context.optimizers):
-        # The rate that a run starts with: a schedule has moved that of the groups already.
+        # The initial rate: a schedule has changed the rates of the groups already.
         used = {name: value for name, value in optimizer.defaults.items() if value is not None and value is not False}
         settings[f"optimizer{place or ''}"] = {"": type(optimizer).__name__, **used}
     if context.run.plan is not None:
@@ -58,7 +56,7 @@ def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
 
 
 def without_passwords(text: str) -> str:
-    """Return a text in which addresses such as `postgresql://me:secret@host` do not say who and with which password."""
+    """Return a text without the user and password of addresses such as `postgresql://me:secret@host`."""
     return re.sub(r"://[^/@\s]+@", f"://{MASK}@", text)
 
 

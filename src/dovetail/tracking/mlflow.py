@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.extras import require
-from dovetail.tracking.base import Logger, Run, Status, Value, quiet, sort
-
-__all__ = ["MLflowLogger"]
+from dovetail.printing import quiet
+from dovetail.tracking.base import Logger, Run, Status, Value, sort
 
 _TAG = "dovetail.run_id"
 
@@ -20,16 +19,16 @@ class MLflowLogger(Logger):
     """Log to MLflow: to a SQLite file by default, else to whatever store or server the address names.
 
     Histograms and figures are artifacts: `histograms/step.json`, `figures/name/step.png`. Characters that MLflow has
-    no place for in the name of a metric become `_`. A run that is resumed goes on in the same run there, which keeps
-    what it has and is not told again.
+    no place for in the name of a metric become `_`. A resumed run continues MLflow's run; steps that it has already
+    are not logged again.
 
     Needs the extra `mlflow`. `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows the runs.
 
     Args:
         experiment: The name of the experiment; made if there is none.
-        tracking_uri: Where the store is; None for the environment variable `MLFLOW_TRACKING_URI`, or else the file
-            `mlflow.db` in the current folder.
-        artifact_location: Where a new experiment keeps its artifacts; None for MLflow's own choice.
+        tracking_uri: The address of the store; None means the environment variable `MLFLOW_TRACKING_URI`, or else the
+            file `mlflow.db` in the current folder.
+        artifact_location: The folder or URL for the artifacts of a new experiment; None means MLflow's default.
         run_name: The name of new runs; None for one that MLflow makes up.
         tags: Further tags of the run.
 
@@ -59,12 +58,11 @@ class MLflowLogger(Logger):
         self._known: dict[str, int] = {}
 
     def start(self, run: Run) -> None:
-        """Make the run, or find the one that is resumed."""
         # Read when the package is imported: it reports on its use to its makers otherwise.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         mlflow = require("mlflow", "mlflow")
         uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-        with quiet("mlflow"), quiet("alembic"):
+        with quiet("mlflow", "alembic"):
             self._client = client = mlflow.MlflowClient(tracking_uri=uri)
             found = client.get_experiment_by_name(self.experiment)
             experiment = (
@@ -89,7 +87,6 @@ class MLflowLogger(Logger):
             client.log_batch(self.run_id, params=parameters[first : first + 100])
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Write the metrics of a step at once, and the rest as artifacts."""
         found, now, entities = sort(values), int(time.time() * 1000), require("mlflow.entities", "mlflow")
         metrics = [
             entities.Metric(name, number, now, step)
@@ -105,7 +102,6 @@ class MLflowLogger(Logger):
             self._client.log_figure(self.run_id, figure, f"figures/{name}/{step}.png")
 
     def finish(self, status: Status) -> None:
-        """Set the status."""
         client, run_id, self._client, self.run_id = self._client, self.run_id, None, None
         client.set_terminated(run_id, "FINISHED" if status == "finished" else "FAILED")
 

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from dovetail.errors import ConfigError
 from dovetail.extras import require
-from dovetail.tracking.base import Logger, Run, Status, Value, quiet, sort
+from dovetail.printing import quiet
+from dovetail.tracking.base import Logger, Run, Status, Value, sort
 
-__all__ = ["NeptuneLogger"]
-
-# What the package would collect by itself: nothing, unless it is asked for.
+# The package collects nothing by itself unless `options` request it.
 _MODEST: dict[str, Any] = {
     "capture_stdout": False,
     "capture_stderr": False,
@@ -29,15 +28,14 @@ class NeptuneLogger(Logger):
 
     Numbers are series under their names, hyperparameters fields under `hyperparameters`, figures series of images.
     Neptune has no histograms: each is a JSON file under its name and step. NaN and infinities, which it refuses, are
-    left out. A run that is resumed goes on in the same run there, which keeps what it has and ignores what it is told
-    again.
+    left out. A resumed run continues Neptune's run, which ignores steps that it has already.
 
     Needs the extra `neptune`, and online a token: the environment variable `NEPTUNE_API_TOKEN`, or `api_token`.
 
     Args:
-        project: The project, `workspace/name`; None for that of the environment.
-        api_token: The token; None for that of the environment.
-        mode: `"async"`, `"sync"`, `"offline"`, or None for that of the environment.
+        project: The project, `workspace/name`; None means the environment's.
+        api_token: The token; None means the environment's.
+        mode: `"async"`, `"sync"`, `"offline"`, or None means the environment's.
         options: Whatever else `neptune.init_run` takes: `name`, `tags`, `capture_hardware_metrics`, …
 
     Attributes:
@@ -64,7 +62,6 @@ class NeptuneLogger(Logger):
         self.run: Any = None
 
     def start(self, run: Run) -> None:
-        """Open the run."""
         neptune = require("neptune", "neptune")
         with quiet("neptune"):
             self.run = neptune.init_run(
@@ -79,7 +76,6 @@ class NeptuneLogger(Logger):
                 self.run["hyperparameters"][name] = "None" if value is None else value
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Append to the series."""
         found, run = sort(values), self.run
         for name, number in found.numbers.items():
             if math.isfinite(number):
@@ -93,7 +89,6 @@ class NeptuneLogger(Logger):
                 run[name].append(file.as_image(figure), step=step)
 
     def finish(self, status: Status) -> None:
-        """Send what is left, and close the run."""
         run, self.run = self.run, None
         with quiet("neptune"):
             run["sys/failed"] = status == "failed"

@@ -10,19 +10,17 @@ from dovetail.extras import require
 from dovetail.tracking.base import Run, Status, Value, sort
 from dovetail.tracking.files import InFolders
 
-__all__ = ["TensorBoardLogger"]
-
 
 class TensorBoardLogger(InFolders):
     """Write event files that `tensorboard --logdir root` shows: scalars, histograms, images and hyperparameters.
 
-    A run that is resumed goes on in its folder; TensorBoard hides what was written after the step of its checkpoint.
+    A resumed run continues in its folder; TensorBoard hides events after the step of its checkpoint.
 
     Needs the extra `tensorboard`.
 
     Args:
-        root: Where the folders of the runs are.
-        label: How the name of a run's folder begins.
+        root: The folder with the folders of all runs.
+        label: The first part of a folder's name.
 
     Example:
         >>> from dovetail.tracking import Tracker
@@ -34,7 +32,6 @@ class TensorBoardLogger(InFolders):
         self._writer: Any = None
 
     def start(self, run: Run) -> None:
-        """Open an event file."""
         require("tensorboard", "tensorboard")
         tensorboard = require("torch.utils.tensorboard", "tensorboard")
         # Everything from this step on is hidden. Not asked for in a new run: it would hide what has no step, too.
@@ -42,12 +39,11 @@ class TensorBoardLogger(InFolders):
         self._writer = tensorboard.SummaryWriter(str(self._enter(run)), purge_step=purge_step)
         if not run.is_resumed:
             settings = {name: "None" if value is None else value for name, value in run.hyperparameters.items()}
-            # Not `add_hparams`, which makes a run of its own for them.
+            # Not `add_hparams`, which creates another run for them.
             for summary in tensorboard.summary.hparams(settings, {})[:2]:
                 self._writer.file_writer.add_summary(summary)
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Write events."""
         found, writer = sort(values), self._writer
         for name, number in found.numbers.items():
             writer.add_scalar(name, number, step)
@@ -67,7 +63,6 @@ class TensorBoardLogger(InFolders):
             writer.add_figure(name, figure, step, close=False)
 
     def finish(self, status: Status) -> None:
-        """Close the event file."""
         writer, self._writer = self._writer, None
         summary = require("torch.utils.tensorboard.summary", "tensorboard").hparams({}, {})[2]
         plugin = summary.value[0].metadata.plugin_data

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
     from dovetail.units import Progress
 
-__all__ = ["Tracker"]
-
 
 class Tracker(Callback):
     """Log hyperparameters, metrics, learning rates and, on request, histograms and figures with any loggers.
@@ -35,11 +33,11 @@ class Tracker(Callback):
     A logger that fails, for whatever reason, says so in one warning and is off for the rest of the run: tracking never
     stops training. Only the main process logs.
 
-    A run that is resumed from a checkpoint goes on in the same run of every logger.
+    A run that is resumed from a checkpoint continues the same run of every logger.
 
     Args:
         loggers: Where to write.
-        hyperparameters: Settings to log besides those of the trainer, nested as you like. Values under names such as
+        hyperparameters: Further settings to log, nested as you like. Values under names such as
             `api_key` or `password` are masked.
         histograms_every: Log histograms of all weights, and of the gradients that led to them, after every n-th update;
             0 for none.
@@ -96,7 +94,6 @@ class Tracker(Callback):
         self.log({name: figure}, step)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Open the runs."""
         if not self.loggers:
             warnings.warn(
                 "Tracker has no loggers, so nothing is logged: give it one, such as FolderLogger('runs')",
@@ -130,25 +127,20 @@ class Tracker(Callback):
         self._gradients = {}
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
-        """Log the running means and the learning rates."""
         running = {f"running_{name}": value for name, value in report.metrics.items()}
         self._log({**running, **_rates(context)}, context.progress.batches)
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a validation."""
         self._log(metrics, context.progress.batches)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Log the means of an epoch; those of its validation are logged already."""
         own = {name: value for name, value in metrics.items() if not name.startswith("valid_")}
         self._log({"epoch": context.progress.epoch, **own}, context.progress.batches)
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """Close the runs as failed."""
         self._close("failed")
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Close the runs."""
         self._close("finished")
 
     def _histograms_due(self, update: int) -> bool:
@@ -169,7 +161,7 @@ class Tracker(Callback):
         except Exception as error:
             self._writing.remove(logger)
             if method == logger.log:
-                # What it has written so far may still be saved.
+                # Saves the values that were logged before.
                 with suppress(Exception):
                     logger.finish("failed")
             warnings.warn(

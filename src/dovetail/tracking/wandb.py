@@ -14,20 +14,18 @@ from dovetail.tracking.base import Logger, Run, Status, Value, sort
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["WandBLogger"]
-
 
 class WandBLogger(Logger):
     """Log to Weights & Biases, or to a folder that `wandb sync` sends there later (`mode="offline"`).
 
-    A run that is resumed goes on in the same run there, which keeps what it has and ignores what it is told again.
+    A resumed run continues the run of Weights & Biases, which ignores steps that it has already.
 
     Needs the extra `wandb`, and online a key: `wandb login`, or the environment variable `WANDB_API_KEY`. A server that
     does not answer is waited for as long as `settings={"init_timeout": seconds}` says, 90 by default.
 
     Args:
-        project: The project; None for that of the environment.
-        mode: `"online"`, `"offline"`, or None for that of the environment.
+        project: The project; None means the environment's.
+        mode: `"online"`, `"offline"`, or None means the environment's.
         options: Whatever else `wandb.init` takes: `entity`, `name`, `tags`, `dir`, `settings`, …
 
     Attributes:
@@ -49,7 +47,6 @@ class WandBLogger(Logger):
         self.run: Any = None
 
     def start(self, run: Run) -> None:
-        """Open the run."""
         if (self.mode or os.environ.get("WANDB_MODE")) == "offline":
             # Or else the package sends reports about its own errors.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -73,7 +70,6 @@ class WandBLogger(Logger):
         )
 
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Log values; those of the same step make one row."""
         found, wandb = sort(values), require("wandb", "wandb")
         self.run.log(
             {
@@ -88,13 +84,12 @@ class WandBLogger(Logger):
         )
 
     def finish(self, status: Status) -> None:
-        """Send what is left, and close the run."""
         run, self.run = self.run, None
         run.finish(exit_code=0 if status == "finished" else 1)
 
 
 def _picture(figure: Figure) -> Any:
-    # Given the figure itself, the package looks for a pyplot that nobody need have imported.
+    # With the figure itself, the package would import pyplot.
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return require("PIL.Image", "plot").open(content)

@@ -1,31 +1,24 @@
-"""What was looked at on this machine, and what was found."""
+"""Result of one check of this machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Check", "Status", "shortened"]
-
 Status = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        part: What it belongs to: `"python"`, `"torch"`, `"extras"`, `"files"` or `"experiments"`.
+        part: The group of the check: `"python"`, `"torch"`, `"extras"`, `"files"` or `"experiments"`.
         name: What it is.
         status: `"problem"` if something essential does not work, `"note"` if something is missing that may never be
             needed, else `"ok"`.
-        found: What was found, in plain words.
+        found: The finding, in plain words.
         remedy: The command that installs or repairs it, or empty.
-
-    Example:
-        >>> check = Check("files", "open files", "ok", "at most 1,024 in a process")
-        >>> check.part, check.name
-        ('files', 'open files')
     """
 
     part: str

@@ -9,8 +9,6 @@ from pathlib import Path
 from dovetail.cli.checkup.check import Check, Status
 from dovetail.cli.output import bytes_text
 
-__all__ = ["check_descriptors", "check_disk", "check_folder", "check_shared_memory", "nearest"]
-
 _LITTLE_DISK, _TOO_LITTLE_DISK = 5_000_000_000, 200_000_000
 _LITTLE_SHARED_MEMORY = 500_000_000
 _FEW_DESCRIPTORS = 1024
@@ -42,14 +40,7 @@ def check_folder(folder: Path) -> Check:
 
 
 def check_disk(name: str, folder: Path, *, little: int = _LITTLE_DISK, too_little: int = _TOO_LITTLE_DISK) -> Check:
-    """Compare the free space where a folder is, or will be, with what a run needs.
-
-    Args:
-        name: What the check is called.
-        folder: The folder.
-        little: Bytes below which there is a note.
-        too_little: Bytes below which there is a problem.
-    """
+    """Compare the free bytes where a folder is, or will be, with two limits: for a note, and for a problem."""
     place = nearest(folder)
     free = shutil.disk_usage(place).free
     text = f"{bytes_text(free)} free in {place}"
@@ -60,7 +51,7 @@ def check_disk(name: str, folder: Path, *, little: int = _LITTLE_DISK, too_littl
 
 
 def check_descriptors() -> Check:
-    """Look at how many files a process may open: workers, sockets and shared tensors take some each."""
+    """Check how many files a process may open: workers, sockets and shared tensors take some each."""
     import resource
 
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -74,7 +65,7 @@ def check_descriptors() -> Check:
 
 
 def check_shared_memory(place: Path = Path("/dev/shm")) -> list[Check]:  # noqa: S108 - only looked at
-    """Look at how much memory the workers of loaders can share, where a system has a limit for that."""
+    """Check how much memory the workers of loaders can share, if the system has a limit."""
     if not place.exists():
         return []
     size = shutil.disk_usage(place).total

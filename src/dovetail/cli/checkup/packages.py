@@ -11,8 +11,6 @@ from importlib import metadata
 
 from dovetail.cli.checkup.check import Check
 
-__all__ = ["PURPOSES", "Requirement", "check_extras", "check_packages", "check_python", "read_requirements"]
-
 PURPOSES: Mapping[str, str] = {
     "plot": "pictures of runs and reports",
     "metrics": "metrics of torchmetrics",

@@ -13,8 +13,6 @@ from dovetail.cli.checkup.files import nearest
 from dovetail.errors import MissingExtraError
 from dovetail.units import counted
 
-__all__ = ["check_store"]
-
 _CONNECT_SECONDS = 5
 
 
@@ -22,8 +20,8 @@ def check_store(home: Path | None = None, url: str | None = None) -> Check:
     """Open the store of experiments and see whether it can be written; no table or file is made.
 
     Args:
-        home: The folder of experiments; None is that of `DOVETAIL_HOME`, or else `.dovetail`.
-        url: A database server; None is that of `DOVETAIL_STORE`, or else the file in `home`.
+        home: The folder of experiments; None means `DOVETAIL_HOME`, or else `.dovetail`.
+        url: A database server; None means `DOVETAIL_STORE`, or else the file in `home`.
     """
     try:
         from dovetail.search.store import STORE, home_directory
@@ -55,7 +53,7 @@ def _look_into(path: Path) -> str:
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=_CONNECT_SECONDS)) as database:
         database.isolation_level = None
         count = database.execute("SELECT count(*) FROM studies").fetchone()[0]
-        # Takes the lock of the one who writes, and writes nothing.
+        # Takes the write lock without writing.
         database.execute("BEGIN IMMEDIATE")
         database.execute("ROLLBACK")
     return f"{counted(count, 'experiment')}, can be written"

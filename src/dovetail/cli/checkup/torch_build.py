@@ -1,4 +1,4 @@
-"""What torch can do here: asked in a process of its own, which `dovetail.cli.probe` is."""
+"""Checks of torch, gloo and the compiler, from the answers of the process `dovetail.cli.probe`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from typing import Any
 from dovetail.cli.checkup.check import Check, shortened
 from dovetail.runtime.cores import num_cores
 from dovetail.units import counted
-
-__all__ = ["TESTED_TORCH", "answers_of", "check_torch", "probing"]
 
 TESTED_TORCH = "2.13.0"
 """The version of torch that the tests run with."""
@@ -111,7 +109,7 @@ def _devices(found: Mapping[str, Any]) -> Check:
 def _gloo(answer: Mapping[str, Any]) -> Check:
     if "found" in answer:
         return Check("torch", "gloo", "ok", "two members of a group met, and added up")
-    # Gloo begins with the line of its own source.
+    # The message of gloo starts with a line of its source.
     problem = shortened(re.sub(r"\[enforce fail at [^\]]*\] ", "", answer["error"]))
     remedy = f"export GLOO_SOCKET_IFNAME={'lo0' if sys.platform == 'darwin' else 'lo'}"
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):

@@ -1,4 +1,4 @@
-"""What a searcher is: it says which trials to run, and which of them to end early."""
+"""Base classes of searchers, which choose the trials to run and those to end early."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from dovetail.units import TrainUnit, check_count
 if TYPE_CHECKING:
     from optuna import Study
 
-__all__ = ["WORST", "Composed", "NeverStop", "Sampler", "Searcher", "SearcherConfig", "StoppingRule", "Suggestion"]
-
 WORST = sys.float_info.max
 """What a trial that failed counts as, and a metric that is not a number: JSON has no infinity."""
 
@@ -31,14 +29,10 @@ class SearcherConfig:
         name: A name of `searchers`.
         metric: The validation metric that trials are compared by; empty for a job.
         smaller_is_better: Its direction.
-        time_metric: What `on_validation` is told as `time`: `batches`, `epochs` or another reported number.
+        time_metric: The argument `time` of `on_validation`: `batches`, `epochs` or another reported number.
         max_length: How long trials train, where the file says so.
-        source_trial_id: The trial of the store whose checkpoint all trials begin with, if any.
-        options: Those of the searcher itself, each with its value or default.
-
-    Example:
-        >>> SearcherConfig("random", "loss", options={"max_trials": 8}).time_metric
-        'batches'
+        source_trial_id: The trial of the store whose checkpoint all trials start from, if any.
+        options: The options of the searcher itself, each with its value or default.
     """
 
     name: str
@@ -56,12 +50,8 @@ class Suggestion:
 
     Attributes:
         params: The searched hyperparameters by their dotted names; `Space.hparams` adds the constants.
-        source: The number of the trial whose newest checkpoint to begin with, or None.
+        source: The number of the trial whose newest checkpoint to start from, or None.
         attributes: What else to say about the trial, for people, such as its bracket.
-
-    Example:
-        >>> Suggestion({"lr": 0.1}).source is None
-        True
     """
 
     params: dict[str, Any]
@@ -126,7 +116,7 @@ class Searcher(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing to do is a sensible default
-        """Go on from what `state_dict` has returned."""
+        """Restore the state returned by `state_dict`."""
 
 
 class Sampler(ABC):
@@ -146,12 +136,7 @@ class Sampler(ABC):
 
 
 class StoppingRule(ABC):
-    """Decides which trials end early. Values are such that smaller is better, and never NaN or infinite.
-
-    Example:
-        >>> NeverStop().report(0, time=1, value=0.5)
-        True
-    """
+    """Decides which trials end early. Values are such that smaller is better, and never NaN or infinite."""
 
     @abstractmethod
     def report(self, number: int, time: int, value: float) -> bool:
@@ -169,19 +154,13 @@ class StoppingRule(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing to do is a sensible default
-        """Go on from what `state_dict` has returned."""
+        """Restore the state returned by `state_dict`."""
 
 
 class NeverStop(StoppingRule):
-    """Lets every trial train to its end.
-
-    Example:
-        >>> NeverStop().admit(0)
-        {}
-    """
+    """Lets every trial train to its end."""
 
     def report(self, number: int, time: int, value: float) -> bool:
-        """Return True."""
         return True
 
 
@@ -230,32 +209,26 @@ class Composed(Searcher):
         self._invalid: set[int] = set()
 
     def suggest(self, study: Study, number: int) -> Suggestion | None:
-        """Return the trial of the next number; None once there are enough."""
         if number >= self._limit:
             return None
         self._num_created = max(self._num_created, number + 1)
         return Suggestion(self._sampler.sample(study, number), attributes=self._rule.admit(number))
 
     def on_validation(self, number: int, time: int, value: float) -> bool:
-        """Ask the rule."""
         return self._rule.report(number, time, comparable(self._sign * value))
 
     def on_exit(self, number: int, state: TrialState) -> None:
-        """Tell the rule."""
         if state == "INVALID_HP":
             self._invalid.add(number)
         self._rule.leave(number, state)
 
     def is_over(self) -> bool:
-        """Whether all trials were created."""
         return self._num_created >= self._limit
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of trials, those that were invalid, and the state of the rule."""
         return {"created": self._num_created, "invalid": sorted(self._invalid), "rule": self._rule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned."""
         self._num_created = state["created"]
         self._invalid = set(state["invalid"])
         self._rule.load_state_dict(state["rule"])

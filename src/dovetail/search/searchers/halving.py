@@ -1,4 +1,4 @@
-"""Successive halving without waiting: of the trials that come to a rung, only the best go on."""
+"""Successive halving without waiting: of the trials that reach a rung, only the best continue."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any, Literal, NamedTuple
 from dovetail.search.records import TrialState
 from dovetail.search.searchers.base import WORST, StoppingRule
 
-__all__ = ["AsyncHalving", "Bracket", "adaptive_brackets", "rung_units"]
-
 
 class Bracket(NamedTuple):
     """A part of the trials that are compared with each other only.
@@ -20,10 +18,6 @@ class Bracket(NamedTuple):
         num_rungs: How often they are compared.
         max_trials: How many there are.
         max_concurrent_trials: How many of them run at a time, while there are enough.
-
-    Example:
-        >>> Bracket(4, 64, 16).num_rungs
-        4
     """
 
     num_rungs: int
@@ -55,9 +49,9 @@ def adaptive_brackets(
 
     Args:
         max_trials: Of all brackets.
-        max_time: That of the last rung.
+        max_time: The time of the last rung.
         mode: From one bracket of many rungs (`aggressive`) to brackets of every number of rungs.
-        divisor: One of so many trials goes on.
+        divisor: One of so many trials continues.
         max_rungs: At most.
         max_concurrent_trials: Of all brackets.
         bracket_rungs: The numbers of rungs, in place of those that the mode means.
@@ -84,7 +78,7 @@ def adaptive_brackets(
 
 @dataclass
 class _Trial:
-    """How far a trial has come: the next rung of its bracket; whether it was told to stop, and has left."""
+    """The progress of a trial: the next rung of its bracket, whether it was stopped, and whether it has ended."""
 
     bracket: int
     rung: int = 0
@@ -93,12 +87,12 @@ class _Trial:
 
 
 class AsyncHalving(StoppingRule):
-    """Ends a trial at a rung unless it is among the best 1/divisor of those that were there before; the first goes on.
+    """Ends a trial at a rung unless it is among the best 1/divisor of those before it; the first continues.
 
     Args:
         brackets: Trials of different ones are not compared.
-        max_time: That of the last rung, where every trial ends.
-        divisor: One of so many trials goes on.
+        max_time: The time of the last rung, where every trial ends.
+        divisor: One of so many trials continues.
 
     Example:
         >>> rule = AsyncHalving([Bracket(2, 3, 1)], max_time=8, divisor=2)
@@ -148,14 +142,12 @@ class AsyncHalving(StoppingRule):
         trial.is_stopped = trial.has_left = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all rungs, and how far every trial has come."""
         return {
             "rungs": [[[list(entry) for entry in rung] for rung in rungs] for rungs in self._rungs],
             "trials": {str(number): asdict(trial) for number, trial in self._trials.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned."""
         self._rungs = [[[list(entry) for entry in rung] for rung in rungs] for rungs in state["rungs"]]
         self._trials = {int(number): _Trial(**trial) for number, trial in state["trials"].items()}
 
@@ -176,13 +168,9 @@ class AsyncHalving(StoppingRule):
         """Insert a value into the next rung of a trial; return its position there and the number of values."""
         rung = self._rungs[trial.bracket][trial.rung]
         # Of equal values the older is the better.
-        position = bisect_right(rung, value, key=_value)
+        position = bisect_right(rung, value, key=lambda entry: entry[0])
         rung.insert(position, [value, number])
         return position, len(rung)
-
-
-def _value(entry: list[float]) -> float:
-    return entry[0]
 
 
 def _log(value: int, base: int) -> int:

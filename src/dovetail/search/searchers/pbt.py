@@ -1,4 +1,4 @@
-"""Population based training: trials that fall behind go on from the checkpoint of a better one."""
+"""Population based training: trials that fall behind continue from the checkpoint of a better one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from dovetail.search.space import Space
 
 if TYPE_CHECKING:
     from optuna import Study
-
-__all__ = ["PopulationBasedTraining"]
 
 
 @dataclass
@@ -34,7 +32,7 @@ class _State:
     members: dict[int, _Member] = field(default_factory=dict)
     # Of every round the values in order, each with the number of its trial.
     rounds: list[list[list[float]]] = field(default_factory=list)
-    # Trials that were ended and have no successor yet: whom the successor follows, and after which round.
+    # Trials that were ended and have no successor yet: the trial to copy, and after which round.
     vacancies: list[list[int]] = field(default_factory=list)
 
 
@@ -42,19 +40,19 @@ class PopulationBasedTraining(Searcher):
     """Trains a population; at every interval the worst end, and a changed copy of one of the best takes their place.
 
     A trial that comes to an interval is compared with those that were there before. If it is in the last
-    `truncate_fraction` of them, it ends, and a new trial begins with the newest checkpoint of a random one of the
+    `truncate_fraction` of them, it ends, and a new trial starts from the newest checkpoint of a random one of the
     first `truncate_fraction`. Its hyperparameters are those of that trial, each drawn anew with `resample_probability`
     and else, if it is a number, multiplied by one of `perturb_factors`.
 
     Args:
         space: What to choose.
-        seed: Of the experiment.
+        seed: The seed of the experiment.
         max_time: Where trials end.
         population_size: How many trials train side by side.
         num_rounds: Into how many intervals `max_time` is divided.
         truncate_fraction: Which share of the trials ends at an interval, and which is copied.
         perturb_factors: What numbers are multiplied by.
-        resample_probability: How likely a hyperparameter is drawn anew.
+        resample_probability: How likely a hyperparameter is drawn again.
         max_trials: How many trials are created, copies counted in; None sets no bound.
         max_concurrent_trials: How many trials run at a time; None is the population.
         smaller_is_better: The direction of the metric.
@@ -157,17 +155,14 @@ class PopulationBasedTraining(Searcher):
             self._state.vacancies.append([self._leader(number, passed), passed])
 
     def is_over(self) -> bool:
-        """Whether the population is complete, and nobody waits for a successor."""
         created = max(self._state.members, default=-1) + 1
         return created >= self._max_trials or (self._num_lacking == 0 and not self._state.vacancies)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the population, the values of all rounds, and who is to be replaced."""
         state = asdict(self._state)
         return {**state, "members": {str(number): member for number, member in state["members"].items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned."""
         self._state = _State(
             {int(number): _Member(**member) for number, member in state["members"].items()},
             [[list(entry) for entry in entries] for entries in state["rounds"]],

@@ -7,20 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.checks import (
-    Key,
-    Problem,
-    Problems,
-    Refused,
-    flag,
-    list_of,
-    number,
-    one_of,
-    read_section,
-    text,
-    unit,
-    whole,
-)
+from dovetail.checks import Key, Problem, Problems, flag, list_of, number, one_of, read_section, text, unit, whole
 from dovetail.errors import misspelled_methods
 from dovetail.extras import require
 from dovetail.registry import Registry
@@ -31,13 +18,7 @@ from dovetail.search.searchers.sampled import CmaSampler, GridSampler, OptunaSam
 from dovetail.search.space import Space
 from dovetail.units import TrainUnit
 
-__all__ = ["COMMON", "IGNORED", "SearcherKind", "make_searcher", "read_searcher", "searchers", "unit_name"]
-
 Make = Callable[[SearcherConfig, Space, int], Searcher]
-
-
-def _no_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
-    return iter(())
 
 
 @dataclass(frozen=True)
@@ -46,7 +27,7 @@ class SearcherKind:
 
     Attributes:
         make: Returns the searcher for a configuration, a space and a seed.
-        options: What the section `searcher` may say besides what every searcher knows.
+        options: The keys of the section `searcher` besides those of every searcher.
         problems: Says what is wrong with a configuration that no option says alone, by the keys from the top.
 
     Example:
@@ -59,7 +40,7 @@ class SearcherKind:
 
     make: Make
     options: Mapping[str, Key] = field(default_factory=dict)
-    problems: Callable[[SearcherConfig, Space], Iterator[Problem]] = _no_problems
+    problems: Callable[[SearcherConfig, Space], Iterator[Problem]] = lambda config, space: iter(())
 
 
 def make_searcher(config: SearcherConfig, space: Space, seed: int) -> Searcher:
@@ -90,7 +71,7 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
     """Return the configuration of a searcher.
 
     Args:
-        section: What a file has under `searcher`.
+        section: The section `searcher` of a file.
         problems: Where mistakes are noted, by the keys in the section, in place of an error.
 
     Raises:
@@ -107,8 +88,10 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
         options = kind.options
         keys = {**COMMON, **options}
     else:
-        # Whose options they are is not known: of these, only their names are looked at.
-        options = {name: Key(_anything, None) for known in searchers.names() for name in searchers.get(known).options}
+        # Without a known searcher only the names of its options are checked.
+        options = {
+            name: Key(lambda value: value, None) for known in searchers.names() for name in searchers.get(known).options
+        }
         keys = {**options, **COMMON}
     values = read_section(section, keys, noted, IGNORED)
     if kind is not None and "max_time" in options:
@@ -123,7 +106,7 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
         name=values.get("name", ""),
         metric=values.get("metric", ""),
         smaller_is_better=values["smaller_is_better"],
-        # Every report has its batches; another number is asked for only by those who compare trials by it.
+        # Every report has batches; only searchers that compare trials by another number require it.
         time_metric=values.get("time_metric") or "batches",
         max_length=values["max_length"],
         source_trial_id=values["source_trial_id"],
@@ -150,19 +133,11 @@ def unit_name(length: TrainUnit) -> str:
     return type(length).__name__.lower()
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise Refused(f"expected one of {', '.join(searchers.names())}")
-    checked: str = one_of(*searchers.names())(value)
-    return checked
-
-
 COMMON = {
-    "name": Key(_name, hint="one of the searchers, such as single, grid, random or adaptive_asha"),
+    "name": Key(
+        lambda value: one_of(*searchers.names())(value),
+        hint="one of the searchers, such as single, grid, random or adaptive_asha",
+    ),
     "metric": Key(text, hint="the validation metric that trials are compared by, such as validation_loss"),
     "smaller_is_better": Key(flag, True),
     "max_length": Key(unit(1), None),
@@ -181,23 +156,18 @@ def _random(config: SearcherConfig, space: Space, seed: int) -> Sampler:
     return RandomSampler(space, seed)
 
 
-def _tpe(config: SearcherConfig, space: Space, seed: int) -> Sampler:
+def _tpe(config: SearcherConfig, space: Space, seed: int, kind: str = "TPESampler") -> Sampler:
     startup = config.options.get("num_startup_trials", 10)
 
     def make(seed: int) -> Any:
-        return require("optuna", "search").samplers.TPESampler(seed=seed, n_startup_trials=startup)
+        return getattr(require("optuna", "search").samplers, kind)(seed=seed, n_startup_trials=startup)
 
     return OptunaSampler(space, seed, make, config.smaller_is_better)
 
 
 def _gp(config: SearcherConfig, space: Space, seed: int) -> Sampler:
     require("scipy", "search")
-    startup = config.options["num_startup_trials"]
-
-    def make(seed: int) -> Any:
-        return require("optuna", "search").samplers.GPSampler(seed=seed, n_startup_trials=startup)
-
-    return OptunaSampler(space, seed, make, config.smaller_is_better)
+    return _tpe(config, space, seed, "GPSampler")
 
 
 def _cma(config: SearcherConfig, space: Space, seed: int) -> Sampler:
@@ -260,10 +230,6 @@ def _hyperband(options: Mapping[str, Any]) -> list[Bracket]:
     return _adaptive({**options, "mode": "conservative", "bracket_rungs": ()})
 
 
-def _grid_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
-    return space.grid_problems()
-
-
 def _cma_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
     if not any(parameter.is_numeric for parameter in space.parameters.values()):
         yield Problem(
@@ -309,7 +275,7 @@ _PBT = {
 def _built_in() -> dict[str, SearcherKind]:
     return {
         "single": SearcherKind(_single),
-        "grid": SearcherKind(_grid, _CONCURRENT, _grid_problems),
+        "grid": SearcherKind(_grid, _CONCURRENT, lambda config, space: space.grid_problems()),
         "random": SearcherKind(_sampled(_random), _TRIALS),
         "tpe": SearcherKind(_sampled(_tpe), {**_TRIALS, **_STARTUP}),
         "gp": SearcherKind(_sampled(_gp), {**_TRIALS, **_STARTUP}),

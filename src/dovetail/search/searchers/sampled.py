@@ -8,7 +8,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from dovetail.extras import require
-from dovetail.search.databases import quiet_optuna
+from dovetail.printing import quiet
 from dovetail.search.searchers.base import Sampler, comparable, generator
 from dovetail.search.space import Space
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.storages import InMemoryStorage
     from optuna.trial import FrozenTrial, TrialState
-
-__all__ = ["CmaSampler", "GridSampler", "OptunaSampler", "RandomSampler"]
 
 
 class RandomSampler(Sampler):
@@ -35,7 +33,6 @@ class RandomSampler(Sampler):
         self._seed = seed
 
     def sample(self, study: Study, number: int) -> dict[str, Any]:
-        """Return values that depend on seed and number only."""
         return self._space.sample(generator(self._seed, number))
 
 
@@ -55,16 +52,15 @@ class GridSampler(Sampler):
         return len(self._points)
 
     def sample(self, study: Study, number: int) -> dict[str, Any]:
-        """Return the point of a number."""
         return dict(self._points[number])
 
 
 class OptunaSampler(Sampler):
-    """Asks a sampler of Optuna, made anew for every trial from the finished ones.
+    """Asks a sampler of Optuna that is created for every trial from the finished ones.
 
     Args:
         space: What to choose.
-        seed: Of the experiment.
+        seed: The seed of the experiment.
         make: Returns the sampler for a seed.
         smaller_is_better: The direction of the metric.
 
@@ -86,13 +82,12 @@ class OptunaSampler(Sampler):
         self._direction = "minimize" if smaller_is_better else "maximize"
 
     def sample(self, study: Study, number: int) -> dict[str, Any]:
-        """Return what the sampler suggests after the finished trials."""
         optuna = require("optuna", "search")
         states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
-        # A study of its own: samplers write down what they think, and look at trials that still run.
+        # A separate study, because samplers write to it and read trials that still run.
         storage = _storage_of(_with_finite_values(_finished(study, *states)))
         sampler = self._make(generator(self._seed, number).getrandbits(32))
-        with quiet_optuna():
+        with quiet("optuna"):
             finished = optuna.create_study(storage=storage, sampler=sampler, direction=self._direction)
         params: dict[str, Any] = finished.ask(self._space.distributions()).params
         return params
