@@ -21,7 +21,7 @@ from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError, DataError
 from dovetail.trainers import TrainerDecorator
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.explain import look_ahead
+from dovetail.trainers.rehearsal import look_ahead
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
     GradientClippingOptimizerStrategy,

@@ -49,7 +49,7 @@ def _learning_rate(trainer: Any) -> float:
 def _momentum(trainer: Any) -> float:
     # `betas[0]` of Adam and its kin is the momentum as soon as a schedule or an assignment has set it.
     group, options = _first_group(trainer), trainer.options
-    if "betas" in group and (options.mtm_scheduler is not None or "momentum" in trainer._assigned):
+    if "betas" in group and (options.mtm_scheduler is not None or "momentum" in trainer._optimization.assigned):
         return float(group["betas"][0])
     return float(group.get("momentum", options.momentum))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +21,15 @@ from dovetail.trainers import foreign
 from dovetail.trainers.context import TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
+from dovetail.trainers.optimization import RATES, Optimization
 from dovetail.trainers.options import OPTION_NAMES, TrainerOptions
 from dovetail.trainers.recipe import CONFLICTS, check_conflicts, strategy_from_options
 from dovetail.trainers.saving import RETENTION
-from dovetail.trainers.schedules.applied import set_lr, set_momentum
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.units import counted
+
+if TYPE_CHECKING:
+    from dovetail.trainers.single_process import SingleProcessTrainer
 
 __all__ = [
     "CALLBACK_OPTIONS",
@@ -59,20 +61,13 @@ class OptionAssignment:
     criterion: Any
     optimizer: Any
 
-    # Numbers of optimizers that were assigned: optimizers that are built later have them, too.
-    _assigned: set[str]
-    _rates_are_checked: bool = False
+    _optimization: Optimization
     _own_callbacks: dict[str, Callback]
     _own_config: dict[str, Any]
-    _has_schedulers: bool
     _move: Callable[[Any, torch.device], Any]
     _clipping: Clipping | None
     _placed: Any
     _data: TrainerData
-
-    if TYPE_CHECKING:
-
-        def _build_optimizers(self) -> None: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -106,8 +101,8 @@ class OptionAssignment:
         if context.run.trainer is not None and name not in _LIVE_OPTIONS:
             raise ConfigError(f"{name}: the trainer is running; assign this option before or after a run")
         options = TrainerOptions.from_keywords({**_values(self.options), name: value}, ())
-        if name in _RATES:
-            self._set_rate(name, value)
+        if name in RATES:
+            self._optimization.set_rate(cast("SingleProcessTrainer", self), name, value)
         else:
             check_conflicts(self.strategies, {name})
             self._check_assignment(name, options)
@@ -160,7 +155,7 @@ class OptionAssignment:
             context.schedulers.clear()
         elif name in ("lr_scheduler", "mtm_scheduler", "scheduler_step_on_batch"):
             context.schedulers.clear()
-            self._has_schedulers = False
+            self._optimization.has_schedulers = False
         elif name == "accumulation_steps":
             context.run.window = Window(value)
         elif name == "device_id":
@@ -175,42 +170,6 @@ class OptionAssignment:
                 setattr(self.strategies, role, strategy_from_options(role, self.options))
         if name == "gradient_clip":
             self._clipping = clipping_of(self.options)
-
-    def _set_rate(self, name: str, value: Any) -> None:
-        """Set a number of the optimizer in every parameter group, now and whenever optimizers are built."""
-        if self.context.model is not None:
-            self._build_optimizers()
-            self._write_rate(name, value)
-        self._assigned.add(name)
-
-    def _check_rates(self) -> None:
-        """Raise if an optimizer has its own value for a number that was given to the constructor."""
-        if self._rates_are_checked:
-            return
-        for name, key in (("learning_rate", "lr"), ("momentum", "momentum"), ("weight_decay", "weight_decay")):
-            if name not in self._given - self._assigned:
-                continue
-            wanted = self.context.config["lr"] if name == "learning_rate" else getattr(self.options, name)
-            groups = [group for optimizer in self.context.optimizers for group in optimizer.param_groups]
-            found = [float(group[key]) for group in groups if key in group]
-            if found and not any(math.isclose(wanted, value, rel_tol=1e-6) for value in found):
-                raise ConfigError(
-                    f"{name}: the optimizer has its own, {found[0]:g}, so {wanted:g} would have no effect; give one or "
-                    "the other"
-                )
-        # Once: schedules change the rates of an optimizer object, which a later run uses again.
-        self._rates_are_checked = True
-
-    def _apply_rates(self) -> None:
-        """Give newly built optimizers the numbers that were assigned; a run's configuration may have another rate."""
-        for name in self._assigned:
-            own = self.context.config["lr"] if name == "learning_rate" else getattr(self.options, name)
-            self._write_rate(name, own)
-
-    def _write_rate(self, name: str, value: float) -> None:
-        for optimizer in self.context.optimizers:
-            for group in optimizer.param_groups:
-                _RATES[name](group, value)
 
     def _renew_callbacks(self, *names: str) -> None:
         """Replace the callbacks that options add, and keep the order of all such callbacks."""
@@ -295,12 +254,6 @@ def _values(options: TrainerOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in OPTION_NAMES}
 
 
-def _set_weight_decay(group: dict[str, Any], value: float) -> None:
-    if "weight_decay" not in group:
-        raise ConfigError("weight_decay: expected an optimizer with 'weight_decay', got one that has none")
-    group["weight_decay"] = value
-
-
 def batch_mover(memory_format: str | None) -> Callable[[Any, torch.device], Any]:
     """Return the function that moves a batch to a device, in a memory format."""
     return to_device if memory_format is None else _to_device_channels_last
@@ -324,13 +277,6 @@ def channels_last(tensor: Tensor) -> Tensor:
 _CONFIG_KEYS = {"num_epochs": "epochs", "batch_size": "batch_size", "learning_rate": "lr"}
 
 _DATA_STAGES = {"train_dataset": "train", "val_dataset": "valid", "test_dataset": "test"}
-
-# Numbers of an optimizer, and how they are written into a parameter group.
-_RATES: dict[str, Callable[[dict[str, Any], float], None]] = {
-    "learning_rate": set_lr,
-    "momentum": set_momentum,
-    "weight_decay": _set_weight_decay,
-}
 
 # Options that add a callback, in the order in which the callbacks are called.
 CALLBACK_OPTIONS = ("save_in_background", "nonfinite", "stop_when_acc", "early_stop", "verbose")

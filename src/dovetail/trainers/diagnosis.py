@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,3 +140,12 @@ def update_metric(metric: Any, output: Mapping[str, Any]) -> None:
             f"metrics need test_step to return 'output' and 'target' besides its numbers, got {sorted(output)}"
         ) from error
     metric.update(outputs, targets)
+
+
+def no_targets(context: TrainingContext, advice: str) -> str:
+    """Return the message about a batch without targets, with advice that fits the data that was given."""
+    train, valid = (context.run.data.get(stage) for stage in ("train", "valid"))
+    arrays = (Tensor, np.ndarray)
+    if isinstance(train, arrays) and isinstance(valid, arrays) and train.shape[:1] == valid.shape[:1]:
+        advice = "give inputs and targets as a pair, fit((x, y))"
+    return f"the batch has no targets: {advice}"

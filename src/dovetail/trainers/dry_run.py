@@ -20,8 +20,9 @@ from dovetail.errors import ConfigError, DataError
 from dovetail.history import History
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.explain import Outlook, count_parameters, look_ahead
+from dovetail.trainers.explain import count_parameters
 from dovetail.trainers.options import TrainerOptions
+from dovetail.trainers.rehearsal import Outlook, look_ahead
 from dovetail.trainers.saving import Saver
 from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches

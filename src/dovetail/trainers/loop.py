@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from dovetail.trainers.metrics import (
     warn_of_no_data,
 )
 from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.window import Lookahead
 from dovetail.units import Batches, Epochs, Progress, TrainUnit, counted
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
 
     total = trainer.num_batches("train")
     accumulates = window.size > 1
-    lookahead = _Lookahead(trainer.batches("train")) if accumulates and total is None else None
+    lookahead = Lookahead(trainer.batches("train")) if accumulates and total is None else None
     # A window never spans two epochs, nor is one continued that an error has cut short.
     window.closes = True
     acts_inside = not {type(unit) for unit in (plan.max_length, plan.validate, plan.save)} <= {Epochs, type(None)}
@@ -482,24 +483,6 @@ def _evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         set_rng_state(randomness)
-
-
-class _Lookahead:
-    """Batches with one read ahead, so that the last one of unknown many is known as such."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-        self.is_last = False
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._batches)
-        end = object()
-        batch = next(batches, end)
-        while batch is not end:
-            following = next(batches, end)
-            self.is_last = following is end
-            yield batch
-            batch = following
 
 
 def _again(context: TrainingContext, batch: Any) -> Tensor:

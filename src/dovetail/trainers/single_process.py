@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +19,6 @@ from dovetail.data import (
     as_loader,
     split_batch,
 )
-from dovetail.data.sources import holds_samples
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.history import History
 from dovetail.trainers import base, loop
@@ -31,23 +29,23 @@ from dovetail.trainers.attributes import (
     clipping_of,
     warn_of_near_names,
 )
-from dovetail.trainers.bound_scheduler import bind_scheduler, step_schedulers
+from dovetail.trainers.bound_scheduler import step_schedulers
 from dovetail.trainers.catalog import classifies, is_torch_loss
 from dovetail.trainers.context import Plan, Stage, TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
+from dovetail.trainers.diagnosis import no_targets
+from dovetail.trainers.loaders import form_loader
 from dovetail.trainers.metrics import Meter, accuracy, as_metrics
 from dovetail.trainers.modules import as_module, forward
-from dovetail.trainers.optimizers import requires_closure
+from dovetail.trainers.optimization import Optimization
 from dovetail.trainers.options import as_mode
 from dovetail.trainers.planning import make_plan
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.recipe import SPELLINGS, check_owned, make_strategies, options_from
 from dovetail.trainers.snapshot import load_weights, restore_state, save_weights, take_state
 from dovetail.trainers.stepping import make_update
-from dovetail.trainers.strategies.adapters import OptionLoaderStrategy, as_scheduler
 from dovetail.trainers.strategies.base import TrainingStepStrategy
-from dovetail.trainers.strategies.data_loader import DefaultDataLoaderStrategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
 from dovetail.units import TrainUnit
@@ -94,8 +92,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         written = {*options, *(name for name, piece in spelled.items() if piece is not None)}
         self.options = options_from(options, spelled, _CONSTRUCTOR_NAMES).bound_to(self)
         self._given = frozenset(SPELLINGS.get(name, name) for name in written)
-        self._assigned = set()
-        self._has_schedulers = True
+        self._optimization = Optimization()
         # Runs may be many and short: names are checked only if attributes were added.
         self._num_attributes = 0
         if self.options.seed is not None and not isinstance(model, nn.Module):
@@ -230,7 +227,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if not self.strategies.is_set_up:
             raise ConfigError("the trainer is closed: its strategies are torn down; make a new one")
         if context.stage == "train":
-            self._build_optimizers()
+            self._optimization.build(self)
             if context.run.needs_closure and context.run.window.size > 1:
                 raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
             if context.run.needs_closure and context.precision is not None:
@@ -245,14 +242,14 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if options.device_map is not None:
             context.device = as_device(options.device_map)
         self._place_model(self._given_model())
-        self._build_optimizers()
+        self._optimization.build(self)
         restore_state(context, self.strategies, self._data, state, options.memory_format)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizers, schedulers, counters, history, callbacks, randomness and the place in the data."""
         self._given_model()
         # Otherwise a trainer that has not trained yet could not be loaded like any other.
-        self._build_optimizers()
+        self._optimization.build(self)
         return take_state(self.context, self.strategies, self._data)
 
     def teardown(self, error: BaseException | None) -> None:
@@ -305,13 +302,13 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         state["current_batch"] = context.progress.batch
         context.run.batch.uses_criterion = self._step_is_plain
         if targets is None and self._step_is_plain and is_torch_loss(self.criterion):
-            raise DataError(self._no_targets(_NEED_TARGETS))
+            raise DataError(no_targets(context, _NEED_TARGETS))
         optimizer = optimizers[0] if optimizers else None
         try:
             loss = self._step_strategy.training_step(model, optimizer, inputs, targets, self.criterion, context)
         except TypeError as error:
             if targets is None:
-                add_note(error, self._no_targets("give a loss or a step strategy that needs none"))
+                add_note(error, no_targets(context, "give a loss or a step strategy that needs none"))
             raise
         state["last_loss"] = loss.detach()
         return {"loss": loss}
@@ -383,7 +380,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
     def optimizer(self) -> Optimizer | None:
         """The first optimizer, made now if it is not there yet; None without a model."""
         if not self.context.optimizers and self.context.model is not None:
-            self._build_optimizers()
+            self._optimization.build(self)
         return next(iter(self.context.optimizers), None)
 
     @property
@@ -417,30 +414,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def _loader(self, stage: Stage) -> Any:
         """Return the batches of a stage, formed once from the data that the stage was given."""
-        source = self.context.run.data.get(stage)
-        if source is None:
-            raise DataError(f"no {stage} data: pass it to the call, or {_DATASET_OPTION[stage]}=… to the trainer")
-        known, loader = self._data.loaders.get(stage, (None, None))
-        if known is not source:
-            # Most data are a tuple, and every call counts in a run of a few steps.
-            if not isinstance(source, tuple) and not holds_samples(source):
-                if isinstance(source, list) and (
-                    self._steps_by_default if stage == "train" else self._tests_by_default
-                ):
-                    _refuse_samples(source)
-                if stage == "train":
-                    self._check_batches(source)
-                loader = as_loader(
-                    source, batch_size=self._batch_size("train"), sampler=self._sampler if stage == "train" else None
-                )
-            elif stage == "train":
-                loader = self.get_train_loader(self._batch_size(stage), source, self._sampler)
-            else:
-                loader = self.get_test_loader(self._batch_size(stage), source)
-            self._data.loaders[stage] = (source, loader)
-            if stage == "train":
-                self.context.state["train_loader"] = loader
-        return loader
+        return form_loader(self, self._data, stage)
 
     def close(self) -> None:
         """Tear the strategies down, now and only now; the trainer trains no more."""
@@ -455,14 +429,14 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What `setup` and the first batch make is made anew where a copy is used.
+        # A copy builds these itself in its next run.
         made = {"criterion": None} if self._is_default("get_loss_criterion") else {}
         kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
         return {**kept, **made, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, options=state["options"].bound_to(self))
-        # Who set the strategies up tears them down: not a copy.
+        # Only the trainer that set the strategies up tears them down, not a copy.
         self._closing = weakref.finalize(self, self.strategies.teardown, self.context)
         self._closing.detach()
 
@@ -507,13 +481,6 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
                 f"train_step: {strategy!r} decides this; give one or the other, or a layer such as AMPTrainer"
             )
 
-    def _no_targets(self, advice: str) -> str:
-        train, valid = (self.context.run.data.get(stage) for stage in ("train", "valid"))
-        arrays = (Tensor, np.ndarray)
-        if isinstance(train, arrays) and isinstance(valid, arrays) and train.shape[:1] == valid.shape[:1]:
-            advice = "give inputs and targets as a pair, fit((x, y))"
-        return f"the batch has no targets: {advice}"
-
     def _place_model(self, model: nn.Module) -> None:
         device, placed = self.context.device, self._placed
         is_known = placed is not None and placed() is model and self.options.memory_format is None
@@ -537,88 +504,12 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._step_strategy: Any = self.strategies.training_step
         self._step_is_plain = is_plain(self._step_strategy)
 
-    def _build_optimizers(self) -> None:
-        context = self.context
-        if context.optimizers and self._has_schedulers:
-            return
-        assert context.model is not None
-        try:
-            if not context.optimizers:
-                optimizers = self.get_optimizer(context.model)
-                context.optimizers.extend([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-                context.run.needs_closure = any(requires_closure(optimizer) for optimizer in context.optimizers)
-                self._check_rates()
-                self._apply_rates()
-            self._build_schedulers()
-            self._has_schedulers = True
-        except BaseException:
-            # Otherwise the next run would find optimizers, build no schedulers, and train at a constant rate.
-            context.optimizers.clear()
-            context.schedulers.clear()
-            raise
-
-    def _build_schedulers(self) -> None:
-        context = self.context
-        for optimizer in context.optimizers:
-            made = self.get_lr_scheduler(context.config, optimizer)
-            if isinstance(made, list):
-                # A list is complete: it names the optimizers itself.
-                context.schedulers.extend(made)
-                break
-            self._bind_scheduler(made)
-        for optimizer in context.optimizers if self.options.mtm_scheduler is not None else ():
-            momentum = as_scheduler(self.options.mtm_scheduler, optimizer)
-            if momentum is not None and not self._is_bound(momentum):
-                context.schedulers.append(bind_scheduler(momentum))
-
-    def _bind_scheduler(self, scheduler: Any) -> None:
-        """Add a scheduler with its interval; one scheduler object for several optimizers is added once."""
-        context = self.context
-        if scheduler is None or self._is_bound(scheduler):
-            return
-        if self._is_default("get_lr_scheduler"):
-            bound = self.strategies.lr_scheduler.bind(scheduler, context)
-        else:
-            bound = bind_scheduler(scheduler, on_batch=self.options.scheduler_step_on_batch)
-        if bound.optimizer not in context.optimizers:
-            raise ConfigError(
-                f"scheduler: {type(scheduler).__name__} schedules an optimizer that this trainer does not have; make "
-                "it of the trainer's optimizer, or give a callable such as partial(StepLR, step_size=3)"
-            )
-        context.schedulers.append(bound)
-
-    def _is_bound(self, scheduler: Any) -> bool:
-        return any(bound.scheduler is scheduler for bound in self.context.schedulers)
-
     def _classifies(self) -> bool:
         if self._is_default("get_loss_criterion"):
             return self.strategies.loss.classifies(self.context)
         return classifies(self.criterion)
 
-    def _check_batches(self, source: Any) -> None:
-        """Raise if a strategy that forms batches meets data that holds batches already."""
-        strategy = self.strategies.data_loader
-        if type(strategy) not in (DefaultDataLoaderStrategy, OptionLoaderStrategy):
-            raise DataError(
-                f"data_loader_strategy: {strategy!r} forms batches of samples, but a {type(source).__name__} holds "
-                "batches already; give the dataset, or leave out the strategy"
-            )
-
 
 _CONSTRUCTOR_NAMES = tuple(inspect.signature(SingleProcessTrainer.__init__).parameters)[1:-1]
 
-_DATASET_OPTION = {
-    "train": "train_dataset",
-    "valid": "val_dataset",
-    "test": "test_dataset",
-    "predict": "test_dataset",
-}
-
 _NEED_TARGETS = "give pairs (inputs, targets), or a train_step and test_step that need none"
-
-
-def _refuse_samples(batches: list[Any]) -> None:
-    targets = split_batch(batches[0])[1] if batches else None
-    is_number = isinstance(targets, (int, float, np.generic))
-    if is_number or (isinstance(targets, (Tensor, np.ndarray)) and not targets.ndim):
-        raise DataError("a list holds batches, and its first item looks like a single sample: give (x, y) or a Dataset")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Window"]
+__all__ = ["Lookahead", "Window"]
 
 
 class Window:
@@ -92,3 +92,21 @@ class Window:
         """Return and clear the deferred optimizers that did not step when the window closed."""
         waiting, self._deferred = self._deferred, []
         return waiting
+
+
+class Lookahead:
+    """Batches of a loader without a length, read one ahead, so that the last one is known."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self.is_last = False
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._batches)
+        end = object()
+        batch = next(batches, end)
+        while batch is not end:
+            following = next(batches, end)
+            self.is_last = following is end
+            yield batch
+            batch = following
