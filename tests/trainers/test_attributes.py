@@ -339,6 +339,14 @@ def test_the_options_of_a_copy_are_its_own(problem: Problem, copied: Any, wrappe
     assert made.context.config["batch_size"] == 16
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_options_are_not_replaced_as_a_whole(problem: Problem, wrapped: bool) -> None:
+    trainer: Any = AMPTrainer(make(problem)) if wrapped else make(problem)
+    with pytest.raises(AttributeError, match="options: assign them one by one"):
+        trainer.options = replace(trainer.options, batch_size=3)
+    assert trainer.options.batch_size == 10
+
+
 def test_options_do_not_keep_a_trainer_alive(problem: Problem) -> None:
     trainer = make(problem)
     options, reference = trainer.options, weakref.ref(trainer)
@@ -444,3 +452,14 @@ def test_a_name_of_another_library_says_where_it_is(kind: type[Any], library: st
 def test_a_hook_that_only_another_class_calls_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"Mine.{name}: nothing here calls it: (derive from|override _)"):
         type("Mine", (Trainer,), {name: lambda self, *args: None, "__module__": "mine"})
+
+
+def test_an_error_inside_of_a_property_is_not_hidden(problem: Problem) -> None:
+    class Fails(Trainer):
+        def get_optimizer(self, model: Any) -> Any:
+            return model.no_such_layer
+
+    trainer = Fails(problem.model(), verbose=False)
+    for layer in (trainer, AMPTrainer(trainer)):
+        with pytest.raises(AttributeError, match="no_such_layer"):
+            _ = layer.optimizer

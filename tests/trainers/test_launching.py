@@ -11,6 +11,7 @@ import torch
 from problem import Problem
 
 from dovetail import Batches, Epochs, Trainer
+from dovetail.compat import zae_engine
 from dovetail.errors import ConfigError
 from dovetail.runtime.relay import arithmetic, set_arithmetic, share_of_threads
 from dovetail.trainers import DDPTrainer
@@ -64,9 +65,9 @@ def test_weights_history_metrics_and_rate_come_back_into_the_callers_objects_wit
 
 
 def test_other_spellings_and_the_add_on_launch_too(problem: Problem, data: Any) -> None:
-    alone = make_trainer(problem, batch_size=16)
+    alone = make_trainer(problem, zae_engine.Trainer, batch_size=16)
     alone.run(1, data)
-    add_on = make_trainer(problem, Trainer.add_on(MultiGPUAddon), device=["cpu", "cpu"])
+    add_on = make_trainer(problem, zae_engine.Trainer.add_on(MultiGPUAddon), device=["cpu", "cpu"])
     add_on.run(1, data)
     same(add_on.model, alone.model)
 

@@ -145,8 +145,12 @@ class Trainer(main.Trainer):
 
     @property
     def sampler(self) -> Any:
-        """The sampler of the last `train` or `train_model`."""
+        """The sampler of the last `train` or `train_model`; an assigned one is for the next `fit`."""
         return self._sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self._sampler = sampler
 
     @property
     def run_history(self) -> History:

@@ -79,11 +79,16 @@ class OptionAssignment:
         # Hidden from type checkers, which would accept any name otherwise.
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                # A property failed with an AttributeError, and Python asks here: raise that error, not another one.
+                return object.__getattribute__(self, name)
             raise AttributeError(_why_missing(self, name))
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in OPTION_NAMES and not hasattr(type(self), name):
                 raise AttributeError(why_no_attribute(self, name))
+            if name == "options" and getattr(value, "_trainer", None) is None:
+                raise AttributeError("options: assign them one by one, trainer.options.name = value")
             object.__setattr__(self, name, value)
 
     def _set_option(self, name: str, value: Any) -> None:

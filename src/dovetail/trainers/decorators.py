@@ -80,10 +80,10 @@ class TrainerDecorator(Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = cls.__mro__[: cls.__mro__.index(TrainerDecorator)]
         # `super().run(…)` in a layer is the decorated trainer's, also for names that only trainers of `compat` have.
-        for name in foreign.ATTRIBUTES.keys() & {it for part in own for it in vars(part)}:
-            if name not in vars(TrainerDecorator):
+        for part in cls.__mro__[: cls.__mro__.index(TrainerDecorator)]:
+            methods = {name for name, value in vars(part).items() if isinstance(value, FunctionType)}
+            for name in methods & foreign.ATTRIBUTES.keys() - vars(TrainerDecorator).keys():
                 setattr(TrainerDecorator, name, _Inner(name))
 
     trainer: base.Trainer

@@ -88,24 +88,21 @@ OPTIONS: Mapping[str, str] = {
 
 # The names of the classes in `dovetail.compat`, beyond those of the trainer.
 _COMPAT: Mapping[str, str] = {
-    "lernomatic": "cur_epoch best_acc loss_history val_loss_history acc_history cur_loss cur_acc train_loader "
+    "lernomatic.Trainer": "cur_epoch best_acc loss_history val_loss_history acc_history cur_loss cur_acc train_loader "
     "val_loader test_loader set_learning_rate set_train_dataset set_val_dataset set_test_dataset save_history "
     "load_history load_model_checkpoint get_cur_loss get_cur_acc get_val_loss_history get_acc_history "
     "get_learning_rate get_momentum set_momentum get_model set_batch_size set_num_epochs",
-    "zae_engine": "run toggle inference metric_on_epoch_end check_better apply_weights get_loss_history "
+    "zae_engine.Trainer": "run toggle inference metric_on_epoch_end check_better apply_weights get_loss_history "
     "progress_checker log_train log_test train_metrics test_metrics loss_buffer weight_buffer mode scheduler",
-    "plato": "train_run_start train_run_end train_epoch_start train_epoch_end train_step_start train_step_end "
+    "plato.Trainer": "train_run_start train_run_end train_epoch_start train_epoch_end train_step_start train_step_end "
     "perform_forward_and_backward_passes process_outputs train_model test_model test set_client_id client_id "
-    "run_history current_epoch sampler obtain_model_update obtain_model_at_time update_payload",
+    "run_history current_epoch sampler",
+    "plato.ComposableTrainer": "obtain_model_update obtain_model_at_time update_payload",
 }
 
 # What is no attribute of a trainer, and what to use instead.
 ATTRIBUTES: Mapping[str, str] = {
-    **{
-        name: f"it is a name of dovetail.compat.{library}.Trainer"
-        for library, names in _COMPAT.items()
-        for name in names.split()
-    },
+    **{name: f"it is a name of dovetail.compat.{kind}" for kind, names in _COMPAT.items() for name in names.split()},
     "register": "write trainer.context.run.register(name, object)",
     "set_option": "write trainer.options.name = value",
     "batch_length": "write dovetail.data.batch_length(batch), or override _batch_length",

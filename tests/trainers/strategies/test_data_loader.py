@@ -171,7 +171,7 @@ def test_changing_sizes_go_on_within_an_epoch(problem: Problem, tmp_path: Path) 
             seed=3,
             data_loader_strategy=DynamicBatchSizeDataLoaderStrategy(adjust_fn=lambda c: 8 * c.current_epoch),
         )
-        trainer._sampler = range(96)
+        trainer.sampler = range(96)
         return trainer
 
     data = TensorDataset(problem.x, problem.y)

@@ -47,6 +47,10 @@ class Trainer(BestWeights, main.Trainer):
         """`"train"`, or `"test"` if `run` only evaluates."""
         return self._mode
 
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        self._mode = as_mode(mode)
+
     @property
     def scheduler(self) -> Any:
         """The first scheduler, or None."""
@@ -70,7 +74,7 @@ class Trainer(BestWeights, main.Trainer):
 
     def toggle(self, mode: str | None = None) -> None:
         """Switch between `"train"` and `"test"`, or to the one named."""
-        self._mode = as_mode(mode or ("test" if self.mode == "train" else "train"))
+        self.mode = mode or ("test" if self.mode == "train" else "train")
 
     def inference(self, loader: Any) -> list[Any]:
         """Return what `test_step` gives under `"output"`, batch by batch; logs and counters stay as they are."""
