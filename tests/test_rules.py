@@ -71,28 +71,27 @@ FEDERATED_WORDS = {
     "trainers/strategies/model_update.py: round_number": "plato's name, which its users read.",
 }
 # The names of other libraries, which are no part of the kernel.
-OTHER_LIBRARIES = {"trainers/composable.py", "trainers/spellings.py"}
+OTHER_LIBRARIES = {"trainers/foreign.py"}
 
 # Files above 500 lines. A limit may only be lowered, and follows the length of its file.
 MOST_LINES = 500
 LONG_FILES = {
     "checkpoint/store.py": 531,
-    "data/loader.py": 637,
-    "federated/clients/simple.py": 573,
-    "federated/data/partition.py": 661,
+    "data/loader.py": 629,
+    "federated/clients/simple.py": 541,
+    "federated/data/partition.py": 658,
     "pytorch/adapter.py": 660,
     "pytorch/context.py": 620,
     "search/runner.py": 719,
     "search/store.py": 513,
     "testing/strategies.py": 506,
-    "trainers/capabilities/data_parallel.py": 510,
-    "trainers/capabilities/privacy.py": 579,
-    "trainers/explain.py": 518,
-    "trainers/loop.py": 542,
-    "trainers/schedules/values.py": 542,
-    "trainers/single_process.py": 887,
-    "trainers/strategies/training_step.py": 599,
-    "trainers/whole_step/step.py": 552,
+    "trainers/capabilities/data_parallel.py": 508,
+    "trainers/capabilities/privacy.py": 578,
+    "trainers/loop.py": 535,
+    "trainers/schedules/values.py": 505,
+    "trainers/single_process.py": 513,
+    "trainers/strategies/training_step.py": 570,
+    "trainers/whole_step/step.py": 550,
 }
 
 # Modules of tests whose errors mypy ignores, in pyproject.toml.

@@ -83,6 +83,7 @@ class Trainer(main.Trainer):
     use.
 
     Example:
+        >>> import torch
         >>> x = torch.randn(64, 4); y = (x.sum(dim=1) > 0).long()
         >>> trainer = Trainer(torch.nn.Linear(4, 2), train_dataset=(x, y), save_every=0, verbose=False)
         >>> trainer.num_epochs, trainer.learning_rate = 2, 0.5

@@ -7,8 +7,6 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 
-__all__ = ["OptionAttribute", "with_options"]
-
 
 class OptionAttribute:
     """An option of a trainer as an attribute.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from dovetail.federated.messages import Update, WeightedSum, Weights
 
-__all__ = ["Average", "moved", "weighted_mean"]
-
 # Makes one difference of many.
 Average = Callable[[Sequence[Update]], Weights]
 

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 from dovetail.errors import ConfigError
 
-__all__ = ["ClientCallback", "ServerCallback", "as_callback"]
-
 T = TypeVar("T")
 
 

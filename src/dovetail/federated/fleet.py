@@ -42,8 +42,6 @@ from dovetail.trainers.strategies.nesting import Nesting
 from dovetail.trainers.whole_step.rules import clip_factor
 from dovetail.units import Epochs, TrainUnit
 
-__all__ = ["FleetTrainer", "Member", "stacked", "why_alone"]
-
 _ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop)
 # Losses that are means over samples, whatever else is in the batch.
 _MEAN_FUNCTIONS = (F.cross_entropy, F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits)

@@ -10,8 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["REPORT", "SERVER_RESPONSE", "Fault", "Task", "Update", "WeightedSum", "Weights", "num_bytes"]
-
 # The keys of payloads: an update has the additions of `customize_report`, and a task has the result of
 # `customize_server_response`.
 REPORT, SERVER_RESPONSE = "report", "server_response"

@@ -12,8 +12,6 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.untouched import with_parts
 
-__all__ = ["Personalizing", "personal_weights", "personalizes"]
-
 
 @runtime_checkable
 class Personalizing(Protocol):

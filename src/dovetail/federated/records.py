@@ -10,8 +10,6 @@ from typing import Any
 
 from dovetail.federated.messages import Fault, Update
 
-__all__ = ["ClientsEvaluation", "RoundRecord", "Spread", "accuracy_of_clients", "client_metrics"]
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -15,8 +15,6 @@ from dovetail.checks import Check, Problem, Refused, check_items, flag, one_of, 
 from dovetail.errors import ConfigError, MissingExtraError, UnknownNameError
 from dovetail.registry import Registry
 
-__all__ = ["build", "build_problems", "checks_of", "prepared", "spec_problems"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from dovetail.checkpoint.files import Digest
 from dovetail.checkpoint.tensors import read_tensors, stream
 from dovetail.errors import CheckpointError
 
-__all__ = ["ClientState", "ClientStates", "StoredClientStates"]
-
 # Nested tensors and plain values.
 ClientState = dict[str, Any]
 

@@ -31,17 +31,6 @@ from dovetail.units import counted
 if TYPE_CHECKING:
     from dovetail.trainers.single_process import SingleProcessTrainer
 
-__all__ = [
-    "CALLBACK_OPTIONS",
-    "OptionAssignment",
-    "batch_mover",
-    "channels_last",
-    "clipping_of",
-    "reject_option_names",
-    "warn_of_near_names",
-    "why_no_attribute",
-]
-
 
 class OptionAssignment:
     """What `trainer.options.name = value` does to a `SingleProcessTrainer`.

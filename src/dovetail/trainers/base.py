@@ -20,8 +20,6 @@ from dovetail.trainers.context import Plan, Stage, TrainingContext
 from dovetail.trainers.metrics import Meter
 from dovetail.units import TrainUnit
 
-__all__ = ["Launcher", "Trainer", "customizers", "mount"]
-
 
 class Launcher(Protocol):
     """Runs an entry point of a trainer in other processes, and brings what it did back into the caller's objects."""
@@ -55,8 +53,8 @@ class Trainer(ABC):
         Example:
             >>> from dovetail.trainers import AMPTrainer, Trainer
             >>> class Mine(Trainer):
-            ...     def train_step(self, batch): ...
-            >>> [cls.__name__ for cls in AMPTrainer(Mine())._customized_by("train_step")]
+            ...     def setup(self): ...
+            >>> [cls.__name__ for cls in AMPTrainer(Mine())._customized_by("setup")]
             ['MixedPrecision', 'Mine']
         """
         return customizers(type(self), name)

@@ -15,7 +15,6 @@ from dovetail.trainers.schedules import ScheduleLR
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["BoundScheduler", "Interval", "bind_scheduler", "step_schedulers"]
 
 Interval = Literal["update", "batch", "epoch", "manual"]
 

@@ -14,8 +14,6 @@ from dovetail.registry import Registry
 from dovetail.trainers import foreign
 from dovetail.trainers.optimizers import LARS, AdaHessian
 
-__all__ = ["classifies", "is_torch_loss", "losses", "optimizers", "schedulers"]
-
 losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss), foreign.LOSSES)
 optimizers: Registry[Any] = Registry(
     "optimizer", lambda: {**_classes(torch.optim, Optimizer), "AdaHessian": AdaHessian, "LARS": LARS}

@@ -14,8 +14,6 @@ from dovetail.trainers.context import Stage, TrainingContext
 from dovetail.trainers.fitting import restore
 from dovetail.trainers.reading import Reader, keeps_place
 
-__all__ = ["TrainerData"]
-
 
 class TrainerData:
     """Reads the loaders of a trainer, and holds what is needed to continue a pass in its middle.

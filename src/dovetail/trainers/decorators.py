@@ -26,21 +26,6 @@ from dovetail.trainers.options import OPTION_NAMES
 from dovetail.trainers.trainer import SingleProcess, Trainer
 from dovetail.trainers.untouched import layers
 
-__all__ = [
-    "AMPTrainer",
-    "AbstractTrainerDecorator",
-    "AutoBatchTrainer",
-    "CompiledTrainer",
-    "DDPTrainer",
-    "FSDPTrainer",
-    "PrivateTrainer",
-    "SingleProcessAMP",
-    "SingleProcessAmp",
-    "TimedTrainer",
-    "TrainerDecorator",
-    "build_trainer",
-]
-
 
 class TrainerDecorator(Trainer):
     """A trainer that passes everything on to the one it decorates: every verb, and every other attribute.

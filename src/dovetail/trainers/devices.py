@@ -8,8 +8,6 @@ import torch
 
 from dovetail.errors import ConfigError
 
-__all__ = ["as_device", "check_device"]
-
 
 def as_device(device: Any, device_id: int | None = None) -> torch.device:
     """Return a device from a name, a number, a device or a list of them.

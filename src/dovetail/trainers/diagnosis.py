@@ -16,15 +16,6 @@ from dovetail.trainers.context import Plan, TrainingContext
 from dovetail.trainers.metrics import Metric, are_classes
 from dovetail.units import Epochs, Progress, counted
 
-__all__ = [
-    "check_default_loss",
-    "check_metrics",
-    "check_output",
-    "check_pass",
-    "check_repeatable",
-    "update_metric",
-]
-
 # The loss that a configuration names, for a strategy without its own.
 _LOSS_KEY = "loss_criterion"
 _OUTPUTS = {"output", "target"}

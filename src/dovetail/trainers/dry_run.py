@@ -27,8 +27,6 @@ from dovetail.trainers.saving import Saver
 from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches
 
-__all__ = ["dry_run"]
-
 
 def dry_run(
     trainer: Trainer,

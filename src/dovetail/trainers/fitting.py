@@ -20,17 +20,6 @@ from torch.optim import Optimizer
 from dovetail.errors import CheckpointError, DovetailError, add_note
 from dovetail.trainers.context import TrainingContext
 
-__all__ = [
-    "check_fits",
-    "check_kind",
-    "is_library_code",
-    "kinds_of",
-    "restore",
-    "restore_optimizer",
-    "restoring",
-    "weights_difference",
-]
-
 _LIBRARIES = {"dovetail", "torch", "numpy", *sys.stdlib_module_names}
 
 

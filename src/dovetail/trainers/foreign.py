@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = [
-    "ATTRIBUTES",
-    "CHECKPOINTS",
-    "FIT",
-    "HOOKS",
-    "INTERVALS",
-    "LOSSES",
-    "OPTIONS",
-    "PRECISIONS",
-    "did_you_mean",
-]
-
 _PRECISION = "for lower precision wrap the trainer, AMPTrainer(Trainer(…), precision='bf16')"
 _LOADER = "give fit a DataLoader that has it"
 _LAYERS = "to train in several processes wrap the trainer, DDPTrainer(Trainer(…), num_processes=2)"

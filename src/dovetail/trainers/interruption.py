@@ -9,8 +9,6 @@ from dovetail.runtime.signals import Interrupted
 from dovetail.trainers.context import TrainingContext
 from dovetail.units import counted
 
-__all__ = ["leave_if_signalled"]
-
 
 def leave_if_signalled(context: TrainingContext) -> None:
     """End the run that a signal has stopped, saying what was saved."""

@@ -39,8 +39,6 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Plan
 from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
 
-__all__ = ["ProcessLauncher", "work"]
-
 _RESULT, _INTERRUPTED = "result", "interrupted"
 
 

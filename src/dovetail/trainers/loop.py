@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 # Seconds after which a report is made even though its period has not ended: a display must not look frozen.
 _SLOWEST_REPORT = 1.0
 
-__all__ = ["evaluate", "fit", "looking", "offer_data", "predict", "run_epoch", "train_epoch", "val_epoch"]
-
 
 def fit(
     trainer: Trainer,

@@ -10,8 +10,6 @@ from torch.func import functional_call
 
 from dovetail.errors import ConfigError
 
-__all__ = ["as_module", "forward", "forward_with"]
-
 
 def as_module(model: Any) -> nn.Module | None:
     """Return the module itself, or the one that a class or a function makes."""

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
 
-__all__ = ["LARS", "AdaHessian", "requires_closure", "twin_of"]
-
 
 class LARS(Optimizer):
     """SGD with momentum whose rate is scaled per tensor by the ratio of weight to gradient (You et al., 2017).

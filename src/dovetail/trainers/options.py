@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers import foreign
 
-__all__ = ["OPTION_NAMES", "TrainerOptions", "as_mode"]
-
 
 @dataclass(kw_only=True)
 class TrainerOptions:

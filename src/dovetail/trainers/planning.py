@@ -14,8 +14,6 @@ from dovetail.trainers.saving import RETENTION, Saver
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.units import Batches, Epochs, TrainUnit, parse_unit
 
-__all__ = ["make_plan"]
-
 # Options that describe how checkpoints are written, but do not request them.
 _SAVING_DETAILS = {"save_in_background", "on_save_error"}
 

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from dovetail.errors import ConfigError
 from dovetail.trainers import foreign
 
-__all__ = ["Precision", "PrecisionName"]
-
 PrecisionName = Literal["auto", "fp32", "fp16", "bf16"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

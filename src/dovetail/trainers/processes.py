@@ -42,7 +42,6 @@ from dovetail.trainers.transfer import initial_state, set_initial_state, take_tr
 if TYPE_CHECKING:
     from dovetail.trainers.trainer import Trainer
 
-__all__ = ["Errand", "Seats", "TrainingProcessError", "train_in_process"]
 
 _RESULT, _FAILURE = "result", "failure.json"
 

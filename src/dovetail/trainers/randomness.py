@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["rng_state", "seed_everything", "set_rng_state"]
-
 
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch (every device) with one number.

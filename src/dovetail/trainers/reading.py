@@ -20,8 +20,6 @@ from dovetail.errors import DataError
 from dovetail.trainers.context import Stateful
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
-__all__ = ["Reader", "keeps_place"]
-
 
 class Reader:
     """Reads the passes of one stage, and holds what is needed to continue the running one.

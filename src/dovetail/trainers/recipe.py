@@ -33,17 +33,6 @@ from dovetail.trainers.strategies.adapters import (
 )
 from dovetail.trainers.strategies.bundle import ROLES, Strategies
 
-__all__ = [
-    "CONFLICTS",
-    "SPELLINGS",
-    "as_strategy",
-    "check_conflicts",
-    "check_owned",
-    "make_strategies",
-    "options_from",
-    "strategy_from_options",
-]
-
 # The table of conflicts: by role, the arguments of a trainer that have no effect beside a strategy of that role.
 CONFLICTS: dict[str, frozenset[str]] = {
     "loss": frozenset({"loss_function"}),
@@ -169,8 +158,7 @@ def as_strategy(role: str, given: Any) -> Any:
     form = _FORMS[role]
     if form.compose is not None and isinstance(given, form.lists):
         return form.compose(given)
-    exported = {name: getattr(form.module, name) for name in form.module.__all__}
-    named = {name: it for name, it in exported.items() if isinstance(it, type) and issubclass(it, form.kind)}
+    named = {name: it for name, it in vars(form.module).items() if isinstance(it, type) and issubclass(it, form.kind)}
     if isinstance(given, str):
         if given not in named and form.names is None:
             raise UnknownNameError(f"{role} strategy", given, named)

@@ -1,6 +1,6 @@
 """Preparation of a trainer for another run: reset, configuration, strategies, and training from the start.
 
-A federation uses them, because one trainer works for many clients in turn.
+They are for one trainer that is used for many runs in turn, each with its data, configuration and strategies.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
     from dovetail.trainers.saving import Saver
 
-__all__ = ["BatchState", "Phase", "Plan", "ProcessState", "RunState", "Stage", "Stateful"]
 
 Stage = Literal["train", "valid", "test", "predict"]
 

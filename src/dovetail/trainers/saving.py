@@ -23,7 +23,6 @@ from dovetail.units import Progress
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
 
-__all__ = ["RETENTION", "Saver", "checkpoint", "finish", "load", "resume", "save"]
 
 # The options that say which periodic checkpoints stay, and what `Saver.retention` calls them.
 RETENTION = {"keep_last": "last", "keep_best": "best", "keep_every": "every"}

@@ -50,8 +50,6 @@ from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
 from dovetail.units import TrainUnit
 
-__all__ = ["SingleProcessTrainer"]
-
 _T = TypeVar("_T", bound="SingleProcessTrainer")
 
 StepFunction = Callable[[Any, Any], Mapping[str, Any]]

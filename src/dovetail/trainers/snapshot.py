@@ -32,8 +32,6 @@ from dovetail.trainers.fitting import (
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.trainers.strategies.bundle import Strategies
 
-__all__ = ["load_weights", "restore_state", "save_weights", "take_state"]
-
 
 def take_state(context: TrainingContext, strategies: Strategies, data: TrainerData) -> dict[str, Any]:
     """Return the state of a trainer whose model and optimizers exist."""

@@ -8,8 +8,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-__all__ = ["make_update"]
-
 
 def make_update(optimizer: Optimizer) -> None:
     """Make an update, as `optimizer.step()` does.

@@ -8,8 +8,6 @@ from typing import Any
 from dovetail.trainers import loop
 from dovetail.trainers.single_process import SingleProcessTrainer
 
-__all__ = ["accuracy_on"]
-
 
 def accuracy_on(
     trainer: SingleProcessTrainer, testset: Any, sampler: Any = None, config: Mapping[str, Any] | None = None

@@ -10,8 +10,6 @@ from dovetail.trainers.processes import train_in_process
 from dovetail.trainers.reuse import fit_anew
 from dovetail.trainers.single_process import SingleProcessTrainer
 
-__all__ = ["SingleProcess", "Trainer"]
-
 
 class Trainer(SingleProcessTrainer):
     """Train one model in one process.

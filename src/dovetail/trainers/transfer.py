@@ -10,8 +10,6 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Plan
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
-__all__ = ["initial_state", "set_initial_state", "take_trained_state", "trained_state"]
-
 
 def initial_state(trainer: Trainer, continues: bool) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Return the state that training starts from, which is sent with the trainer itself.

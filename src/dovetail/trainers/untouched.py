@@ -23,8 +23,6 @@ from dovetail.trainers.strategies.nesting import Nesting
 if TYPE_CHECKING:
     from dovetail.trainers.single_process import SingleProcessTrainer
 
-__all__ = ["kept", "layers", "own_callbacks", "strategies_of", "untouched", "with_parts"]
-
 
 def layers(trainer: Trainer) -> list[Trainer]:
     """Return a trainer and those that it decorates, the outermost first."""

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Lookahead", "Window"]
-
 
 class Window:
     """The accumulation window: which batches share one update, and by how much each counts.

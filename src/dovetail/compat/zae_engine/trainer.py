@@ -19,8 +19,6 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.options import as_mode
 from dovetail.units import Epochs
 
-__all__ = ["ProgressChecker", "Trainer"]
-
 
 @with_options(("log_bar", "scheduler_step_on_batch", "gradient_clip"))
 class Trainer(BestWeights, main.Trainer):

@@ -23,8 +23,6 @@ from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy, Options, SplitStepStrategy
 
-__all__ = ["APFL", "APFLStepStrategy", "APFLUpdateStrategy", "APFLUpdateStrategyFromConfig"]
-
 # The keys of v and α in the state of a client, and of whether α is trained in the state of a run.
 _KEY, _ADAPTS = "apfl", "apfl_adapts_alpha"
 _MIXES = ("parameters", "outputs")

@@ -17,8 +17,6 @@ from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["Algorithm", "StrategyAlgorithm"]
-
 _AGGREGATE = "override aggregate(weights, updates, average), which returns the new weights"
 # Methods of plato's algorithms that are never called here, each with its replacement.
 _INSTEAD = {

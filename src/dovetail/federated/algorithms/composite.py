@@ -16,8 +16,6 @@ from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["CompositeAlgorithm"]
-
 
 @dataclass(eq=False, repr=False)
 class CompositeAlgorithm(Described, Algorithm):

@@ -19,8 +19,6 @@ from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["Ditto", "DittoUpdateStrategy", "DittoUpdateStrategyFromConfig"]
-
 _KEY = "ditto"
 
 

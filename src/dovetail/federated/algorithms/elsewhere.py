@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from dovetail.trainers.modules import forward_with
 
-__all__ = ["loss_elsewhere"]
-
 
 class _WholeLoss(nn.Module):
     """A model with its whole loss, so that every part sees the other weights, also a penalty."""

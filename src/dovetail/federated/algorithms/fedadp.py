@@ -14,8 +14,6 @@ from dovetail.federated.averaging import Average, moved, weighted_mean
 from dovetail.federated.messages import Update, Weights
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedAdp"]
-
 # Beyond it, math.exp has no number.
 _MOST = 700.0
 

@@ -22,8 +22,6 @@ from dovetail.trainers.strategies.anchored import Anchored, trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedALA", "FedALAUpdateStrategy"]
-
 _KEY = "fedala"
 # Epochs of a client's first adaptation, if it does not settle before.
 _FIRST_EPOCHS = 20

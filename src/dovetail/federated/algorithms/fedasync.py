@@ -15,8 +15,6 @@ from dovetail.federated.messages import Update, Weights
 from dovetail.federated.specs import build
 from dovetail.registry import Registry
 
-__all__ = ["FedAsync", "staleness_weights"]
-
 StalenessWeight = Callable[[int], float]
 
 

@@ -15,8 +15,6 @@ from dovetail.federated.messages import Update, Weights
 from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedAtt"]
-
 
 @dataclass(eq=False, repr=False)
 class FedAtt(Described, ParameterAware):

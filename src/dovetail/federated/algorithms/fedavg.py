@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dovetail.federated.algorithms.base import Algorithm
 
-__all__ = ["FedAvg"]
-
 
 class FedAvg(Algorithm):
     """w ← w + Σ (n_k / n) Δ_k over the clients of a round (McMahan et al., 2017).

@@ -18,8 +18,6 @@ from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedBABU", "FedBABUUpdateStrategy", "FedBABUUpdateStrategyFromConfig"]
-
 _FINETUNES = ("head", "all")
 
 

@@ -13,8 +13,6 @@ from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
 
-__all__ = ["FedBuff"]
-
 
 class FedBuff(Algorithm):
     """w ← w + η (1/K) Σ s(τ_k) Δ_k over the K updates that have come (Nguyen et al., 2022).

@@ -21,8 +21,6 @@ from dovetail.trainers.strategies.anchored import Anchored, copied
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedDyn", "FedDynLossStrategy", "FedDynLossStrategyFromConfig", "FedDynUpdateStrategy"]
-
 # The keys of λ_k in the state of a client, and of the relative size of a client in the server's payload.
 _KEY = "feddyn"
 _SIZE = "relative_size"

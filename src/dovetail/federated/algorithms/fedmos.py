@@ -20,15 +20,6 @@ from dovetail.trainers.strategies.nesting import Described, Nesting
 from dovetail.trainers.strategies.optimizer import learning_rate
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
-__all__ = [
-    "FedMos",
-    "FedMosOptimizer",
-    "FedMosOptimizerStrategy",
-    "FedMosOptimizerStrategyFromConfig",
-    "FedMosStepStrategy",
-    "FedMosUpdateStrategy",
-]
-
 
 class FedMosOptimizer(Optimizer):
     """x ← x − η d_t, then x ← x − μ (x − x₀), where x₀ is a parameter before its first step.

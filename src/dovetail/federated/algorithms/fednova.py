@@ -13,8 +13,6 @@ from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedNova"]
-
 
 @dataclass(eq=False, repr=False)
 class FedNova(Described, ParameterAware):

@@ -11,8 +11,6 @@ from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedPer", "FedPerUpdateStrategy", "FedPerUpdateStrategyFromConfig"]
-
 
 @dataclass(eq=False, repr=False)
 class FedPerUpdateStrategy(Described, PartialUpdateStrategy):

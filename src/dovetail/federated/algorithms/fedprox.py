@@ -13,8 +13,6 @@ from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.messages import Weights
 from dovetail.trainers.context import TrainingContext
 
-__all__ = ["FedProx", "FedProxLossStrategy", "FedProxLossStrategyFromConfig"]
-
 _NORMS = ("l2", "l1")
 
 

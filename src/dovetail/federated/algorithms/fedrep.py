@@ -13,8 +13,6 @@ from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedRep", "FedRepUpdateStrategy", "FedRepUpdateStrategyFromConfig"]
-
 _HEAD, _BODY = "head", "body"
 
 

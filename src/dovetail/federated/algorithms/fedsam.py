@@ -16,8 +16,6 @@ from dovetail.federated.messages import Weights
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
-__all__ = ["FedSAM", "FedSAMStepStrategy"]
-
 # The smallest norm that a gradient is divided by.
 _LEAST = 1e-12
 

@@ -9,8 +9,6 @@ from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.partial import PersonalCopy
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["FedAvgFinetune", "FinetuneUpdateStrategy"]
-
 
 @dataclass(eq=False, repr=False)
 class FinetuneUpdateStrategy(Described, PersonalCopy):

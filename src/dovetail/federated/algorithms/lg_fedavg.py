@@ -21,8 +21,6 @@ from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy, compose_steps
 
-__all__ = ["LGFedAvg", "LGFedAvgStepStrategy", "LGFedAvgStepStrategyAuto", "LGFedAvgStepStrategyFromConfig"]
-
 
 class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
     """Two passes over every batch; the second one uses the layers that the first one has updated.

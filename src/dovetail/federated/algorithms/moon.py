@@ -21,8 +21,6 @@ from dovetail.trainers.modules import forward_with
 from dovetail.trainers.strategies.anchored import Anchored
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
-__all__ = ["MOON", "MOONStepStrategy", "Projecting"]
-
 _KEY = "moon"
 
 

@@ -14,8 +14,6 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.modules import as_module
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
-__all__ = ["ModelFunction", "WithWeights", "first_own_model"]
-
 ModelFunction = Callable[[], nn.Module]
 
 

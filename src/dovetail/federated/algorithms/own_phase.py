@@ -14,8 +14,6 @@ from dovetail.trainers.context import Phase, TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 
-__all__ = ["OwnPhaseStrategy", "model_state", "optimizers_of", "put_back", "put_into"]
-
 
 def model_state(context: TrainingContext) -> dict[str, Tensor]:
     """Return copies of the model's parameters and buffers, by name."""

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.messages import Weights
 
-__all__ = ["ParameterAware"]
-
 
 class ParameterAware(Algorithm):
     """An algorithm whose server treats parameters differently from buffers, such as the statistics of BatchNorm.

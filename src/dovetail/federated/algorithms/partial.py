@@ -18,8 +18,6 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import trained
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Phase, Strategy
 
-__all__ = ["DividedModel", "LayersFromConfig", "PartialAlgorithm", "PartialUpdateStrategy", "PersonalCopy"]
-
 Part = Literal["local", "global"]
 
 _KEY = "personal"

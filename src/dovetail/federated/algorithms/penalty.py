@@ -16,8 +16,6 @@ from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
 from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.nesting import Nesting
 
-__all__ = ["PenalizedLossStrategy", "sent"]
-
 
 def sent(context: TrainingContext) -> dict[str, Tensor]:
     """Return the parameters that a client sends, by name: all except those that stay with it."""

@@ -18,8 +18,6 @@ from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy
 
-__all__ = ["PerFedAvg", "PerFedAvgStepStrategy"]
-
 
 @dataclass(eq=False, repr=False)
 class PerFedAvgStepStrategy(NestingStepStrategy):

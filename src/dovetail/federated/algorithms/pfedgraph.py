@@ -24,8 +24,6 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["PFedGraph", "PFedGraphLossStrategy", "PFedGraphUpdateStrategy", "onto_simplex"]
-
 _KEY = "pfedgraph"
 
 

@@ -36,8 +36,6 @@ from dovetail.federated.config import AlgorithmConfig
 from dovetail.federated.specs import build
 from dovetail.registry import Registry
 
-__all__ = ["algorithm_of", "algorithms"]
-
 algorithms: Registry[Callable[..., Algorithm]] = Registry(
     "algorithm",
     lambda: {

@@ -25,8 +25,6 @@ from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.model_update import beside
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["SCAFFOLD", "SCAFFOLDUpdateStrategy", "SCAFFOLDUpdateStrategyV2"]
-
 _KEY = "scaffold"
 _DELTA = "control_variate_delta"
 

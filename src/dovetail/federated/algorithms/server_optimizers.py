@@ -16,8 +16,6 @@ from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
 from dovetail.trainers.strategies.nesting import Described
 
-__all__ = ["AdaptiveServer", "FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerOptimizer"]
-
 # The moments of one tensor by name; empty before the first round.
 Moments = Mapping[str, Tensor]
 

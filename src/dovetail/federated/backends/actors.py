@@ -16,8 +16,6 @@ from dovetail.federated.messages import Weights
 from dovetail.runtime.ray_cluster import connect
 from dovetail.runtime.relay import arithmetic, described, rebuilt, set_arithmetic
 
-__all__ = ["Ray"]
-
 # Content and its bulk as Ray transfers them, without a copy within a node.
 _Cargo = tuple[bytes, list[Any]]
 

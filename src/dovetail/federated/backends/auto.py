@@ -14,8 +14,6 @@ from dovetail.federated.backends.sequential import Sequential
 from dovetail.federated.messages import Task
 from dovetail.runtime.cores import num_cores
 
-__all__ = ["Auto"]
-
 _log = logging.getLogger("dovetail.federated")
 
 # Seconds of a step besides its arithmetic, and of one operation, on a current core. A rough estimate is enough: the

@@ -11,8 +11,6 @@ from dovetail.errors import expect
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
 
-__all__ = ["Backend", "Done", "Foresight", "Outcome", "Work", "Worker"]
-
 # A task, and the state of its client.
 Work = tuple[Task, ClientState]
 

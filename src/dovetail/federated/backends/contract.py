@@ -15,8 +15,6 @@ from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
 from dovetail.runtime.seeds import derive_seed
 
-__all__ = ["BackendContract"]
-
 _NUM_CLIENTS = 7
 _FAILING = 5
 

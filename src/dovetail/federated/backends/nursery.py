@@ -28,8 +28,6 @@ from dovetail.errors import ConfigError
 from dovetail.runtime.processes import end_with_parent
 from dovetail.runtime.signals import ignore_interrupts
 
-__all__ = ["Nursery", "nursery", "serve"]
-
 # Optimizers import the second one, which takes half of the start of a script.
 _PRELOADED = ("torch", "torch._dynamo", "dovetail.trainers", "dovetail.federated.backends.processes")
 _PROGRAM = (

@@ -19,8 +19,6 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-__all__ = ["NOTE_SIZE", "Block", "Mailbox", "Parcel", "Place", "copied", "opened", "packed"]
-
 # The position of data in a block: the first byte and the number of bytes.
 Place = tuple[int, int]
 

@@ -13,8 +13,6 @@ from dovetail.errors import DovetailError
 from dovetail.federated.backends.base import Backend, Foresight, Outcome, Work, Worker
 from dovetail.federated.messages import Fault, Task
 
-__all__ = ["Lost", "News", "Pool", "Seat", "WorkerError"]
-
 # The number of workers in a row that may fail before one is ready.
 _TRIES = 3
 

@@ -31,8 +31,6 @@ from dovetail.runtime.processes import describe_exit
 from dovetail.runtime.relay import circumstances, described, rebuilt, set_circumstances
 from dovetail.runtime.signals import listening
 
-__all__ = ["Process", "live"]
-
 # Seconds for a worker to exit by itself when it has no tasks.
 _GRACE = 2.0
 

@@ -12,8 +12,6 @@ from dovetail.federated.backends.sequential import Sequential
 from dovetail.federated.backends.vectorized import Vectorized
 from dovetail.registry import Registry
 
-__all__ = ["backends"]
-
 backends: Registry[Callable[..., Backend]] = Registry(
     "backend",
     lambda: {"auto": Auto, "process": Process, "ray": Ray, "sequential": Sequential, "vectorized": Vectorized},

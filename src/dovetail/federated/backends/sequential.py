@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dovetail.federated.backends.base import Backend, Done, Outcome, Work, Worker
 from dovetail.federated.messages import Fault, Task
 
-__all__ = ["Sequential", "attempted", "fault"]
-
 
 class Sequential(Backend):
     """Runs clients one after the other. It cannot stop a client, so `timeout` has no effect.

@@ -9,8 +9,6 @@ from typing import Protocol, runtime_checkable
 from dovetail.federated.backends.base import Backend, Done, Outcome, Work, Worker
 from dovetail.federated.backends.sequential import Sequential, attempted
 
-__all__ = ["Together", "Vectorized"]
-
 
 @runtime_checkable
 class Together(Protocol):

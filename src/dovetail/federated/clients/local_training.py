@@ -8,8 +8,6 @@ from typing import Any
 
 from dovetail.trainers.context import TrainingContext
 
-__all__ = ["continue_schedule", "summarize_training"]
-
 
 def continue_schedule(context: TrainingContext) -> None:
     """Set the settings by which the schedule of a round continues the schedule of the rounds before.

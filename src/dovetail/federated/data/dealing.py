@@ -15,20 +15,6 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError, DataError
 
-__all__ = [
-    "Ints",
-    "Labelled",
-    "Labels",
-    "at_least",
-    "dealt",
-    "drawn",
-    "filled",
-    "hands",
-    "held_owners",
-    "listed",
-    "proportions",
-]
-
 Labels: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[Any]"
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]

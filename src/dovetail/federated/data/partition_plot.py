@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from dovetail.extras import require
 
-__all__ = ["figure_of"]
-
 _MOST_BARS, _MOST_COLOURS, _MOST_ROWS = 50, 20, 500
 _INK = "#333333"
 

@@ -23,16 +23,6 @@ from dovetail.errors import ConfigError, DataError, UnknownNameError, expect
 from dovetail.federated.data.partition import Partition, make_partition
 from dovetail.registry import Registry
 
-__all__ = [
-    "Datasource",
-    "GeneratedData",
-    "PartitionedData",
-    "datasource",
-    "datasources",
-    "labels_of",
-    "leaf_synthetic",
-]
-
 # Columns of samples in memory, or samples that a dataset reads one by one.
 _Rows: TypeAlias = "tuple[Tensor, ...] | Dataset[Any]"
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dovetail.federated.clients.simple import Client
     from dovetail.federated.servers.fedavg import Server
 
-__all__ = ["client_app", "server_app", "worker_app"]
 
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from dovetail.federated.flower.records import from_records, to_records
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
 
-__all__ = ["FlowerBackend", "Place", "receipt"]
-
 # Seconds between two polls for replies: at first, and after a long time without a reply.
 _SOON, _LATER = 0.1, 2.0
 # Flower's error codes of a message without an answer in time.

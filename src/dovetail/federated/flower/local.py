@@ -15,8 +15,6 @@ from types import TracebackType
 from dovetail.errors import DovetailError
 from dovetail.runtime.processes import end_with_parent
 
-__all__ = ["LocalFlower"]
-
 _HOST = "127.0.0.1"
 _PATIENCE = 120.0
 # No telemetry, and tasks start without delay.

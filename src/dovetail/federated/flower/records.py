@@ -15,8 +15,6 @@ from dovetail.checkpoint.encoding import decode_text, encode
 from dovetail.checkpoint.tensors import DTYPES
 from dovetail.errors import DataError
 
-__all__ = ["from_records", "to_records"]
-
 # The names of the two records: what is said, and the tensors that it speaks of.
 _TEXT, _TENSORS = "dovetail", "dovetail.tensors"
 # The format of arrays: raw bytes, because numpy's format has no bfloat16.

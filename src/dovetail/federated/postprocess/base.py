@@ -16,8 +16,6 @@ from torch import Tensor
 from dovetail.errors import DataError
 from dovetail.federated.messages import Task, Update, Weights
 
-__all__ = ["EVERYONE", "Codec", "Gathering", "Postprocessor", "TensorCodec", "Upload"]
-
 # The client id of an update that is the mean of many, with the sum of their weights.
 EVERYONE = 0
 

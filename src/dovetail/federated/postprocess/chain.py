@@ -14,8 +14,6 @@ from dovetail.federated.postprocess.base import Codec, Gathering, Postprocessor,
 from dovetail.federated.postprocess.registry import make
 from dovetail.runtime.seeds import derive_seed
 
-__all__ = ["Chain"]
-
 # The errors of a decoder that receives bytes of a dishonest client.
 _UNREADABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 

@@ -12,8 +12,6 @@ from dovetail.errors import UnknownNameError, expect
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import Postprocessor, Upload
 
-__all__ = ["NormClip", "clip", "norm"]
-
 
 def norm(weights: Weights) -> Tensor:
     """Return the L2 norm of all floating-point tensors, summed in float64 so that a bound holds exactly."""

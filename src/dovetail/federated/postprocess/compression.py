@@ -14,8 +14,6 @@ from dovetail.extras import require
 from dovetail.federated.messages import Weights
 from dovetail.federated.postprocess.base import Codec
 
-__all__ = ["Zstd"]
-
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

@@ -14,8 +14,6 @@ from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
 from dovetail.runtime.seeds import derive_seed
 
-__all__ = ["PairwiseMasks"]
-
 _DTYPES = {32: torch.int32, 64: torch.int64}
 
 

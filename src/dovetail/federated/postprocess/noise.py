@@ -21,8 +21,6 @@ from dovetail.federated.messages import Update, Weights
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
 from dovetail.federated.postprocess.clipping import clip
 
-__all__ = ["GaussianNoise", "PrivacyAccountant", "find_noise_multiplier"]
-
 _MECHANISMS = ("rdp", "prv")
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from dovetail.errors import DataError, expect
 from dovetail.federated.postprocess.base import TensorCodec
 
-__all__ = ["QSGD", "Bfloat16", "Quantization"]
-
 
 @dataclass(frozen=True)
 class Quantization(TensorCodec):

@@ -16,8 +16,6 @@ from dovetail.federated.postprocess.weighting import Weighting
 from dovetail.federated.specs import build
 from dovetail.registry import Registry
 
-__all__ = ["make", "postprocessors"]
-
 postprocessors: Registry[Callable[..., Postprocessor]] = Registry(
     "postprocessor",
     lambda: {

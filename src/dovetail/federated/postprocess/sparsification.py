@@ -13,8 +13,6 @@ from dovetail.errors import DataError, expect
 from dovetail.federated.messages import Update
 from dovetail.federated.postprocess.base import TensorCodec, Upload
 
-__all__ = ["TopK"]
-
 
 @dataclass(frozen=True)
 class TopK(TensorCodec):

@@ -10,8 +10,6 @@ from dovetail.errors import UnknownNameError, expect
 from dovetail.federated.messages import Update
 from dovetail.federated.postprocess.base import EVERYONE, Gathering, Postprocessor, Upload
 
-__all__ = ["Weighting"]
-
 
 @dataclass(frozen=True)
 class Weighting(Postprocessor):

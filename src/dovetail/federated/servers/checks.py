@@ -16,8 +16,6 @@ from dovetail.federated.config import FederatedConfig
 from dovetail.federated.data.sources import Datasource
 from dovetail.federated.postprocess import Chain
 
-__all__ = ["check_algorithm", "check_epochs", "check_model", "check_settings", "idle_settings"]
-
 
 def check_settings(config: FederatedConfig, outbound: Chain) -> None:
     """Raise if settings contradict each other.

@@ -23,8 +23,6 @@ from dovetail.trainers.reuse import equip
 from dovetail.trainers.strategies import SGDOptimizerStrategy, ShuffleDataLoaderStrategy
 from dovetail.units import Batches
 
-__all__ = ["AlgorithmContract"]
-
 _SIZES = (17, 6, 24, 9)
 _ROUNDS = 3
 

@@ -13,8 +13,6 @@ from dovetail.federated.servers.tasks import TaskKind, make_task, packed_weights
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server
 
-__all__ = ["collect_metrics"]
-
 
 def collect_metrics(
     server: Server, ids: Iterable[int] | None, config: Mapping[str, Any], kind: TaskKind

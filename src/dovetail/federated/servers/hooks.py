@@ -14,7 +14,6 @@ from dovetail.trainers.randomness import seed_everything
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server
 
-__all__ = ["REPLACEMENTS", "call_choose_clients", "call_weights_received", "notify", "trained_weights"]
 
 # Events of callbacks for which the server has a method of the same name without "on_".
 _WITH_METHOD = {

@@ -25,8 +25,6 @@ from dovetail.runtime.seeds import derive_seed
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server
 
-__all__ = ["Round", "is_finished", "raise_if_all_failed", "run_round"]
-
 
 @dataclass
 class Round:

@@ -15,7 +15,6 @@ from dovetail.federated.states import StoredClientStates
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server
 
-__all__ = ["restore_server", "resume_server", "roll_back", "save_server", "server_state", "snapshot"]
 
 # The file of client states in the folder of checkpoints.
 _STATES = "clients.db"

@@ -20,16 +20,6 @@ from dovetail.registry import Registry
 from dovetail.trainers.catalog import losses, optimizers, schedulers
 from dovetail.trainers.registry import trainers
 
-__all__ = [
-    "ALGORITHM_KEYS_OF_SERVER",
-    "DATA_OPTIONS",
-    "IGNORED_KEYS",
-    "KEYS_WITH_ARGUMENTS",
-    "KINDS",
-    "REGISTRIES",
-    "SECTIONS",
-]
-
 
 def _names(value: Any) -> tuple[str, ...]:
     """Accept a list of names, or names with commas between them."""

@@ -22,8 +22,6 @@ from dovetail.federated.servers.checks import check_algorithm, check_settings
 from dovetail.federated.servers.edge import Silos
 from dovetail.federated.servers.results import with_results
 
-__all__ = ["ServerSettings", "read_settings"]
-
 
 @dataclass(frozen=True)
 class ServerSettings:

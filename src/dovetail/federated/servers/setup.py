@@ -21,7 +21,6 @@ from dovetail.trainers.modules import as_module
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server
 
-__all__ = ["build_datasource", "build_trainer", "start_worker"]
 
 _Model = nn.Module | Callable[[], nn.Module] | None
 _Trainer = Trainer | Callable[..., Trainer] | None

@@ -13,7 +13,6 @@ from dovetail.runtime.seeds import derive_seed
 if TYPE_CHECKING:
     from dovetail.federated.servers.fedavg import Server
 
-__all__ = ["TaskKind", "make_task", "packed_weights", "shared_weights", "training_config"]
 
 TaskKind = Literal["train", "evaluate", "personalize"]
 

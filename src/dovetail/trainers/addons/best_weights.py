@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 else:
     Mounted = object
 
-__all__ = ["BestWeights", "TrainerPart"]
-
 
 class BestWeights(Mounted):
     """A trainer that keeps the weights with the smallest loss; the base of what needs them, such as an add-on.

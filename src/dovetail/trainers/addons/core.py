@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 else:
     Mounted = object
 
-__all__ = ["AddOnBase"]
-
 
 class AddOnBase(Mounted):
     """Base of add-ons: classes written against `super()` that `Trainer.add_on` mounts on a trainer class.

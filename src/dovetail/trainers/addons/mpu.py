@@ -9,8 +9,6 @@ from dovetail.trainers.addons.core import AddOnBase
 from dovetail.trainers.capabilities import DataParallel
 from dovetail.trainers.devices import as_device
 
-__all__ = ["MultiGPUAddon"]
-
 
 class MultiGPUAddon(DataParallel, AddOnBase):
     """Trains on every device of a list, one process each: the capability of `DDPTrainer`, mounted on a class.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dovetail.trainers.addons.core import AddOnBase
 from dovetail.trainers.capabilities import MixedPrecision
 
-__all__ = ["PrecisionMixerAddon"]
-
 
 class PrecisionMixerAddon(MixedPrecision, AddOnBase):
     """Trains in mixed precision: the capability of `AMPTrainer`, mounted on a class.

@@ -11,8 +11,6 @@ from dovetail.runtime.signals import Interrupted
 from dovetail.trainers.addons.core import AddOnBase
 from dovetail.units import counted
 
-__all__ = ["SignalHandlerAddon"]
-
 
 class SignalHandlerAddon(AddOnBase):
     """On SIGINT or SIGTERM, saves a checkpoint and a line in a log before the program leaves.

@@ -10,8 +10,6 @@ from dovetail.errors import CheckpointError, UnknownNameError
 from dovetail.trainers.addons.best_weights import BestWeights
 from dovetail.trainers.addons.core import AddOnBase
 
-__all__ = ["StateManagerAddon"]
-
 _SUFFIXES = {"ckpt": ".ckpt", "safetensors": ".safetensors", "safetensor": ".safetensors"}
 
 

@@ -9,8 +9,6 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.tracking import Logger, NeptuneLogger, Tracker, WandBLogger
 from dovetail.trainers.addons.core import AddOnBase
 
-__all__ = ["NeptuneLoggerAddon", "WandBLoggerAddon"]
-
 
 class _WebLoggerAddon(AddOnBase):
     """What the web loggers share: the keyword, and one tracker for all of them that are mounted.

@@ -22,8 +22,6 @@ from dovetail.trainers.fitting import restoring
 from dovetail.trainers.untouched import layers, own_callbacks, untouched
 from dovetail.units import Batches, Progress
 
-__all__ = ["AutoBatch", "find_batch_size", "is_out_of_memory"]
-
 _T = TypeVar("_T")
 
 

@@ -35,8 +35,6 @@ from dovetail.trainers.whole_step import (
 )
 from dovetail.units import Epochs, TrainUnit
 
-__all__ = ["Compiled"]
-
 
 class Compiled(Capability):
     """Trains with one compiled graph per step, or with a compiled module.

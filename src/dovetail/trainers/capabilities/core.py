@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 else:
     Mounted = object
 
-__all__ = ["Capability", "capabilities_of"]
-
 
 class Capability(Mounted):
     """Base of capabilities: classes that add to the verbs of whatever they are mounted on.

@@ -26,8 +26,6 @@ from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel(Capability):
     """Trains in several processes that share the batches of every epoch and average their gradients.

@@ -12,8 +12,6 @@ from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.fitting import restore
 from dovetail.trainers.precision import Precision, PrecisionName
 
-__all__ = ["MixedPrecision"]
-
 _INIT_SCALE = 65536.0
 
 

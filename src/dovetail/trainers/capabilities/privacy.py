@@ -33,7 +33,6 @@ from dovetail.units import Batches, Epochs, TrainUnit, Updates
 if TYPE_CHECKING:
     from dovetail.trainers.single_process import SingleProcessTrainer
 
-__all__ = ["DifferentialPrivacy"]
 
 # Opacus has a third one, gdp, of which it says that it can underestimate what is spent.
 _MECHANISMS = ("rdp", "prv")

@@ -21,7 +21,6 @@ from dovetail.units import TrainUnit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ShardedDataParallel"]
 
 Blocks = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 

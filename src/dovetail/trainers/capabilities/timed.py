@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
 
-__all__ = ["Spent", "Timed"]
-
 
 class Spent(NamedTuple):
     """Time that was spent on something.

@@ -15,8 +15,6 @@ from dovetail.errors import ConfigError
 if TYPE_CHECKING:
     from dovetail.trainers.schedules.values import Schedule
 
-__all__ = ["ScheduleLR", "set_lr", "set_momentum"]
-
 
 class ScheduleLR(LRScheduler):
     """A `Schedule` at work on an optimizer.

@@ -13,13 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dovetail.errors import ConfigError
 
-__all__ = [
-    "CosineAnnealingScheduler",
-    "SchedulerBase",
-    "SchedulerChain",
-    "WarmUpScheduler",
-]
-
 
 class SchedulerBase(LRScheduler, ABC):
     """A torch scheduler of known length, whose learning rates are a function of the step.

@@ -17,43 +17,6 @@ from dovetail.extras import require
 from dovetail.trainers.schedules.applied import ScheduleLR
 from dovetail.units import check_count
 
-__all__ = [
-    "DecayToEpoch",
-    "DecayToEpochScheduler",
-    "DecayWhenAcc",
-    "DecayWhenAccScheduler",
-    "DecayWhenEpoch",
-    "DecayWhenEpochScheduler",
-    "EpochSet",
-    "EpochSetScheduler",
-    "ExponentialDecay",
-    "ExponentialDecayScheduler",
-    "InvTriangular",
-    "InvTriangularScheduler",
-    "LRSchedule",
-    "LinearDecay",
-    "LinearDecayScheduler",
-    "LogDecay",
-    "LogDecayScheduler",
-    "MtmScheduler",
-    "Schedule",
-    "StepScheduler",
-    "Triangular",
-    "Triangular2",
-    "Triangular2Exp",
-    "Triangular2ExpScheduler",
-    "Triangular2Scheduler",
-    "TriangularDecayWhenAcc",
-    "TriangularDecayWhenAccScheduler",
-    "TriangularExp",
-    "TriangularExpScheduler",
-    "TriangularMtm",
-    "TriangularMtmScheduler",
-    "TriangularScheduler",
-    "WarmRestart",
-    "WarmRestartScheduler",
-]
-
 
 @dataclass(kw_only=True)
 class Schedule(ABC):

@@ -23,21 +23,6 @@ from dovetail.trainers.strategies.nesting import Described
 if TYPE_CHECKING:
     from dovetail.trainers.context import Interval, TrainingContext
 
-__all__ = [
-    "CallableLoaderStrategy",
-    "CallableLossStrategy",
-    "CallableOptimizerStrategy",
-    "CallableSchedulerStrategy",
-    "CallableStepStrategy",
-    "CallableTestingStrategy",
-    "CallableUpdateStrategy",
-    "OptionLoaderStrategy",
-    "OptionOptimizerStrategy",
-    "OptionSchedulerStrategy",
-    "as_criterion",
-    "as_scheduler",
-]
-
 
 def as_criterion(loss: Any) -> Callable[[Any, Any], Tensor]:
     """Return a loss from a name in `torch.nn`, a class, or any callable of outputs and targets."""

@@ -12,7 +12,6 @@ from dovetail.trainers.strategies.base import Strategy
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Anchored", "Weights", "copied", "trained"]
 
 # Tensors by the names of a model's parameters.
 Weights = Mapping[str, Tensor]

@@ -25,8 +25,6 @@ from dovetail.trainers.strategies.nesting import Nesting
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["ROLES", "Strategies", "check_roles"]
-
 
 @dataclass
 class Strategies:

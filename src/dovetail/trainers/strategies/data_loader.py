@@ -23,13 +23,6 @@ from dovetail.units import check_count
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = [
-    "CustomCollateFnDataLoaderStrategy",
-    "DefaultDataLoaderStrategy",
-    "DynamicBatchSizeDataLoaderStrategy",
-    "PrefetchDataLoaderStrategy",
-    "ShuffleDataLoaderStrategy",
-]
 
 Collate = Callable[[list[Any]], Any]
 

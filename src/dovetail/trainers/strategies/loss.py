@@ -18,15 +18,6 @@ from dovetail.trainers.strategies.nesting import Described, Nesting
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = [
-    "BCEWithLogitsLossStrategy",
-    "CompositeLossStrategy",
-    "CrossEntropyLossStrategy",
-    "DefaultLossCriterionStrategy",
-    "L2RegularizationStrategy",
-    "MSELossStrategy",
-    "NLLLossStrategy",
-]
 
 Reduction = Literal["mean", "sum", "none"]
 LossFunction = Callable[[Any, Any], Tensor]

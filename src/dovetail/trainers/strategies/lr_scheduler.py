@@ -27,25 +27,6 @@ from dovetail.units import check_count
 if TYPE_CHECKING:
     from dovetail.trainers.context import Interval, TrainingContext
 
-__all__ = [
-    "CosineAnnealingLRSchedulerStrategy",
-    "CosineAnnealingWarmRestartsSchedulerStrategy",
-    "DefaultLRSchedulerStrategy",
-    "ExponentialLRSchedulerStrategy",
-    "LinearLRSchedulerStrategy",
-    "MultiStepLRSchedulerStrategy",
-    "NoSchedulerStrategy",
-    "PolynomialLRSchedulerStrategy",
-    "ReduceLROnPlateauSchedulerStrategy",
-    "StepLRSchedulerStrategy",
-    "TimedSchedulerStrategy",
-    "TimmLRSchedulerStrategy",
-    "TorchSchedulerStrategy",
-    "WarmupLR",
-    "WarmupSchedulerStrategy",
-    "step_scheduler",
-]
-
 
 def step_scheduler(
     scheduler: Any, context: TrainingContext, *, monitor: str = "valid_loss", interval: Interval = "epoch"

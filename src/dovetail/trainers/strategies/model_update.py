@@ -13,8 +13,6 @@ from dovetail.trainers.strategies.nesting import Described, Nesting
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["CompositeUpdateStrategy", "NoOpUpdateStrategy", "StateTrackingUpdateStrategy", "beside"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NoOpUpdateStrategy(Described, ModelUpdateStrategy):

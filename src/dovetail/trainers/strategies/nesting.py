@@ -18,8 +18,6 @@ from dovetail.trainers.strategies.base import Strategy
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["Described", "Nesting", "shown"]
-
 
 class Described:
     """A dataclass that shows, in one line, the settings that are not its defaults.

@@ -24,19 +24,6 @@ from dovetail.trainers.strategies.nesting import Described, Nesting, shown
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = [
-    "AdamOptimizerStrategy",
-    "AdamWOptimizerStrategy",
-    "DefaultOptimizerStrategy",
-    "GradientClippingOptimizerStrategy",
-    "ParameterGroupOptimizerStrategy",
-    "RMSpropOptimizerStrategy",
-    "SGDOptimizerStrategy",
-    "TorchOptimizerStrategy",
-    "learning_rate",
-    "make_optimizer",
-]
-
 
 def learning_rate(lr: float | None, context: TrainingContext) -> float:
     """Return a learning rate; for None that of the configuration, or 0.01 where it has none."""

@@ -18,8 +18,6 @@ from dovetail.trainers.strategies.nesting import Described
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = ["DefaultTestingStrategy"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DefaultTestingStrategy(Described, TestingStrategy):

@@ -28,19 +28,6 @@ from dovetail.units import check_count
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-__all__ = [
-    "CustomBackwardStepStrategy",
-    "DefaultTrainingStepStrategy",
-    "GradientAccumulationStepStrategy",
-    "GradientClippingStepStrategy",
-    "MixedPrecisionStepStrategy",
-    "MultipleForwardPassStepStrategy",
-    "NestingStepStrategy",
-    "SplitStepStrategy",
-    "ValidateBeforeStepStrategy",
-    "compose_steps",
-    "is_plain",
-]
 
 Criterion = Callable[[Any, Any], Tensor]
 Options = Mapping[str, bool]

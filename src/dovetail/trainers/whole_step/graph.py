@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from dovetail.trainers.whole_step.limits import Space
 from dovetail.trainers.whole_step.rules import state_of
 
-__all__ = ["Graph", "Outputs", "Shorter", "State", "buffer_place", "constant_place"]
-
 Outputs = dict[str, Any]
 State = tuple[nn.Parameter, str]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["UnknownError", "read_by"]
-
 # Torch's own layers and losses: what they compute follows from their attributes.
 _LAYERS = "torch.nn.modules."
 

@@ -16,18 +16,6 @@ from torch.utils import _pytree as pytree
 
 from dovetail.trainers.whole_step.rules import RULES
 
-__all__ = [
-    "CannotCompileError",
-    "Space",
-    "TraceError",
-    "check_memory",
-    "check_modules",
-    "check_optimizer",
-    "first_line",
-    "ids",
-    "unchanged",
-]
-
 Space = tuple[str, MutableMapping[str, Any]]
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-__all__ = ["RULES", "Rule", "clip_factor", "clipped", "state_of"]
-
 Group = Mapping[str, Any]
 
 
@@ -36,7 +34,7 @@ class Rule(Protocol):
         """Change a parameter and its state in place."""
 
 
-class SGDRule:
+class SGDRule(Rule):
     """Stochastic gradient descent, with the momentum of torch: the first one is the gradient."""
 
     settings = ("momentum", "nesterov", "weight_decay", "maximize")
@@ -65,7 +63,7 @@ class SGDRule:
         parameter.sub_(gradient * rate)
 
 
-class AdamRule:
+class AdamRule(Rule):
     """Adam, and AdamW, whose weight decay is decoupled from the gradient."""
 
     settings = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize")

@@ -43,8 +43,6 @@ from dovetail.trainers.whole_step.tracing import (
     with_tensors,
 )
 
-__all__ = ["WholeStep"]
-
 # A form of batch that is not the first is compiled when it comes twice in a row, or this often in all: the last,
 # shorter batch of every epoch costs less in eager mode than the seconds of a compiler.
 _APPEARANCES = 8

@@ -16,21 +16,6 @@ from torch.utils import _pytree as pytree
 
 from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
 
-__all__ = [
-    "channels_last",
-    "check_compiler",
-    "compiled",
-    "cut",
-    "described",
-    "empty_like",
-    "fake_inputs",
-    "lift_constants",
-    "lift_draws",
-    "loss_of",
-    "sizes_of",
-    "with_tensors",
-]
-
 
 def described(batch: Any) -> tuple[list[Tensor], Any]:
     """Return the tensors of a batch, and all else that decides which graph it needs."""
