@@ -77,7 +77,7 @@ _READS: dict[str, Callable[[Any], Any]] = {
 class Trainer(main.Trainer):
     """A trainer with lernomatic's names.
 
-    Every option is an attribute that can be read and assigned; assigning one does what `trainer.options` does.
+    Every option is an attribute that can be read and assigned; an assignment goes to `trainer.options`.
     `learning_rate`, `momentum` and `weight_decay` are those of the first parameter group, and assigning them sets
     every group. `num_epochs` and the batch sizes are those of the present configuration, and the data sets those in
     use.

@@ -36,7 +36,7 @@ from dovetail.trainers.testing import accuracy_on
 
 __all__ = ["ComposableTrainer", "Trainer"]
 
-# What plato's trainers define and nothing here calls.
+# Methods of plato's trainers that nothing here calls, and what to use instead.
 _INSTEAD = {
     "train_process": "override fit, or use the hooks train_run_start and train_run_end",
     "test_process": "override test_model, or give a testing_strategy",
@@ -100,7 +100,7 @@ class Trainer(main.Trainer):
         raise NotImplementedError
 
     def process_outputs(self, outputs: Any) -> Any:
-        """Return what the loss and the metrics of a test see of the model's outputs."""
+        """Return the outputs that the loss and the metrics of a test receive, given those of the model."""
         return outputs
 
     def _process_outputs(self, outputs: Any) -> Any:
@@ -111,7 +111,7 @@ class Trainer(main.Trainer):
         fit_anew(self, trainset, sampler, config)
 
     def test_model(self, config: Mapping[str, Any], testset: Any, sampler: Any = None) -> float:
-        """Return the accuracy on `testset`, or its loss where accuracy has no meaning, or what the strategy says."""
+        """Return the result of the testing strategy on `testset`; without one the accuracy, or else the loss."""
         return accuracy_on(self, testset, sampler, config)
 
     def test(self, testset: Any = None, sampler: Any = None) -> float:
@@ -166,7 +166,7 @@ class Trainer(main.Trainer):
 class ComposableTrainer(Trainer):
     """A trainer whose every concern is a strategy that can be replaced alone.
 
-    What is not given has a default: cross entropy, SGD, a plain step, a constant rate, no update rule, data in its own
+    Every strategy has a default: cross entropy, SGD, a plain step, a constant rate, no update rule, data in the given
     order, accuracy. A strategy may be an instance, a class, a plain callable or torch object (`F.cross_entropy`,
     `partial(AdamW, lr=1e-3)`), or a name (`"AdamW"`); steps and updates may be lists, which are composed.
 
@@ -183,7 +183,7 @@ class ComposableTrainer(Trainer):
         optimizer_strategy: Which optimizer moves the parameters.
         training_step_strategy: How one batch is computed.
         lr_scheduler_strategy: How the learning rate moves.
-        model_update_strategy: What happens around updates, and what a client sends besides its weights.
+        model_update_strategy: Hooks around updates, and the payload that a client sends besides its weights.
         data_loader_strategy: How a training set becomes batches.
         testing_strategy: How a model is judged by `test`.
         options: The other arguments and options of `dovetail.Trainer`.
@@ -234,10 +234,10 @@ class ComposableTrainer(Trainer):
         self._payload: tuple[tuple[str, int], dict[str, Any]] | None = None
 
     def obtain_model_update(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> dict[str, Any]:
-        """Train anew on `trainset`, and return what a client sends.
+        """Start a new run on `trainset`, and return the update that a client sends.
 
         Returns:
-            A copy of the model's state, or `{"model_update": state, **payload}` where the strategy has a payload.
+            A copy of the model's state, or `{"model_update": state, **payload}` if the strategy has a payload.
         """
         if self.options.max_concurrency is None:
             self.train_model(config, trainset, sampler)
@@ -273,7 +273,7 @@ class ComposableTrainer(Trainer):
 
     @property
     def update_payload(self) -> dict[str, Any]:
-        """What the update strategy sends besides the weights; after training in a process, what it said there."""
+        """The payload of the update strategy; after training in a process, the payload that it had there."""
         if self._payload is not None and self._payload[0] == self._moment():
             return dict(self._payload[1])
         return self.strategies.model_update.get_update_payload(self.context)
@@ -319,7 +319,7 @@ def _own_hooks(trainer: Trainer) -> Callback | None:
         events["on_step_end"] = on_step_end
     if not events:
         return None
-    # A class that is made here can be pickled by what it is made from only.
+    # pickle finds no class that a function builds, so the callback is pickled as the call that builds it.
     events["__reduce__"] = lambda self: (_own_hooks, (owner(),))
     hooks: Callback = type("OwnHooks", (Callback,), events)()
     return hooks

@@ -12,7 +12,7 @@ from dovetail.trainers.single_process import SingleProcessTrainer
 def accuracy_on(
     trainer: SingleProcessTrainer, testset: Any, sampler: Any = None, config: Mapping[str, Any] | None = None
 ) -> float:
-    """Return the number that the testing strategy of a trainer gives its model.
+    """Return the result of a trainer's testing strategy for its model.
 
     Args:
         trainer: The trainer.

@@ -1,4 +1,4 @@
-"""The trainer that works alone: give it a model and data, or subclass it and override what differs."""
+"""The trainer for one model in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Trainer(SingleProcessTrainer):
         criterion: What the option `loss_function` takes.
         callbacks: Callbacks, as instances or classes.
         metrics: Metrics of validation and test: a mapping or list of torchmetrics objects and functions of outputs and
-            targets. By default the accuracy, where the loss is that of a classifier.
+            targets. By default the accuracy if the loss is that of a classifier.
         loss_strategy: A strategy in place of the criterion; so are `optimizer_strategy`, `training_step_strategy`,
             `lr_scheduler_strategy`, `model_update_strategy`, `data_loader_strategy` and `testing_strategy` in place of
             the others. A subclass that overrides a seam still wins over a strategy.
@@ -55,8 +55,8 @@ class Trainer(SingleProcessTrainer):
     def train(self, trainset: Any = None, sampler: Any = None) -> float:
         """Train up to `num_epochs`, with `max_concurrency` in a separate process, and return the seconds it took.
 
-        Without arguments training continues from the current epoch and writes checkpoints and history where the options
-        say. With a `trainset` it is a new run over these data. The start of a process does not count.
+        Without arguments training continues from the current epoch, and writes checkpoints and history to the
+        `checkpoint_dir`. With a `trainset` it is a new run over these data. The start of a process does not count.
 
         Args:
             trainset: Training data of a new run, or None to continue with `train_dataset`.

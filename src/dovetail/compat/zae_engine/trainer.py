@@ -75,7 +75,7 @@ class Trainer(BestWeights, main.Trainer):
         self.mode = mode or ("test" if self.mode == "train" else "train")
 
     def inference(self, loader: Any) -> list[Any]:
-        """Return what `test_step` gives under `"output"`, batch by batch; logs and counters stay as they are."""
+        """Return the `"output"` of `test_step` for every batch; logs and counters stay unchanged."""
         trainer, context = self._run_layer, self.context
         outputs = []
         with loop.looking(trainer, "predict", loader):
@@ -91,7 +91,7 @@ class Trainer(BestWeights, main.Trainer):
             return trainer.gather(outputs)
 
     def metric_on_epoch_end(self) -> Mapping[str, float] | None:
-        """Return further metrics from `log_train` or `log_test`, as `mode` says; called after each pass of `run`."""
+        """Return more metrics, from `log_train` or, in mode `"test"`, `log_test`; called after each pass of `run`."""
         return None
 
     def apply_weights(self, filename: str | Path | None = None, strict: bool = True) -> None:
