@@ -22,7 +22,6 @@ from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import (
     GradientAccumulationStepStrategy,
     GradientClippingStepStrategy,
-    MixedPrecisionStepStrategy,
     MultipleForwardPassStepStrategy,
     StepLRSchedulerStrategy,
 )
@@ -198,7 +197,6 @@ def step_of_mine(trainer: Any, batch: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        MixedPrecisionStepStrategy(precision="bf16"),
         GradientAccumulationStepStrategy(2, base_strategy=MultipleForwardPassStepStrategy(2)),
         GradientAccumulationStepStrategy(2, create_graph=True),
         lambda *step: torch.zeros(()),
