@@ -176,9 +176,9 @@ class FleetTrainer(TrainerDecorator):
             super().num_batches(stage) if stage != "train" else max(map(len, self._member_loaders)) * self._phase.epochs
         )
 
-    def _batch_length(self, batch: Any) -> int:
+    def batch_length(self, batch: Any) -> int:
         """Return how many samples all members have in a step."""
-        return int(batch.counts.sum()) if isinstance(batch, _Step) else super()._batch_length(batch)
+        return int(batch.counts.sum()) if isinstance(batch, _Step) else super().batch_length(batch)
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the sum of the members' losses: the gradient of each is that of its own loss."""

@@ -291,7 +291,7 @@ class TrialTrainer(SingleProcessTrainer):
     def to_device(self, batch: Any) -> Any:
         return super().to_device(batch) if self.trial_context.experimental.moves_batches else batch
 
-    def _batch_length(self, batch: Any) -> int:
+    def batch_length(self, batch: Any) -> int:
         """Return the number of samples that the trial counts in a batch."""
         return self.trial.get_batch_length(batch)
 

@@ -241,7 +241,7 @@ class Trainer(ABC):
         return None
 
     # Override it, as a method, for batches of another form. The function itself saves a call in every step.
-    _batch_length = staticmethod(batch_length)
+    batch_length = staticmethod(batch_length)
 
     @classmethod
     def add_on(cls, *add_ons: type[Any]) -> type[Any]:

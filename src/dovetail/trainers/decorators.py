@@ -160,7 +160,7 @@ class _View:
 
 
 # A verb of a decorator is the bound method of the decorated trainer: it costs no call.
-_VERBS = base.Trainer.__abstractmethods__ | {"settle", "gather", "launcher", "_batch_length"}
+_VERBS = base.Trainer.__abstractmethods__ | {"settle", "gather", "launcher", "batch_length"}
 for _name in _VERBS:
     setattr(TrainerDecorator, _name, property(attrgetter(f"trainer.{_name}")))
 # Everything else that a trainer has is the decorated trainer's, which may override it. Entry points are inherited.

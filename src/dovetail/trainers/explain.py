@@ -91,7 +91,7 @@ _SEAMS = {
     "get_train_loader": "data_loader",
     "get_test_loader": None,
     "process_outputs": None,
-    "_batch_length": None,
+    "batch_length": None,
     "train_step": "training_step",
     "test_model": "testing",
 }

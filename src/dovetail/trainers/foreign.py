@@ -93,7 +93,6 @@ ATTRIBUTES: Mapping[str, str] = {
     **{name: f"it is a name of dovetail.compat.{kind}" for kind, names in _COMPAT.items() for name in names.split()},
     "register": "write trainer.context.run.register(name, object)",
     "set_option": "write trainer.options.name = value",
-    "batch_length": "write dovetail.data.batch_length(batch), or override _batch_length",
     "reset": "write dovetail.trainers.reuse.reset(trainer)",
     "configure": "write dovetail.trainers.reuse.configure(trainer, config)",
     "equip": "write dovetail.trainers.reuse.equip(trainer, loss=…)",
@@ -118,7 +117,6 @@ HOOKS: Mapping[str, str] = {
         )
     },
     **{name: _HOOK.format("zae_engine") for name in ("metric_on_epoch_end", "check_better")},
-    "batch_length": "override _batch_length",
 }
 
 FIT: Mapping[str, str] = {

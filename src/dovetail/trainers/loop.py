@@ -183,7 +183,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     progress, callbacks, optimizers, stepped = context.progress, context.callbacks, context.optimizers, notes.stepped
     assert plan is not None
     # Bound once: attribute look-ups are most of what a loop costs over an empty step.
-    to_device, batch_length = trainer.to_device, trainer._batch_length
+    to_device, batch_length = trainer.to_device, trainer.batch_length
     train_step = _in_precision(context, trainer.train_step)
     scheduler_step, after_step = trainer.scheduler_step, trainer.after_step
     on_step_start, on_update, on_step_end = callbacks.on_step_start, callbacks.on_update, callbacks.on_step_end
@@ -387,7 +387,7 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
     meter = Meter()
     num_batches = 0
     with _evaluating(context, stage):
-        to_device, batch_length = trainer.to_device, trainer._batch_length
+        to_device, batch_length = trainer.to_device, trainer.batch_length
         test_step = _in_precision(context, trainer.test_step)
         metrics = dict(context.run.metrics)
         for metric in metrics.values():

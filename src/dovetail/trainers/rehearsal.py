@@ -232,7 +232,7 @@ class _Rehearsal(Trainer):
     def num_batches(self, stage: Stage) -> int | None:
         return self._num_batches
 
-    def _batch_length(self, batch: Any) -> int:
+    def batch_length(self, batch: Any) -> int:
         return self._batch_size
 
     def reduce(self, meter: Meter) -> Meter:
@@ -275,7 +275,7 @@ def _batch_size(trainer: Trainer) -> int | None:
     core = cast("SingleProcessTrainer", trainer.core)
     loader = core._loader("train")
     if isinstance(loader, (list, tuple)) and loader:
-        return trainer._batch_length(loader[0])
+        return trainer.batch_length(loader[0])
     size = getattr(loader, "batch_size", None)
     return size if isinstance(size, int) else None
 

@@ -134,7 +134,7 @@ class AutoBatch(Capability):
         failure: Exception | None = None,
     ) -> _T:
         """Return what `compute(size, length)` does, with the largest size that fits; smaller ones after a failure."""
-        length = self._batch_length(batch)
+        length = self.batch_length(batch)
         size = min(size or length, self._sizes.get(what, length), length)
         while True:
             # Outside of the handler, which holds the frames that hold what the failed attempt has computed.
@@ -159,7 +159,7 @@ class AutoBatch(Capability):
 
     def _checked(self, error: Exception, batch: Any, size: int | None = None) -> Exception:
         """Return an error without its frames, or raise it if no smaller part of the batch would mend it."""
-        length = self._batch_length(batch)
+        length = self.batch_length(batch)
         if not is_out_of_memory(error):
             raise error
         if self.context.run.batch.optimized and self.context.stage == "train":
@@ -481,7 +481,7 @@ class _BatchesOf(Callback):
 
     def on_step_start(self, context: TrainingContext, batch: Any) -> None:
         assert context.run.trainer is not None
-        length = context.run.trainer._batch_length(batch)
+        length = context.run.trainer.batch_length(batch)
         if length != self._size and context.progress.batch == 0:
             raise ConfigError(
                 f"find_batch_size: the batches have {length} samples, whatever batch_size is; give the data set "

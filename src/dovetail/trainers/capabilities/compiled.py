@@ -272,7 +272,7 @@ class Compiled(Capability):
         for batch in islice(batches, most):
             read.append(batch)
             ahead.batches, ahead.updates = ahead.batches + 1, ahead.updates + 1
-            ahead.records += context.run.trainer._batch_length(batch)
+            ahead.records += context.run.trainer.batch_length(batch)
             if any(unit.due(context.run.checked, ahead) for unit in ends):
                 break
         return read
