@@ -145,7 +145,7 @@ def adamw(folder: Path) -> Any:
 @case
 def optimizer_made_before(folder: Path) -> Any:
     module = model()
-    return trained(module, data(48), optimizer=torch.optim.Adam(module.parameters(), lr=0.01), learning_rate=0.01)
+    return trained(module, data(48), optim_function=torch.optim.Adam(module.parameters(), lr=0.01), learning_rate=0.01)
 
 
 @case
