@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,9 +67,13 @@ class Clipping:
 
     def apply(self, optimizer: Optimizer) -> Tensor:
         """Clip the gradients of an optimizer, and return their size before: the norm, or the largest magnitude."""
-        parameters = [it for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
-        if self.max_value is None:
-            return clip_grad_norm_(parameters, self.limit, self.norm_type)
-        size = get_total_norm([it.grad for it in parameters], torch.inf)
-        clip_grad_value_(parameters, self.max_value)
+        # `map` and `chain` make no Python call, and this runs in every update.
+        parameters = list(chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
+        if self.max_norm is not None:
+            return clip_grad_norm_(parameters, self.max_norm, self.norm_type)
+        size = get_total_norm([it.grad for it in parameters if it.grad is not None], torch.inf)
+        clip_grad_value_(parameters, self.limit)
         return size
+
+
+_PARAMETERS = itemgetter("params")
