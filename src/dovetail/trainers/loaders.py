@@ -22,17 +22,15 @@ _OPTIONS = {"train": "train_dataset", "valid": "val_dataset", "test": "test_data
 
 
 def form_loader(trainer: SingleProcessTrainer, data: TrainerData, stage: Stage) -> Any:
-    """Return the batches of a stage, formed once from the data that the stage was given.
+    """Return the batches of a stage, formed from the data that the stage was given, and keep them for later calls.
 
     Samples go to the seams `get_train_loader` and `get_test_loader`. Data that holds batches already is read as it is.
     """
     source = trainer.context.run.data.get(stage)
     if source is None:
         raise DataError(f"no {stage} data: pass it to the call, or {_OPTIONS[stage]}=… to the trainer")
-    known, loader = data.loaders.get(stage, (None, None))
-    if known is source:
-        return loader
     sampler = trainer._sampler if stage == "train" else None
+    loader: Any
     # Most data are a tuple, and every call counts in a run of a few steps.
     if not isinstance(source, tuple) and not holds_samples(source):
         _check_batches(trainer, stage, source)

@@ -132,7 +132,9 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         }
         self.strategies = strategies = make_strategies(given, self.options, written)
         self._refuse_two_steps(strategies.training_step)
-        if self._is_default("get_loss_criterion"):
+        # A seam that a subclass overrides; looked up once, because many short runs ask for it.
+        self._has_own_loss = not self._is_default("get_loss_criterion")
+        if not self._has_own_loss:
             if "loss" not in strategies.given and self._steps_by_default:
                 check_owned(self.options.optim_function, context.model, self.options.loss_function)
             loss = strategies.loss
@@ -412,7 +414,10 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def _loader(self, stage: Stage) -> Any:
         """Return the batches of a stage, formed once from the data that the stage was given."""
-        return form_loader(self, self._data, stage)
+        known, loader = self._data.loaders.get(stage, (None, None))
+        if known is None or known is not self.context.run.data.get(stage):
+            return form_loader(self, self._data, stage)
+        return loader
 
     def close(self) -> None:
         """Tear the strategies down, now and only now; the trainer trains no more."""
@@ -428,7 +433,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy builds these itself in its next run.
-        made = {"criterion": None} if self._is_default("get_loss_criterion") else {}
+        made = {} if self._has_own_loss else {"criterion": None}
         kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
         return {**kept, **made, "_placed": None}
 
@@ -503,9 +508,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._step_is_plain = is_plain(self._step_strategy)
 
     def _classifies(self) -> bool:
-        if self._is_default("get_loss_criterion"):
-            return self.strategies.loss.classifies(self.context)
-        return classifies(self.criterion)
+        return classifies(self.criterion) if self._has_own_loss else self.strategies.loss.classifies(self.context)
 
 
 _CONSTRUCTOR_NAMES = tuple(inspect.signature(SingleProcessTrainer.__init__).parameters)[1:-1]
