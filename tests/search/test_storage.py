@@ -102,6 +102,11 @@ def test_a_folder_that_has_lost_its_checkpoints_removes_none(url: str, tmp_path:
     assert pull(url, tmp_path / "empty") == tmp_path / "empty" / "first"
 
 
+def test_nothing_comes_from_a_store_without_checkpoints(url: str, tmp_path: Path) -> None:
+    assert push(tmp_path / "empty", url) == []
+    assert pull(url, tmp_path / "there") is None
+
+
 def test_what_has_no_mark_is_not_there(url: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "here", "first", 1, "one")
     push(tmp_path / "here", url)
