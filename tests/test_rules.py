@@ -89,7 +89,7 @@ LONG_FILES = {
     "trainers/capabilities/privacy.py": 578,
     "trainers/loop.py": 535,
     "trainers/schedules/values.py": 505,
-    "trainers/single_process.py": 516,
+    "trainers/single_process.py": 520,
     "trainers/strategies/training_step.py": 570,
     "trainers/whole_step/step.py": 550,
 }

@@ -299,7 +299,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         context = self.context
         state, model, optimizers = context.state, context.model, context.optimizers
         assert model is not None
-        state["current_batch"] = context.progress.batch
+        if self._shares_steps:
+            state["current_batch"] = context.progress.batch
         context.run.batch.uses_criterion = self._step_is_plain
         if targets is None and self._step_is_plain and is_torch_loss(self.criterion):
             raise DataError(no_targets(context, _NEED_TARGETS))
@@ -310,7 +311,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             if targets is None:
                 add_note(error, no_targets(context, "give a loss or a step strategy that needs none"))
             raise
-        state["last_loss"] = loss.detach()
+        if self._shares_steps:
+            state["last_loss"] = loss.detach()
         return {"loss": loss}
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
@@ -506,6 +508,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         # The optimizer of a step is None if a subclass builds none.
         self._step_strategy: Any = self.strategies.training_step
         self._step_is_plain = is_plain(self._step_strategy)
+        # Only strategies read the batch number and the last loss, and storing them costs a tiny step some per cent.
+        self._shares_steps = bool(self.strategies.given)
 
     def _classifies(self) -> bool:
         return classifies(self.criterion) if self._has_own_loss else self.strategies.loss.classifies(self.context)
