@@ -1,40 +1,25 @@
-"""plato's names: hooks as methods, `train_model`, `test_model`, `test`, client ids, and the composable trainer."""
+"""plato's trainer: hooks as methods, `train_model`, `test_model`, `test` and client ids."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from dovetail import checkpoint as store
 from dovetail.callbacks import Callback
 from dovetail.data import split_batch
-from dovetail.errors import CheckpointError, ConfigError, DataError
+from dovetail.errors import ConfigError, DataError
 from dovetail.history import History
 from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import trainer as main
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.processes import train_in_process
-from dovetail.trainers.recipe import CONFLICTS, SPELLINGS
 from dovetail.trainers.reuse import fit_anew
-from dovetail.trainers.strategies import (
-    DefaultDataLoaderStrategy,
-    DefaultLossCriterionStrategy,
-    DefaultOptimizerStrategy,
-    DefaultTestingStrategy,
-    DefaultTrainingStepStrategy,
-    NoOpUpdateStrategy,
-    NoSchedulerStrategy,
-)
 from dovetail.trainers.testing import accuracy_on
 
-__all__ = ["ComposableTrainer", "Trainer"]
+__all__ = ["Trainer"]
 
 # Methods of plato's trainers that nothing here calls, and what to use instead.
 _INSTEAD = {
@@ -57,7 +42,7 @@ class Trainer(main.Trainer):
         ...     updates = 0
         ...     def train_step_end(self, config, batch=None, loss=None):
         ...         self.updates += 1
-        >>> trainer = Counting(nn.Linear(4, 2), verbose=False)
+        >>> trainer = Counting(torch.nn.Linear(4, 2), verbose=False)
         >>> trainer.train_model({"epochs": 2}, (torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)))
         >>> trainer.updates
         2
@@ -161,130 +146,6 @@ class Trainer(main.Trainer):
     def current_epoch(self) -> int:
         """The epoch that runs, else the last one that ran, counted from 1; 1 before the first."""
         return self.context.current_epoch
-
-
-class ComposableTrainer(Trainer):
-    """A trainer whose every concern is a strategy that can be replaced alone.
-
-    Every strategy has a default: cross entropy, SGD, a plain step, a constant rate, no update rule, data in the given
-    order, accuracy. A strategy may be an instance, a class, a plain callable or torch object (`F.cross_entropy`,
-    `partial(AdamW, lr=1e-3)`), or a name (`"AdamW"`); steps and updates may be lists, which are composed.
-
-    Strategies are set up when the trainer is made, hear `on_train_start` in every run, and are torn down once: by
-    `close()`, at the end of a `with` block, or when the trainer is no more.
-
-    With `max_concurrency=n`, `train` and `obtain_model_update` work in a spawned process, at most n of which run at
-    once, and the trainer ends as if it had trained itself; see `dovetail.trainers.processes.train_in_process`.
-
-    Args:
-        model: A module, or a class or function that makes one.
-        callbacks: Callbacks, as instances or classes.
-        loss_strategy: What the loss is.
-        optimizer_strategy: Which optimizer moves the parameters.
-        training_step_strategy: How one batch is computed.
-        lr_scheduler_strategy: How the learning rate moves.
-        model_update_strategy: Hooks around updates, and the payload that a client sends besides its weights.
-        data_loader_strategy: How a training set becomes batches.
-        testing_strategy: How a model is judged by `test`.
-        options: The other arguments and options of `dovetail.Trainer`.
-
-    Example:
-        >>> from dovetail import Epochs
-        >>> from dovetail.trainers.strategies import AdamOptimizerStrategy
-        >>> x = torch.randn(64, 4); y = (x.sum(dim=1) > 0).long()
-        >>> trainer = ComposableTrainer(
-        ...     model=torch.nn.Linear(4, 2), optimizer_strategy=AdamOptimizerStrategy(lr=0.1), verbose=False
-        ... )
-        >>> history = trainer.fit((x, y), max_length=Epochs(20))
-        >>> trainer.test((x, y)) > 0.9
-        True
-    """
-
-    def __init__(
-        self,
-        model: nn.Module | Callable[[], nn.Module] | None = None,
-        callbacks: Iterable[Any] | None = None,
-        loss_strategy: Any = None,
-        optimizer_strategy: Any = None,
-        training_step_strategy: Any = None,
-        lr_scheduler_strategy: Any = None,
-        model_update_strategy: Any = None,
-        data_loader_strategy: Any = None,
-        testing_strategy: Any = None,
-        **options: Any,
-    ) -> None:
-        def default(role: str, strategy: Any, make: Callable[[], Any]) -> Any:
-            # An option such as `optim_function` is an answer, too: no default takes its place.
-            named = {SPELLINGS.get(name, name) for name in options}
-            is_answered = strategy is not None or CONFLICTS.get(role, frozenset()) & named
-            return strategy if is_answered else make()
-
-        super().__init__(
-            model,
-            callbacks=callbacks,
-            loss_strategy=default("loss", loss_strategy, DefaultLossCriterionStrategy),
-            optimizer_strategy=default("optimizer", optimizer_strategy, DefaultOptimizerStrategy),
-            training_step_strategy=default("training_step", training_step_strategy, DefaultTrainingStepStrategy),
-            lr_scheduler_strategy=default("lr_scheduler", lr_scheduler_strategy, NoSchedulerStrategy),
-            model_update_strategy=default("model_update", model_update_strategy, NoOpUpdateStrategy),
-            data_loader_strategy=default("data_loader", data_loader_strategy, DefaultDataLoaderStrategy),
-            testing_strategy=default("testing", testing_strategy, DefaultTestingStrategy),
-            **options,
-        )
-        self._payload: tuple[tuple[str, int], dict[str, Any]] | None = None
-
-    def obtain_model_update(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> dict[str, Any]:
-        """Start a new run on `trainset`, and return the update that a client sends.
-
-        Returns:
-            A copy of the model's state, or `{"model_update": state, **payload}` if the strategy has a payload.
-        """
-        if self.options.max_concurrency is None:
-            self.train_model(config, trainset, sampler)
-        else:
-            self._train_elsewhere(trainset, sampler, config)
-        state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        payload = self.update_payload
-        return {"model_update": state, **payload} if payload else state
-
-    def obtain_model_at_time(self, client_id: int, requested_time: datetime) -> dict[str, Any]:
-        """Return the model of a client's newest checkpoint that was written at a time or before.
-
-        Args:
-            client_id: The client; its checkpoints lie in this trainer's `checkpoint_dir`.
-            requested_time: A time with its zone.
-
-        Raises:
-            CheckpointError: There is none.
-            ConfigError: The time has no zone.
-        """
-        if requested_time.tzinfo is None:
-            raise ConfigError(f"requested_time: expected a time with its zone, got {requested_time!r}")
-        folder = Path(self.options.checkpoint_dir)
-        before = [
-            info
-            for info in store.list_checkpoints(folder)
-            if info.summary.get("client_id") == client_id and info.created <= requested_time
-        ]
-        if not before:
-            raise CheckpointError(f"{folder} holds no checkpoint of client {client_id} from {requested_time} or before")
-        model: dict[str, Any] = store.load(max(before, key=lambda info: info.created).path)["model"]
-        return model
-
-    @property
-    def update_payload(self) -> dict[str, Any]:
-        """The payload of the update strategy; after training in a process, the payload that it had there."""
-        if self._payload is not None and self._payload[0] == self._moment():
-            return dict(self._payload[1])
-        return self.strategies.model_update.get_update_payload(self.context)
-
-    def _train_elsewhere(self, trainset: Any, sampler: Any, config: Mapping[str, Any] | None = None) -> float:
-        seconds, payload = train_in_process(self, trainset, sampler, config)
-        self._payload = (self._moment(), payload)
-        return seconds
-
-    def _moment(self) -> tuple[str, int]:
-        return self.context.run.id, self.context.progress.batches
 
 
 def _own_hooks(trainer: Trainer) -> Callback | None:
