@@ -46,12 +46,13 @@ _OWN, _POSTPROCESSORS = "model", "postprocessors"
 # Methods of plato's trainers that train a model and that a client does not call.
 _NEVER_CALLED = ("train", "train_model", "obtain_model_update")
 _WORK = "override work(task, state), which returns the update and the client's new state"
+_PLATO = "; or derive from dovetail.compat.plato.clients.simple.Client, which calls it"
 # Methods of plato's clients that are never called here, each with its replacement.
 _INSTEAD = {
-    "configure": "give the client its model, trainer, algorithm and datasource as arguments",
-    "inbound_processed": _WORK,
-    "_train": _WORK,
-    "_load_payload": _WORK,
+    "configure": "give the client its model, trainer, algorithm and datasource as arguments" + _PLATO,
+    "inbound_processed": _WORK + _PLATO,
+    "_train": _WORK + _PLATO,
+    "_load_payload": _WORK + _PLATO,
     "_load_data": "give the client a datasource",
     "_allocate_data": "give the client a datasource",
     "_obtain_model_update": "a simulated client has no half-trained model to send",

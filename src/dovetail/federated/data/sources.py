@@ -310,13 +310,13 @@ def datasource(name: str, num_clients: int, **options: Any) -> Datasource:
 def _digits(num_clients: int, **options: Any) -> Datasource:
     # Always the same test data, whatever seed the clients are cut by: results of several seeds compare.
     train, test = digits((0.8, 0.2))
-    return _cut_over(train, test, functools.partial(mlp, 64, 10), num_clients, **options)
+    return cut_over(train, test, functools.partial(mlp, 64, 10), num_clients, **options)
 
 
 def _fashion_mnist(num_clients: int, *, folder: str | os.PathLike[str] | None = None, **options: Any) -> Datasource:
     train, test = fashion_mnist(folder)
     features = train.tensors[0][:1].numel()
-    return _cut_over(train, test, functools.partial(mlp, features, 10), num_clients, **options)
+    return cut_over(train, test, functools.partial(mlp, features, 10), num_clients, **options)
 
 
 def _synthetic(num_clients: int, *, sampler: str | None = None, **options: Any) -> Datasource:
@@ -336,10 +336,10 @@ datasources: Registry[Callable[..., Datasource]] = Registry(
 )
 
 
-def _cut_over(
-    train: TensorDataset,
-    test: TensorDataset,
-    model: Callable[[], nn.Module],
+def cut_over(
+    train: Dataset[Any],
+    test: Dataset[Any] | None,
+    model: Callable[[], nn.Module] | None,
     num_clients: int,
     *,
     sampler: str | None = None,
@@ -349,14 +349,21 @@ def _cut_over(
     seed: int = 0,
     **options: Any,
 ) -> PartitionedData:
+    """Return a training set and a test set, cut over clients by the names of partitions.
+
+    `datasource` explains the options. None for `model` means that the data propose no model.
+    """
     if testset_size is not None:
-        expect(1 <= testset_size <= len(test), "testset_size", f"1 to {len(test)}", testset_size)
-        drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:testset_size].sort().values
-        test = TensorDataset(*(column[drawn] for column in test.tensors))
-    partition = make_partition(sampler or "iid", train.tensors[-1], num_clients, seed=seed, **options)
+        rows = () if test is None else _rows(test)
+        num_tests = 0 if test is None else len(cast(Sized, test))
+        expect(1 <= testset_size <= num_tests, "testset_size", f"1 to {num_tests}", testset_size)
+        drawn = torch.randperm(num_tests, generator=torch.Generator().manual_seed(seed))[:testset_size].sort().values
+        chosen = _chosen(rows, drawn)
+        test = TensorDataset(*chosen) if isinstance(chosen, tuple) else chosen
+    partition = make_partition(sampler or "iid", labels_of(train), num_clients, seed=seed, **options)
     test_partition = None
     if testset_sampler is not None:
-        test_partition = make_partition(testset_sampler, test.tensors[-1], num_clients, seed=seed)
+        test_partition = make_partition(testset_sampler, labels_of(test), num_clients, seed=seed)
     return PartitionedData(
         train,
         partition,

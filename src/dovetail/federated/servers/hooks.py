@@ -26,15 +26,16 @@ _WITH_METHOD = {
 
 _AGGREGATE = "give the server an algorithm with aggregate(weights, updates, average), or an aggregator"
 _CHECKPOINTS = "checkpoint_path=… writes a checkpoint after every round, and state_dict returns what it holds"
+_PLATO = "; or derive from dovetail.compat.plato.servers.fedavg.Server, which calls it"
 # Methods that plato's servers define and that nothing here calls, each with its replacement.
 REPLACEMENTS = {
-    "aggregate_weights": _AGGREGATE,
-    "aggregate_deltas": _AGGREGATE,
+    "aggregate_weights": _AGGREGATE + _PLATO,
+    "aggregate_deltas": _AGGREGATE + _PLATO,
     "_process_reports": _AGGREGATE,
-    "customize_server_payload": "give the server an algorithm with payload(client_id), or inbound_processors",
-    "configure": "give the server its settings, model, trainer, algorithm and datasource as arguments",
-    "init_trainer": "give the server its model, trainer and algorithm as arguments",
-    "get_logged_items": "a record has metrics, and a callback on_clients_processed sees server.records[-1]",
+    "customize_server_payload": "give the server an algorithm with payload(client_id), or inbound_processors" + _PLATO,
+    "configure": "give the server its settings, model, trainer, algorithm and datasource as arguments" + _PLATO,
+    "init_trainer": "give the server its model, trainer and algorithm as arguments" + _PLATO,
+    "get_logged_items": "a record has metrics, and a callback on_clients_processed sees server.records[-1]" + _PLATO,
     "get_accuracy_mean_std": "a record has clients_accuracy and clients_accuracy_std with do_test",
     "save_to_checkpoint": _CHECKPOINTS,
     "_resume_from_checkpoint": _CHECKPOINTS,

@@ -114,6 +114,10 @@ class Trainer(main.Trainer):
         self.train_model(dict(self.context.config), trainset, sampler)
         return time.perf_counter() - started
 
+    def zeros(self, shape: Any) -> torch.Tensor:
+        """Return a tensor of zeros on the CPU, where a server aggregates."""
+        return torch.zeros(shape)
+
     def set_client_id(self, client_id: int) -> None:
         """Set the client that this trainer works for; 0 is the server."""
         self.context.client_id = client_id
