@@ -202,6 +202,12 @@ class Server:
             raise ConfigError(_NOT_PREPARED)
         return range(1, self.datasource.num_clients + 1) if self.members is None else self.members
 
+    @property
+    def pool(self) -> Sequence[int]:
+        """The ids that can be selected in a round: all, or the first ones if only a share of clients takes part."""
+        ratio = self.config.algorithm.personalization.get("participating_client_ratio", 1.0)
+        return self.client_ids[: max(1, int(len(self.client_ids) * ratio))]
+
     @cached_property
     def mean_samples(self) -> float:
         """The mean number of samples of the first 100 clients, at least 1; simulated speeds depend on it."""

@@ -65,8 +65,8 @@ def call_choose_clients(server: Server, count: int, busy: Collection[int]) -> li
         ConfigError: The override returned a client twice, or one that cannot be selected.
     """
     if not defines(server, "choose_clients"):
-        return server.selection.select(server.current_round, server.client_ids, count, busy)
-    pool = [client_id for client_id in server.client_ids if client_id not in busy]
+        return server.selection.select(server.current_round, server.pool, count, busy)
+    pool = [client_id for client_id in server.pool if client_id not in busy]
     # An override may draw from the generators of Python or numpy. A repeated run must draw the same numbers.
     seed_everything(derive_seed(server.config.server.random_seed, "choose_clients", server.current_round))
     chosen = list(server.choose_clients(list(pool), min(count, len(pool))))

@@ -112,7 +112,7 @@ def select_clients(server: Server, round: Round) -> None:
     """Select as many clients as are missing; clients that still work for an earlier round count."""
     busy = server.clock.busy()
     per_round = server.config.clients.per_round if server.silos is None else len(server.silos.ids)
-    num_missing = min(per_round, len(server.client_ids)) - len(busy)
+    num_missing = min(per_round, len(server.pool)) - len(busy)
     if num_missing > 0:
         round.selected = call_choose_clients(server, num_missing, busy)
     server.selected_clients = round.selected
