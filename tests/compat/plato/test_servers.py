@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,6 +394,32 @@ def test_a_data_source_is_cut_over_the_clients_by_the_settings() -> None:
     assert Source().num_test_examples() == 40
     assert all_inclusive.Sampler(Source(), testing=True).num_samples() == 40
     assert sorted(samplers.Sampler([3, 1]).get()) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("iid", {"partition_size": 20}),
+        ("dirichlet", {"partition_size": 20, "concentration": 0.5}),
+        ("mixed", {"non_iid_clients": [1], "concentration": 0.5}),
+        ("orthogonal", {}),
+        ("distribution_noniid", {"label_concentration": 0.5}),
+        ("label_quantity_noniid", {"per_client_classes_size": 1}),
+        (
+            "mixed_label_quantity_noniid",
+            {"anchor_classes": [0], "keep_anchor_classes_size": 1, "consistent_clients_size": 1},
+        ),
+        ("sample_quantity_noniid", {"client_quantity_concentration": 1.0}),
+    ],
+)
+def test_samplers_take_the_partitions_of_the_same_names(module: str, options: dict[str, Any]) -> None:
+    kind = importlib.import_module(f"dovetail.compat.plato.samplers.{module}").Sampler
+    made = [kind(Source(), client_id, num_clients=2, **options) for client_id in (1, 2)]
+    first, second = (set(it.get()) for it in made)
+    assert not first & second
+    assert [it.num_samples() for it in made] == [len(first), len(second)]
+    with pytest.raises(ConfigError, match="give num_clients: there are no global settings to read"):
+        kind(Source(), 1)
 
 
 def test_a_personalized_server_ends_with_a_round_for_each_client() -> None:
