@@ -227,11 +227,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if not self.strategies.is_set_up:
             raise ConfigError("the trainer is closed: its strategies are torn down; make a new one")
         if context.stage == "train":
-            self._optimization.build(self)
-            if context.run.needs_closure and context.run.window.size > 1:
-                raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
-            if context.run.needs_closure and context.precision is not None:
-                raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs full precision")
+            self._optimization.build_later(self)
             if len(vars(self)) != self._num_attributes:
                 self._num_attributes = len(vars(self))
                 warn_of_near_names([name for name in vars(self) if name[0] != "_" and not hasattr(type(self), name)])
