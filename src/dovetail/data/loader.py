@@ -115,8 +115,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
             if shuffle and sampler is None and batch_sampler is None and not _is_stream(dataset):
                 # The order has a generator of its own: persistent workers draw their seed in the first epoch
                 # only, and the order of an epoch must not depend on whether it was the first.
-                sized: Any = dataset
-                sampler, shuffle = RandomSampler(sized, generator=order_generator), None
+                sampler, shuffle = RandomSampler(cast(Sized, dataset), generator=order_generator), None
         super().__init__(
             dataset,
             batch_size,
@@ -303,8 +302,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         for purpose, generator in enumerate(self._seeded):
             # The first is that of workers, which rows do without.
             if purpose or rows is None:
-                assert self.seed is not None
-                generator.manual_seed(derive_seed(self.seed, self._next_epoch, purpose, rule="loader"))
+                generator.manual_seed(derive_seed(self.seed or 0, self._next_epoch, purpose, rule="loader"))
         batches = self._torch_batches(start) if rows is None else self._sliced_batches(rows, start)
         self._workers_seeded = self.persistent_workers
         return self._counted(running, batches)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dovetail.callbacks.base import Callbacks
 from dovetail.client import ClientContext
+from dovetail.errors import ConfigError
 from dovetail.history import History
 from dovetail.trainers.bound_scheduler import BoundScheduler, Interval
 from dovetail.trainers.precision import Precision
@@ -97,6 +98,12 @@ class TrainingContext:
         self.run = RunState()
         self._deferred: tuple[Callable[[], None], list[Optimizer], list[BoundScheduler]] | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"TrainingContext(client_id={self.client_id}, current_epoch={self.current_epoch}, "
+            f"current_round={self.current_round}, model={type(self.model).__name__}, device={self.device})"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process builds optimizers, schedulers and loaders itself.
         shared = {name: value for name, value in self.state.items() if name != "train_loader"}
@@ -130,6 +137,12 @@ class TrainingContext:
         """The running epoch, else the last one that ran, counted from 1 as plato does; 1 before the first."""
         is_inside = self.run.is_in_epoch or self.progress.batch > 0
         return max(self.progress.epoch + is_inside, 1)
+
+    @current_epoch.setter
+    def current_epoch(self, value: int) -> None:
+        if self.run.trainer is not None:
+            raise ConfigError("current_epoch: the loop counts the epochs of a run; set it before or after")
+        self.progress.epoch, self.progress.batch = value, 0
 
     @property
     def current_round(self) -> int:

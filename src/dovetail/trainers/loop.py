@@ -21,7 +21,7 @@ from dovetail.errors import DataError, add_note
 from dovetail.history import History
 from dovetail.runtime.signals import heeding_signals
 from dovetail.trainers import saving
-from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients, stop_deferring
+from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.diagnosis import (
     check_default_loss,
     check_metrics,
@@ -451,8 +451,6 @@ def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
             trainer.teardown(failure)
         finally:
             context.run.trainer, context.run.closure = None, None
-            if context._deferred is not None:
-                stop_deferring(context)
             context.run.batch.stepped.clear()
             context.run.is_in_epoch = False
 

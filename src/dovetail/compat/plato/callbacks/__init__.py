@@ -1,0 +1,1 @@
+"""plato's callbacks, at the paths from which its users import them."""
