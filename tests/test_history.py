@@ -587,6 +587,22 @@ def test_the_plot_names_the_nearest_metric(tmp_path: Path) -> None:
         small_run().plot(tmp_path / "curves.png", names=["val_loss"])
 
 
+def test_a_plot_without_a_path_is_a_figure_that_a_notebook_shows() -> None:
+    figure = small_run().plot()
+    assert figure.axes[0].get_title(loc="left") == "loss"
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_notebook_shows_the_last_rows_of_a_history() -> None:
+    history = History()
+    for epoch in range(1, 23):
+        history.record("<b>", {"loss": 1 / 3}, epoch=epoch)
+    shown = history._repr_html_()
+    assert shown.count("<tr>") == 21
+    assert "<td>&lt;b&gt;</td><td>22</td><td>0.3333</td>" in shown
+    assert "2 earlier rows" in shown
+
+
 def test_there_is_no_plot_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is nothing to draw"):
         History().plot(tmp_path / "curves.png")

@@ -85,11 +85,11 @@ LONG_FILES = {
     "search/runner.py": 719,
     "search/store.py": 513,
     "testing/strategies.py": 506,
-    "trainers/capabilities/data_parallel.py": 508,
+    "trainers/capabilities/data_parallel.py": 507,
     "trainers/capabilities/privacy.py": 578,
     "trainers/loop.py": 535,
     "trainers/schedules/values.py": 505,
-    "trainers/single_process.py": 520,
+    "trainers/single_process.py": 515,
     "trainers/strategies/training_step.py": 570,
     "trainers/whole_step/step.py": 550,
 }

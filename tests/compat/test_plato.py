@@ -146,7 +146,7 @@ class WholeStepByContext(Trainer):
     ],
 )
 def test_a_whole_step_that_misses_an_option_is_an_error(problem: Problem, options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"makes its updates alone, so {name} would have no effect"):
+    with pytest.raises(ConfigError, match=f"makes its updates itself, so {name} would have no effect"):
         WholeStep(problem.model(), "cpu", verbose=False, **options).fit(problem.batches, max_length=Epochs(1))
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from dovetail import Epochs
 from dovetail.callbacks import Callback, TrainerCallback
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
-from dovetail.trainers import basic
+from dovetail.trainers import AMPTrainer, DDPTrainer, basic
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies import (
@@ -774,3 +774,98 @@ def test_a_loss_that_the_configuration_names_decides_whether_there_is_an_accurac
         trainer.train_model({"epochs": 1, "loss_criterion": loss}, data)
         found.append("valid_accuracy" in trainer.history.get_metric_names())
     assert found == [False, True, False]
+
+
+# ------------------------------------------------------------------ the order of a run
+
+
+class Recorded:
+    """The names of the calls that strategies of one trainer receive, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def strategies(self) -> dict[str, Strategy]:
+        events = self.events
+
+        class Update(ModelUpdateStrategy):
+            def on_train_start(self, context: TrainingContext) -> None:
+                events.append("on_train_start")
+                context.state["rate"] = 0.25
+
+        class Loader(DefaultDataLoaderStrategy):
+            def create_train_loader(
+                self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
+            ) -> Any:
+                events.append("loader")
+                return super().create_train_loader(trainset, sampler, batch_size, context)
+
+        class Optimize(OptimizerStrategy):
+            def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
+                events.append("optimizer")
+                assert len(context.state["train_loader"]) > 1
+                return torch.optim.SGD(model.parameters(), lr=context.state["rate"])
+
+        class Schedule(LRSchedulerStrategy):
+            def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler:
+                events.append("scheduler")
+                return StepLR(optimizer, step_size=1)
+
+        return {
+            "model_update_strategy": Update(),
+            "data_loader_strategy": Loader(),
+            "optimizer_strategy": Optimize(),
+            "lr_scheduler_strategy": Schedule(),
+        }
+
+
+ORDER = ["on_train_start", "loader", "optimizer", "scheduler"]
+
+
+@pytest.mark.parametrize("layer", [None, AMPTrainer, DDPTrainer])
+def test_a_run_starts_its_strategies_before_it_builds(problem: Problem, trainset: TensorDataset, layer: Any) -> None:
+    recorded = Recorded()
+    trainer: Any = composable(problem.model(), **recorded.strategies())
+    (trainer if layer is None else layer(trainer)).fit(trainset, max_length=Epochs(1))
+    assert recorded.events == ORDER
+    assert trainer.context.schedulers[0].scheduler.base_lrs == [0.25]
+
+
+def test_every_new_run_of_a_trainer_has_the_same_order(problem: Problem, trainset: TensorDataset) -> None:
+    recorded = Recorded()
+    trainer = composable(problem.model(), **recorded.strategies())
+    for _ in range(2):
+        trainer.train_model(CONFIG, trainset)
+    assert recorded.events == 2 * ORDER
+
+
+def test_a_strategy_that_reads_the_optimizers_at_the_start_gets_them(problem: Problem, trainset: TensorDataset) -> None:
+    rates: list[float] = []
+
+    class Reading(ModelUpdateStrategy):
+        def on_train_start(self, context: TrainingContext) -> None:
+            rates.extend(optimizer.param_groups[0]["lr"] for optimizer in context.optimizers)
+
+    composable(problem.model(), model_update_strategy=Reading()).train_model(CONFIG, trainset)
+    assert rates == [0.1]
+
+
+def test_an_error_before_the_first_batch_leaves_a_trainer_that_trains(
+    problem: Problem, trainset: TensorDataset
+) -> None:
+    class FailsOnce(ModelUpdateStrategy):
+        has_failed = False
+
+        def on_train_start(self, context: TrainingContext) -> None:
+            if not self.has_failed:
+                self.has_failed = True
+                raise RuntimeError("once")
+
+    trainer = composable(problem.model(), model_update_strategy=FailsOnce())
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train_model(CONFIG, trainset)
+    assert list(trainer.context.optimizers) == []
+    trainer.train_model(CONFIG, trainset)
+    plain = composable(problem.model())
+    plain.train_model(CONFIG, trainset)
+    assert_same_weights(trainer.model, plain.model)

@@ -5,6 +5,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, StepLR
 from dovetail import Batches, Epochs, Trainer
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError, DataError
-from dovetail.trainers import TrainerDecorator
+from dovetail.trainers import AMPTrainer, TrainerDecorator
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.rehearsal import look_ahead
 from dovetail.trainers.strategies import (
@@ -546,3 +547,13 @@ def test_mistakes_are_named(problem: Problem) -> None:
         trainer_of(problem).fit(dry_run=True, resume="auto")
     with pytest.raises(DataError, match="the train data is a list_iterator, which can be read only once"):
         trainer_of(problem).fit(iter(problem.batches), dry_run=True)
+
+
+def test_a_trainer_is_shown_with_its_model_and_layers(problem: Problem) -> None:
+    trainer = Trainer(problem.model(), "cpu", verbose=False)
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    shown = "Trainer(model=Sequential, device=cpu, 1 epoch done)"
+    assert repr(trainer) == shown
+    layered = AMPTrainer(trainer)
+    assert repr(layered) == f"AMPTrainer({shown})"
+    assert layered._repr_html_() == f"<pre>{escape(layered.explain())}</pre>"

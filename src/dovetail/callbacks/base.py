@@ -45,6 +45,8 @@ class Callback:
 
     # Whether one process of a run is enough, because the callback shows or writes what all of them know.
     main_rank_only: ClassVar[bool] = False
+    # Whether it calls hooks of the trainer's class or of its strategies, and so is part of what is computed.
+    is_part_of_trainer: ClassVar[bool] = False
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Once, after setup and before the first batch."""
@@ -253,7 +255,7 @@ FOREIGN_HOOKS: Mapping[str, str] = {
 
 
 def _as_callback(candidate: Any) -> Callback:
-    from dovetail.callbacks.plato import PlatoAdapter, TrainerCallback
+    from dovetail.callbacks.trainer import PlatoAdapter, TrainerCallback
 
     made = candidate() if isinstance(candidate, type) else candidate
     if isinstance(made, Callback):

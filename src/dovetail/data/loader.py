@@ -302,7 +302,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         for purpose, generator in enumerate(self._seeded):
             # The first is that of workers, which rows do without.
             if purpose or rows is None:
-                generator.manual_seed(derive_seed(cast(int, self.seed), self._next_epoch, purpose, rule="loader"))
+                generator.manual_seed(derive_seed(self.seed or 0, self._next_epoch, purpose, rule="loader"))
         batches = self._torch_batches(start) if rows is None else self._sliced_batches(rows, start)
         self._workers_seeded = self.persistent_workers
         return self._counted(running, batches)

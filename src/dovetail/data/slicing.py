@@ -132,7 +132,8 @@ def _cut(run: Tensor, batch_size: int) -> Sequence[Tensor]:
 
 
 def _reads_other(sampler: RandomSampler | SequentialSampler, dataset: Dataset[Any]) -> bool:
-    return cast(object, sampler.data_source) is not dataset
+    source: object = sampler.data_source
+    return source is not dataset
 
 
 def _row_numbers(indices: Sequence[int], dataset: Dataset[Any]) -> Tensor | None:

@@ -103,7 +103,10 @@ def as_loader(
         if isinstance(sampler, Sampler):
             shuffle = False
         else:
-            dataset, sampler = Subset(dataset, _indices(sampler, dataset)), None
+            chosen = _indices(sampler, dataset)
+            # An empty selection is the caller's choice, and torch cannot shuffle it.
+            shuffle = shuffle and len(chosen) > 0
+            dataset, sampler = Subset(dataset, chosen), None
     try:
         return DataLoader(
             dataset,

@@ -142,7 +142,10 @@ class FleetTrainer(TrainerDecorator):
 
     def train_together(self) -> None:
         """Train all members to their ends."""
-        self.fit(self._member_loaders[0])
+        first = self._member_loaders[0]
+        # It is a loader already. The trainer would form batches of it once more.
+        self._core._data.loaders["train"] = first, first
+        self.fit(first)
 
     # ------------------------------------------------------------------ verbs
 

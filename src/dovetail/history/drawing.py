@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,8 +24,8 @@ INK = "#333333"
 Series: TypeAlias = list[tuple[Row, float]]
 
 
-def draw(path: Path, series: Mapping[str, Series]) -> None:
-    """Draw metrics, each with the rows that it is of, into an image file."""
+def draw(series: Mapping[str, Series], path: Path | None) -> Any:
+    """Return a figure of metrics, which a notebook shows, and write it to an image file if there is a path."""
     figures = require("matplotlib.figure", "plot")
     panels: dict[str, dict[str, Series]] = {}
     for name, points in series.items():
@@ -43,8 +45,18 @@ def draw(path: Path, series: Mapping[str, Series]) -> None:
         _draw_panel(axes, metric, panels[metric], styles, counter)
     for axes in places[len(order) :]:
         axes.set_axis_off()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    # Notebooks know how to show the figures of pyplot only.
+    figure._repr_png_ = partial(_as_png, figure)
+    return figure
+
+
+def _as_png(figure: Any) -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
 
 
 def _draw_panel(

@@ -7,6 +7,7 @@ import operator
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_HEADER = 1000
+# Rows that a notebook shows of a history.
+_SHOWN_ROWS = 20
 _OTHER_FORMATS = (".csv", ".json", ".parquet", ".tsv", ".xlsx")
 
 
@@ -313,14 +316,17 @@ class History(RunHistory):
 
     # Drawing
 
-    def plot(self, path: str | os.PathLike[str], names: Iterable[str] | None = None) -> None:
-        """Draw the learning curves into an image file: one panel per metric, one colour per stage.
+    def plot(self, path: str | os.PathLike[str] | None = None, names: Iterable[str] | None = None) -> Any:
+        """Draw the learning curves: one panel per metric, one colour per stage.
 
         The loss comes first, the learning rate (`lr`) last; the best validation loss and accuracy are marked.
 
         Args:
-            path: The image; its suffix (`.png`, `.svg`, `.pdf`) is the format.
+            path: The image; its suffix (`.png`, `.svg`, `.pdf`) is the format. None writes no file.
             names: The metrics to draw, such as `valid_loss`; None draws all.
+
+        Returns:
+            The figure of matplotlib. A notebook shows it if the call is the last line of a cell.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
@@ -332,4 +338,24 @@ class History(RunHistory):
                 raise self._unknown(name)
         if not chosen:
             raise ConfigError("there is nothing to draw: the history has no metrics")
-        draw(Path(path), {name: self._series(name) for name in chosen})
+        return draw({name: self._series(name) for name in chosen}, None if path is None else Path(path))
+
+    def _repr_html_(self) -> str:
+        """Return the last rows as a table, for notebooks."""
+        rows = self.rows[-_SHOWN_ROWS:]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [[_cell(row.get(name)) for name in columns] for row in rows]
+        left_out = len(self.rows) - len(rows)
+        lines = [
+            "<table><thead><tr>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr></thead><tbody>",
+            *("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells),
+            "</tbody></table>",
+            f"<p>{escape(counted(left_out, 'earlier row'))}</p>" if left_out else "",
+        ]
+        return "".join(lines)
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

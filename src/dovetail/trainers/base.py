@@ -185,18 +185,16 @@ class Trainer(ABC):
                 validation_period=validation_period,
                 checkpoint_period=checkpoint_period,
             )
-        return cast(
-            History,
-            self._enter(
-                "fit",
-                train_data=train_data,
-                val_data=val_data,
-                resume=resume,
-                max_length=max_length,
-                validation_period=validation_period,
-                checkpoint_period=checkpoint_period,
-            ),
+        history: History = self._enter(
+            "fit",
+            train_data=train_data,
+            val_data=val_data,
+            resume=resume,
+            max_length=max_length,
+            validation_period=validation_period,
+            checkpoint_period=checkpoint_period,
         )
+        return history
 
     def explain(self) -> str:
         """Return, as a tree, what this trainer is made of and what its next epoch will do; nothing changes."""

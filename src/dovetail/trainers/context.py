@@ -6,8 +6,8 @@ layer of the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dovetail.callbacks.base import Callbacks
 from dovetail.client import ClientContext
+from dovetail.errors import ConfigError
 from dovetail.history import History
 from dovetail.trainers.bound_scheduler import BoundScheduler, Interval
 from dovetail.trainers.precision import Precision
@@ -46,8 +47,9 @@ class TrainingContext:
     Attributes:
         model: The module that is trained.
         device: The device to which batches are moved.
-        optimizers: The optimizers, in the order in which the loop steps them.
-        schedulers: The learning-rate schedulers with their intervals.
+        optimizers: The optimizers, in the order in which the loop steps them. In a new run they are built when they
+            are first read: after the `on_train_start` of strategies, unless a strategy reads them there.
+        schedulers: The learning-rate schedulers with their intervals, which are built with the optimizers.
         precision: Mixed precision of the trainer's verbs; None means the precision of the model.
         stage: The running stage: train, valid, test or predict.
         progress: Epochs, batches, records and updates so far.
@@ -62,6 +64,7 @@ class TrainingContext:
     """
 
     __slots__ = (
+        "_deferred",
         "callbacks",
         "client",
         "config",
@@ -93,16 +96,32 @@ class TrainingContext:
         self.client = ClientContext()
         self.process = ProcessState()
         self.run = RunState()
+        self._deferred: tuple[Callable[[], None], list[Optimizer], list[BoundScheduler]] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"TrainingContext(client_id={self.client_id}, current_epoch={self.current_epoch}, "
+            f"current_round={self.current_round}, model={type(self.model).__name__}, device={self.device})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process builds optimizers, schedulers and loaders itself.
         shared = {name: value for name, value in self.state.items() if name != "train_loader"}
-        fresh = {"optimizers": [], "schedulers": [], "state": shared}
-        return {name: getattr(self, name) for name in self.__slots__} | fresh
+        fresh: dict[str, Any] = {"optimizers": [], "schedulers": [], "state": shared, "_deferred": None}
+        return {name: getattr(self, name) for name in self.__slots__ if name not in fresh} | fresh
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Python calls this only while a slot is empty, so reading an optimizer costs nothing once it is built.
+            if name in ("optimizers", "schedulers") and (build := stop_deferring(self)) is not None:
+                build()
+                return getattr(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def client_id(self) -> int:
@@ -118,6 +137,12 @@ class TrainingContext:
         """The running epoch, else the last one that ran, counted from 1 as plato does; 1 before the first."""
         is_inside = self.run.is_in_epoch or self.progress.batch > 0
         return max(self.progress.epoch + is_inside, 1)
+
+    @current_epoch.setter
+    def current_epoch(self, value: int) -> None:
+        if self.run.trainer is not None:
+            raise ConfigError("current_epoch: the loop counts the epochs of a run; set it before or after")
+        self.progress.epoch, self.progress.batch = value, 0
 
     @property
     def current_round(self) -> int:
@@ -196,6 +221,24 @@ def attached_objects(context: TrainingContext) -> dict[str, ClientContext]:
     The trainer stores and restores their state, and reads nothing else of them.
     """
     return {"client_state": context.client}
+
+
+def defer_optimizers(context: TrainingContext, build: Callable[[], None]) -> None:
+    """Call `build` when the optimizers or schedulers of a context are first read; it must have none yet.
+
+    So strategies can prepare in `on_train_start` what the loader, the optimizer and the schedule are built from.
+    """
+    context._deferred = build, context.optimizers, context.schedulers
+    del context.optimizers, context.schedulers
+
+
+def stop_deferring(context: TrainingContext) -> Callable[[], None] | None:
+    """Give a context its empty lists back, and return what `defer_optimizers` was given; None if nothing waits."""
+    if context._deferred is None:
+        return None
+    build, context.optimizers, context.schedulers = context._deferred
+    context._deferred = None
+    return build
 
 
 def clear_gradients(optimizer: Optimizer) -> None:

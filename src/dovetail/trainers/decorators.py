@@ -91,6 +91,9 @@ class TrainerDecorator(Trainer):
         """Return the classes of all layers that define a verb or seam, the outermost first."""
         return (*base.customizers(type(self), name), *self.trainer._customized_by(name))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.trainer!r})"
+
     def unwrap(self) -> Trainer:
         """Return the innermost trainer: `core`."""
         return self.core

@@ -84,8 +84,10 @@ _COMPAT: Mapping[str, str] = {
     "progress_checker log_train log_test train_metrics test_metrics loss_buffer weight_buffer mode scheduler",
     "plato.Trainer": "train_run_start train_run_end train_epoch_start train_epoch_end train_step_start train_step_end "
     "perform_forward_and_backward_passes process_outputs train_model test_model test set_client_id client_id "
-    "run_history current_epoch sampler",
-    "plato.ComposableTrainer": "obtain_model_update obtain_model_at_time update_payload",
+    "run_history current_epoch current_round sampler callback_handler zeros",
+    "plato.ComposableTrainer": "obtain_model_update obtain_model_at_time update_payload loss_strategy "
+    "optimizer_strategy training_step_strategy lr_scheduler_strategy model_update_strategy data_loader_strategy "
+    "testing_strategy",
 }
 
 # What is no attribute of a trainer, and what to use instead.

@@ -62,7 +62,7 @@ def fit(
     The whole of it, in the order in which things happen:
 
         setup, resume
-        on_train_start
+        on_train_start                           # strategies first; then a new run builds its optimizers
         validation, if one is to come first
         until max_length or stop:
             on_epoch_start

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.bound_scheduler import bind_scheduler
+from dovetail.trainers.context import defer_optimizers, stop_deferring
 from dovetail.trainers.optimizers import requires_closure
 from dovetail.trainers.schedules.applied import set_lr, set_momentum
 from dovetail.trainers.strategies.adapters import as_scheduler
@@ -33,11 +35,32 @@ class Optimization:
         self.has_schedulers = True
         self._rates_are_checked = False
 
-    def build(self, trainer: SingleProcessTrainer) -> None:
-        """Build what the context of a trainer lacks; it must have a model."""
+    def build_later(self, trainer: SingleProcessTrainer) -> None:
+        """Build what a run lacks when it is first read: the training loader, the optimizers and the schedulers."""
         context = trainer.context
-        if context.optimizers and self.has_schedulers:
-            return
+        if context.optimizers:
+            self.build(trainer)
+        else:
+            defer_optimizers(context, partial(self._build_run, trainer))
+
+    def _build_run(self, trainer: SingleProcessTrainer) -> None:
+        # A subclass with its own `train_epoch` may have no training data that the trainer knows.
+        if trainer.context.run.data.get("train") is not None:
+            trainer._loader("train")
+        self.build(trainer)
+
+    def build(self, trainer: SingleProcessTrainer) -> None:
+        """Build the optimizers and schedulers that the context of a trainer lacks; it must have a model."""
+        context = trainer.context
+        if context._deferred is not None:
+            stop_deferring(context)
+        if not context.optimizers or not self.has_schedulers:
+            self._build_missing(trainer)
+        if context.run.needs_closure:
+            _check_closure(context)
+
+    def _build_missing(self, trainer: SingleProcessTrainer) -> None:
+        context = trainer.context
         assert context.model is not None
         try:
             if not context.optimizers:
@@ -108,6 +131,17 @@ class Optimization:
                 "it of the trainer's optimizer, or give a callable such as partial(StepLR, step_size=3)"
             )
         context.schedulers.append(bound)
+
+
+def _check_closure(context: TrainingContext) -> None:
+    """Raise if a setting of the run excludes an optimizer that evaluates the loss itself."""
+    impossible = {
+        "cannot accumulate gradients": context.run.window.size > 1,
+        "needs full precision": context.precision is not None,
+        "cannot work in several processes": context.process.has_peers,
+    }
+    for reason in (reason for reason, is_given in impossible.items() if is_given):
+        raise ConfigError(f"an optimizer that evaluates the loss itself (LBFGS) {reason}")
 
 
 def _is_bound(context: TrainingContext, scheduler: Any) -> bool:

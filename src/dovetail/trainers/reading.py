@@ -92,7 +92,8 @@ class Reader:
         _set_epoch(loader, epoch)
         if state is None:
             self._start = self._sources(loader) if self._resumable else None
-            return self._stateful_batches(loader, None, None) if keeps_place(loader) else cast(Iterable[Any], loader)
+            fresh: Iterable[Any] = self._stateful_batches(loader, None, None) if keeps_place(loader) else loader
+            return fresh
         now = rng_state()
         if is_running and state["rng"] is not None:
             set_rng_state(state["rng"])

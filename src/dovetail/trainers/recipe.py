@@ -16,7 +16,15 @@ from dovetail.registry import Registry
 from dovetail.trainers.catalog import losses, optimizers, schedulers
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.schedules import Schedule
-from dovetail.trainers.strategies import base, data_loader, loss, lr_scheduler, model_update, testing, training_step
+from dovetail.trainers.strategies import (
+    base,
+    data_loader,
+    loss_criterion,
+    lr_scheduler,
+    model_update,
+    testing,
+    training_step,
+)
 from dovetail.trainers.strategies import optimizer as optimizer_strategies
 from dovetail.trainers.strategies.adapters import (
     CallableLoaderStrategy,
@@ -150,8 +158,8 @@ def as_strategy(role: str, given: Any) -> Any:
         >>> from torch.optim.lr_scheduler import StepLR
         >>> as_strategy("lr_scheduler", partial(StepLR, step_size=3))
         CallableSchedulerStrategy(scheduler=partial(StepLR, step_size=3))
-        >>> as_strategy("loss", [loss.CrossEntropyLossStrategy, (nn.functional.mse_loss, 0.1)])
-        CompositeLossStrategy(strategies=[CrossEntropyLossStrategy(), (CallableLossStrategy(loss_fn=mse_loss), 0.1)])
+        >>> as_strategy("loss", [(loss_criterion.CrossEntropyLossStrategy, 0.9), (nn.functional.mse_loss, 0.1)]).parts
+        [CrossEntropyLossStrategy(), CallableLossStrategy(loss_fn=mse_loss)]
         >>> as_strategy("model_update", ["StateTrackingUpdateStrategy", repr])
         CompositeUpdateStrategy(strategies=[StateTrackingUpdateStrategy(), CallableUpdateStrategy(function=repr)])
     """
@@ -203,13 +211,13 @@ class _Form:
 def _weighted_sum(given: Sequence[Any]) -> base.Strategy:
     pairs = [it if isinstance(it, tuple) else (it, None) for it in given]
     made = [(as_strategy("loss", it), weight) for it, weight in pairs]
-    return loss.CompositeLossStrategy([it if weight is None else (it, weight) for it, weight in made])
+    return loss_criterion.CompositeLossStrategy([it if weight is None else (it, weight) for it, weight in made])
 
 
 _FORMS = {
     "loss": _Form(
         base.LossCriterionStrategy,
-        loss,
+        loss_criterion,
         lambda given: CallableLossStrategy(as_criterion(given)),
         names=losses,
         compose=_weighted_sum,

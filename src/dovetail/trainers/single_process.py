@@ -31,7 +31,7 @@ from dovetail.trainers.attributes import (
 )
 from dovetail.trainers.bound_scheduler import step_schedulers
 from dovetail.trainers.catalog import classifies, is_torch_loss
-from dovetail.trainers.context import Plan, Stage, TrainingContext, Window
+from dovetail.trainers.context import Plan, Stage, TrainingContext, Window, stop_deferring
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
 from dovetail.trainers.diagnosis import no_targets
@@ -40,13 +40,13 @@ from dovetail.trainers.metrics import Meter, accuracy, as_metrics
 from dovetail.trainers.modules import as_module, forward
 from dovetail.trainers.optimization import Optimization
 from dovetail.trainers.options import as_mode
+from dovetail.trainers.own_steps import refuse_two_steps, watched
 from dovetail.trainers.planning import make_plan
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.recipe import SPELLINGS, check_owned, make_strategies, options_from
 from dovetail.trainers.snapshot import load_weights, restore_state, save_weights, take_state
 from dovetail.trainers.stepping import make_update
-from dovetail.trainers.strategies.base import TrainingStepStrategy
-from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
+from dovetail.trainers.strategies.loss_criterion import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
 from dovetail.units import TrainUnit
 
@@ -131,7 +131,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             "testing": testing_strategy,
         }
         self.strategies = strategies = make_strategies(given, self.options, written)
-        self._refuse_two_steps(strategies.training_step)
+        refuse_two_steps(self, strategies.training_step)
         # A seam that a subclass overrides; looked up once, because many short runs ask for it.
         self._has_own_loss = not self._is_default("get_loss_criterion")
         if not self._has_own_loss:
@@ -145,7 +145,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
         seed = self.options.seed
         context.state["order_seed"] = torch.initial_seed() % 2**63 if seed is None else seed
-        self.strategies.setup(context)
+        self._setup_strategies()
         self._follow_strategies()
         hooks = self._strategy_hooks
         # Strategies change what is computed, so they come before those who watch.
@@ -227,11 +227,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if not self.strategies.is_set_up:
             raise ConfigError("the trainer is closed: its strategies are torn down; make a new one")
         if context.stage == "train":
-            self._optimization.build(self)
-            if context.run.needs_closure and context.run.window.size > 1:
-                raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot accumulate gradients")
-            if context.run.needs_closure and context.precision is not None:
-                raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs full precision")
+            self._optimization.build_later(self)
             if len(vars(self)) != self._num_attributes:
                 self._num_attributes = len(vars(self))
                 warn_of_near_names([name for name in vars(self) if name[0] != "_" and not hasattr(type(self), name)])
@@ -254,6 +250,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def teardown(self, error: BaseException | None) -> None:
         """Wait for a checkpoint that is being written in the background."""
+        if self.context._deferred is not None:
+            stop_deferring(self.context)
         saver = self.context.run.saver
         if saver is None or saver.writer is None:
             return
@@ -423,7 +421,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def close(self) -> None:
         """Tear the strategies down, now and only now; the trainer trains no more."""
-        self._closing()
+        self._teardown_strategies()
 
     def __enter__(self: _T) -> _T:
         return self
@@ -446,6 +444,14 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._closing.detach()
 
     # ------------------------------------------------------------------ private
+
+    def _setup_strategies(self) -> None:
+        """Set every strategy up. The constructor calls this."""
+        self.strategies.setup(self.context)
+
+    def _teardown_strategies(self) -> None:
+        """Tear every strategy down, once however often this is called. `close` calls this."""
+        self._closing()
 
     def _process_outputs(self, outputs: Any) -> Any:
         """Return what the loss and the metrics of a test see of the model's outputs."""
@@ -475,17 +481,6 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             raise ConfigError("the trainer has no model: give it one, Trainer(model, …)")
         return self.context.model
 
-    def _refuse_two_steps(self, strategy: TrainingStepStrategy) -> None:
-        """Raise if the step of a strategy would never be used; one that accumulates or clips goes with any step."""
-        if is_plain(strategy):
-            return
-        # A method that passes the call on, as a capability does, ends at the strategy.
-        own = [vars(kind)["train_step"] for kind in self.core._customized_by("train_step")[:1]]
-        if self._train_step is not None or any("super" not in step.__code__.co_names for step in own):
-            raise ConfigError(
-                f"train_step: {strategy!r} decides this; give one or the other, or a layer such as AMPTrainer"
-            )
-
     def _place_model(self, model: nn.Module) -> None:
         device, placed = self.context.device, self._placed
         is_known = placed is not None and placed() is model and self.options.memory_format is None
@@ -506,8 +501,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
         # The optimizer of a step is None if a subclass builds none.
-        self._step_strategy: Any = self.strategies.training_step
-        self._step_is_plain = is_plain(self._step_strategy)
+        self._step_strategy: Any = watched(self.strategies.training_step)
+        self._step_is_plain = is_plain(self.strategies.training_step)
         # Only strategies read the batch number and the last loss, and storing them costs a tiny step some per cent.
         self._shares_steps = bool(self.strategies.given)
 

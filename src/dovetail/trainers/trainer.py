@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from html import escape
 from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.processes import train_in_process
 from dovetail.trainers.reuse import fit_anew
 from dovetail.trainers.single_process import SingleProcessTrainer
+from dovetail.units import counted
 
 
 class Trainer(SingleProcessTrainer):
@@ -51,6 +53,15 @@ class Trainer(SingleProcessTrainer):
     """
 
     _has_defaults = True
+
+    def __repr__(self) -> str:
+        context = self.context
+        done = counted(context.progress.epoch, "epoch")
+        return f"{type(self).__name__}(model={type(context.model).__name__}, device={context.device}, {done} done)"
+
+    def _repr_html_(self) -> str:
+        """Return what `explain` does, for notebooks."""
+        return f"<pre>{escape(self.explain())}</pre>"
 
     def train(self, trainset: Any = None, sampler: Any = None) -> float:
         """Train up to `num_epochs`, with `max_concurrency` in a separate process, and return the seconds it took.

@@ -39,8 +39,8 @@ def strategies_of(trainer: Trainer) -> Strategies | tuple[Strategy, ...]:
 
 
 def own_callbacks(context: TrainingContext) -> list[Callback]:
-    """Return the callbacks by which strategies and the trainer's own class are heard: part of what is computed."""
-    return [it for it in context.callbacks if type(it).__name__ in ("OwnHooks", "StrategyHooks")]
+    """Return the callbacks that call hooks of the strategies and of the trainer's own class."""
+    return [it for it in context.callbacks if it.is_part_of_trainer]
 
 
 def with_parts(strategies: Iterable[Strategy]) -> Iterator[Strategy]:

@@ -147,6 +147,7 @@ class APFLStepStrategy(NestingStepStrategy):
         super().on_train_start(context)
         if _KEY not in context.client.state:
             raise ConfigError(f"{self!r}: give the trainer an APFLUpdateStrategy, too, which keeps v and α")
+        optimizers = context.optimizers
         if context.run.needs_closure:
             raise ConfigError(f"{self!r}: an optimizer that evaluates the loss itself (LBFGS) knows one model only")
         states = self._states() if context.run.id and context.run.id == self._run_id else []
@@ -156,7 +157,7 @@ class APFLStepStrategy(NestingStepStrategy):
         parameters = trained(context)
         self._own = {name: kept["v"][name].detach().requires_grad_(it.requires_grad) for name, it in parameters.items()}
         twins = {parameter: self._own[name] for name, parameter in parameters.items()}
-        self._twins = [twin_of(optimizer, twins) for optimizer in context.optimizers]
+        self._twins = [twin_of(optimizer, twins) for optimizer in optimizers]
         for twin, state in zip(self._twins, states, strict=False):
             twin.load_state_dict(state)
         self._alpha = kept["alpha"].detach().requires_grad_()

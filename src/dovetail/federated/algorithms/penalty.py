@@ -13,7 +13,7 @@ from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
 from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
-from dovetail.trainers.strategies.loss import DefaultLossCriterionStrategy
+from dovetail.trainers.strategies.loss_criterion import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.nesting import Nesting
 
 

@@ -16,7 +16,7 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind
-from dovetail.trainers.strategies.loss import (
+from dovetail.trainers.strategies.loss_criterion import (
     BCEWithLogitsLossStrategy,
     CrossEntropyLossStrategy,
     DefaultLossCriterionStrategy,

@@ -112,10 +112,9 @@ class DataParallel(Capability):
         context.callbacks.mute(is_main=context.process.is_main)
         is_fresh = context.progress.batches == 0
         self._divide(group)
-        super().setup()
-        if context.run.needs_closure and context.process.has_peers:
-            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) cannot work in several processes")
+        # Before a layer inside forms a loader, whose order must be the same in all processes.
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
+        super().setup()
         self._start_alike(group)
         if is_fresh and group.rank:
             # Alike in all but noise: dropout and augmentation draw something else in every process.

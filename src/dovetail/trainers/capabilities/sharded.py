@@ -199,8 +199,6 @@ class ShardedDataParallel(DataParallel):
         if self._mesh is None:
             super()._start_alike(group)
             return
-        if context.run.needs_closure:
-            raise ConfigError("an optimizer that evaluates the loss itself (LBFGS) needs the whole model in a process")
         divided = {id(before): after for before, after in self._divided}
         for optimizer in context.optimizers:
             _replace_parameters(optimizer, divided)

@@ -12,6 +12,7 @@ from dovetail.trainers.strategies.base import (
     Phase,
     Strategy,
     TestingStrategy,
+    TrainingContext,
     TrainingStepStrategy,
 )
 from dovetail.trainers.strategies.data_loader import (
@@ -21,7 +22,7 @@ from dovetail.trainers.strategies.data_loader import (
     PrefetchDataLoaderStrategy,
     ShuffleDataLoaderStrategy,
 )
-from dovetail.trainers.strategies.loss import (
+from dovetail.trainers.strategies.loss_criterion import (
     BCEWithLogitsLossStrategy,
     CompositeLossStrategy,
     CrossEntropyLossStrategy,
@@ -129,6 +130,7 @@ __all__ = [
     "TestingStrategy",
     "TimedSchedulerStrategy",
     "TimmLRSchedulerStrategy",
+    "TrainingContext",
     "TrainingStepStrategy",
     "ValidateBeforeStepStrategy",
     "WarmupLR",

@@ -16,7 +16,7 @@ from dovetail.errors import ConfigError
 from dovetail.trainers.bound_scheduler import BoundScheduler, bind_scheduler
 from dovetail.trainers.catalog import losses, optimizers, schedulers
 from dovetail.trainers.schedules import Schedule
-from dovetail.trainers.strategies import base, loss, lr_scheduler
+from dovetail.trainers.strategies import base, loss_criterion, lr_scheduler
 from dovetail.trainers.strategies import optimizer as optimizer_strategies
 from dovetail.trainers.strategies.nesting import Described
 
@@ -54,7 +54,7 @@ def as_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | ReduceLR
     return made
 
 
-class CallableLossStrategy(loss.DefaultLossCriterionStrategy):
+class CallableLossStrategy(loss_criterion.DefaultLossCriterionStrategy):
     """A callable of outputs and labels as a loss strategy.
 
     Example:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.trainers.bound_scheduler import BoundScheduler
-from dovetail.trainers.context import Phase
+from dovetail.trainers.context import Phase, TrainingContext
 
 if TYPE_CHECKING:
-    from dovetail.trainers.context import Interval, TrainingContext
+    from dovetail.trainers.context import Interval
 
 __all__ = [
     "DataLoaderStrategy",
@@ -29,6 +29,7 @@ __all__ = [
     "Phase",
     "Strategy",
     "TestingStrategy",
+    "TrainingContext",
     "TrainingStepStrategy",
 ]
 
@@ -163,8 +164,9 @@ class LRSchedulerStrategy(Strategy, ABC):
         """Return a scheduler of torch, or None for a constant rate; called once for each optimizer."""
 
     def step(self, scheduler: Any, context: TrainingContext) -> None:
-        """Advance the scheduler; called when its interval has passed."""
-        scheduler.step()
+        """Advance the scheduler; called when its interval has passed. None means a constant rate: nothing to do."""
+        if scheduler is not None:
+            scheduler.step()
 
     def bind(self, scheduler: Any, context: TrainingContext) -> BoundScheduler:
         """Return the scheduler with its interval and its step; called after `create_scheduler`."""

@@ -115,7 +115,8 @@ class Strategies:
         self._add_update_events(events)
         # A class that is made here can be pickled by what it is made from only.
         events["__reduce__"] = lambda hooks: (Strategies.as_callback, (self,))
-        return type("StrategyHooks", (Callback,), events)() if len(events) > 1 else None
+        is_empty = len(events) == 1
+        return None if is_empty else type("StrategyHooks", (Callback,), {**events, "is_part_of_trainer": True})()
 
     def _add_update_events(self, events: dict[str, Any]) -> None:
         update, optimizer_strategy = self.model_update, self.optimizer

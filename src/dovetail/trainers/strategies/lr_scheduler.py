@@ -34,12 +34,14 @@ def step_scheduler(
     """Advance a scheduler; one that follows a metric is given it, and waits where there is no new one.
 
     Args:
-        scheduler: A scheduler of torch or one of our schedules.
+        scheduler: A scheduler of torch or one of our schedules; None for a constant rate.
         context: The run.
         monitor: A metric of the validation. Without any validation, and between epochs, it is the last batch's loss,
             as it is for `last_loss`.
         interval: When the scheduler steps.
     """
+    if scheduler is None:
+        return
     if isinstance(scheduler, ScheduleLR) and scheduler.takes_metric:
         monitor = "valid_accuracy"
     elif not isinstance(scheduler, ReduceLROnPlateau):

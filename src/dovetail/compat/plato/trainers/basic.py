@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from dovetail.callbacks import Callback
+from dovetail.callbacks import Callback, CallbackHandler
 from dovetail.data import split_batch
 from dovetail.errors import ConfigError, DataError
 from dovetail.history import History
 from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import trainer as main
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.own_steps import count_own_update
 from dovetail.trainers.reuse import fit_anew
 from dovetail.trainers.testing import accuracy_on
 
@@ -56,6 +59,7 @@ class Trainer(main.Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.context.callbacks = CallbackHandler(self.context.callbacks)
         hooks = _own_hooks(self)
         if hooks is not None:
             self.context.callbacks.add(hooks, first=True)
@@ -114,8 +118,28 @@ class Trainer(main.Trainer):
         self.train_model(dict(self.context.config), trainset, sampler)
         return time.perf_counter() - started
 
-    def zeros(self, shape: Any) -> torch.Tensor:
-        """Return a tensor of zeros on the CPU, where a server aggregates."""
+    def save_model(self, filename: str | Path | None = None, location: str | Path | None = None) -> Path:
+        """Write the weights alone, and return the path.
+
+        Args:
+            filename: The name of the file, or its path; by default `model.pth`.
+            location: The folder; by default the current one for a given `filename`, else the `checkpoint_dir`.
+        """
+        return super().save_model(self._model_path(filename, location))
+
+    def load_model(  # type: ignore[override]  # plato's second argument is the folder
+        self, filename: str | Path | None = None, location: str | Path | None = None, *, strict: bool = True
+    ) -> None:
+        """Load weights that `save_model` wrote under the same name, or those of a checkpoint."""
+        super().load_model(self._model_path(filename, location), strict=strict)
+
+    def _model_path(self, filename: str | Path | None, location: str | Path | None) -> Path:
+        if location is None:
+            location = self.options.checkpoint_dir if filename is None else ""
+        return Path(location) / (filename or "model.pth")
+
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        """Return a tensor of zeros."""
         return torch.zeros(shape)
 
     def set_client_id(self, client_id: int) -> None:
@@ -126,6 +150,25 @@ class Trainer(main.Trainer):
     def client_id(self) -> int:
         """The client this trainer works for."""
         return self.context.client_id
+
+    @property
+    def current_round(self) -> int:
+        """The round of the federation that this trainer works in; 0 if there is none."""
+        return self.context.current_round
+
+    @current_round.setter
+    def current_round(self, number: int) -> None:
+        self.context.current_round = number
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """The callbacks, with plato's methods."""
+        return cast(CallbackHandler, self.context.callbacks)
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler of the first optimizer; None for a constant rate, and before the first run."""
+        return self.context.schedulers[0].scheduler if self.context.schedulers else None
 
     @property
     def train_loader(self) -> Any:
@@ -186,7 +229,7 @@ def _own_hooks(trainer: Trainer) -> Callback | None:
         return None
     # pickle finds no class that a function builds, so the callback is pickled as the call that builds it.
     events["__reduce__"] = lambda self: (_own_hooks, (owner(),))
-    hooks: Callback = type("OwnHooks", (Callback,), events)()
+    hooks: Callback = type("OwnHooks", (Callback,), {**events, "is_part_of_trainer": True})()
     return hooks
 
 
@@ -199,18 +242,10 @@ def _whole_step(trainer: Any, batch: Any) -> dict[str, Any]:
     if notes.optimized:
         # It went through the context, which counts and clips.
         return {"loss": loss}
-    unused = {
-        "accumulation_steps": context.run.window.size > 1,
-        "gradient_clip": bool(trainer.options.gradient_clip),
-        "precision='fp16'": context.precision is not None and context.precision.dtype is torch.float16,
-        "several processes": context.process.has_peers,
-        "training_step_strategy": "training_step" in trainer.strategies.given,
-    }
-    for name in (name for name, is_wanted in unused.items() if is_wanted):
+    if "training_step" in trainer.strategies.given:
         raise ConfigError(
-            f"perform_forward_and_backward_passes makes its updates alone, so {name} would have no effect: call "
-            "self.context.backward(loss) and self.context.step() in it, or override train_step"
+            "perform_forward_and_backward_passes makes its updates itself, so training_step_strategy would have no "
+            "effect; give one or the other"
         )
-    notes.optimized = True
-    notes.stepped.extend(context.optimizers[:1])
+    count_own_update(context, "perform_forward_and_backward_passes")
     return {"loss": loss}

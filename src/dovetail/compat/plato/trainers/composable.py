@@ -13,7 +13,8 @@ from dovetail import checkpoint as store
 from dovetail.compat.plato.trainers.basic import Trainer
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers.processes import train_in_process
-from dovetail.trainers.recipe import CONFLICTS, SPELLINGS
+from dovetail.trainers.recipe import CONFLICTS, SPELLINGS, as_strategy
+from dovetail.trainers.reuse import equip
 from dovetail.trainers.strategies import (
     DefaultDataLoaderStrategy,
     DefaultLossCriterionStrategy,
@@ -25,6 +26,19 @@ from dovetail.trainers.strategies import (
 )
 
 __all__ = ["ComposableTrainer"]
+
+
+class _StrategyAttribute:
+    """A strategy of a trainer as an attribute; assigning one replaces it between two runs."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+
+    def __get__(self, trainer: ComposableTrainer | None, owner: type[Any] | None = None) -> Any:
+        return self if trainer is None else getattr(trainer.strategies, self._role)
+
+    def __set__(self, trainer: ComposableTrainer, strategy: Any) -> None:
+        equip(trainer, **{self._role: as_strategy(self._role, strategy)})
 
 
 class ComposableTrainer(Trainer):
@@ -64,6 +78,14 @@ class ComposableTrainer(Trainer):
         >>> trainer.test((x, y)) > 0.9
         True
     """
+
+    loss_strategy = _StrategyAttribute("loss")
+    optimizer_strategy = _StrategyAttribute("optimizer")
+    training_step_strategy = _StrategyAttribute("training_step")
+    lr_scheduler_strategy = _StrategyAttribute("lr_scheduler")
+    model_update_strategy = _StrategyAttribute("model_update")
+    data_loader_strategy = _StrategyAttribute("data_loader")
+    testing_strategy = _StrategyAttribute("testing")
 
     def __init__(
         self,

@@ -1,12 +1,11 @@
-"""Plato's trainer callbacks: their events, the adapter that calls them here, and Plato's list of callbacks."""
+"""plato's trainer callback, and the adapter that calls it at our events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dovetail.callbacks.base import Callback, Callbacks
-from dovetail.errors import UnknownNameError
+from dovetail.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -73,55 +72,3 @@ class PlatoAdapter(Callback):
             self.callback.on_train_step_end(
                 context.run.trainer, context.config, batch=context.progress.batch - 1, loss=output["loss"].detach()
             )
-
-
-_EVENTS = frozenset(name for kind in (Callback, TrainerCallback) for name in vars(kind) if name.startswith("on_"))
-
-
-class CallbackHandler(Callbacks):
-    """A list of callbacks with plato's methods, whose events are called by name.
-
-    Several callbacks of one class are welcome, and an error inside a callback stays what it is.
-
-    Example:
-        >>> class Greet(TrainerCallback):
-        ...     def on_train_run_start(self, trainer, config, **kwargs):
-        ...         print("hello", trainer)
-        >>> handler = CallbackHandler([Greet])
-        >>> handler.call_event("on_train_run_start", "trainer", {})
-        hello trainer
-        >>> handler.callback_list
-        ['Greet']
-    """
-
-    @property
-    def callback_list(self) -> list[str]:
-        """The names of the callbacks' classes, in order."""
-        return [type(target).__name__ for target in self._targets()]
-
-    def add_callback(self, callback: Any) -> None:
-        """Append one callback, a class or an instance."""
-        self.add(callback)
-
-    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
-        """Append several callbacks."""
-        self.add(*callbacks)
-
-    def clear_callbacks(self) -> None:
-        """Forget all callbacks."""
-        self.remove(*self)
-
-    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call an event, of plato's names or ours, on every callback that has it.
-
-        Raises:
-            UnknownNameError: No callback could have such an event.
-        """
-        targets = [target for target in self._targets() if getattr(type(target), event, None) is not None]
-        if not targets and event not in _EVENTS:
-            raise UnknownNameError("event", event, _EVENTS)
-        for target in targets:
-            getattr(target, event)(*args, **kwargs)
-
-    def _targets(self) -> list[Callback | TrainerCallback]:
-        return [callback.callback if isinstance(callback, PlatoAdapter) else callback for callback in self]

@@ -192,7 +192,8 @@ class CompositeLossStrategy(Nesting, LossCriterionStrategy):
     """A weighted sum of losses.
 
     Args:
-        strategies: Losses, or pairs of a loss and its weight; the weight of a loss alone is 1.
+        strategies: Losses, or pairs of a loss and its weight; the weight of a loss alone is 1. The attribute holds
+            pairs.
 
     Example:
         >>> strategy = CompositeLossStrategy([MSELossStrategy(), (MSELossStrategy("sum"), 0.1)])
@@ -206,6 +207,7 @@ class CompositeLossStrategy(Nesting, LossCriterionStrategy):
         if not self.strategies:
             raise ConfigError("CompositeLossStrategy: expected at least one loss, got none")
         self._weighted = [it if isinstance(it, tuple) else (it, 1.0) for it in self.strategies]
+        self.strategies = self._weighted
         self.check_parts()
         self.is_classification = any(strategy.is_classification for strategy, _ in self._weighted)
 
