@@ -16,6 +16,7 @@ from federation import Blobs, make_model, make_trainer
 from torch.utils.data import TensorDataset
 
 from dovetail.algorithms import FedAdam, FedAtt, FedProx
+from dovetail.callbacks import Callback
 from dovetail.compat.plato.algorithms import fedavg as algorithm
 from dovetail.compat.plato.callbacks.client import ClientCallback
 from dovetail.compat.plato.callbacks.server import ServerCallback
@@ -113,6 +114,20 @@ def test_a_coroutine_completes_inside_of_a_running_loop() -> None:
         return run(Mean, rounds=1)
 
     assert same(asyncio.run(notebook()).weights, run(ours.Server, rounds=1).weights)
+
+
+def test_a_resumed_server_draws_the_same_noise(tmp_path: Path) -> None:
+    class Noisy(fedavg.Server):
+        async def aggregate_weights(self, updates: Any, baseline_weights: Any, weights_received: Any) -> Any:
+            return {name: value + torch.randn(value.shape) for name, value in weights_received[0].items()}
+
+    settings: dict[str, Any] = {"total_clients": 4, "per_round": 2}
+    whole = Noisy(rounds=2, **settings)
+    whole.run(simple.Client())
+    for rounds in (1, 2):
+        resumed = Noisy(rounds=rounds, checkpoint_path=str(tmp_path), **settings)
+        resumed.run(simple.Client())
+    assert same(whole.weights, resumed.weights)
 
 
 def test_stale_differences_are_from_the_current_weights() -> None:
@@ -222,6 +237,78 @@ def test_logged_items_are_in_the_records_and_the_table(tmp_path: Path) -> None:
     assert float(rows[1]["comm_overhead"]) == server.comm_overhead > 0
 
 
+def test_the_hooks_of_a_server_are_called_in_the_order_of_a_round() -> None:
+    heard: list[str] = []
+
+    class Server(fedavg.Server):
+        def configure(self) -> None:
+            heard.append("configure")
+            super().configure()
+
+        def init_trainer(self) -> None:
+            super().init_trainer()
+            heard.append(f"init {type(self.algorithm).__name__}")
+
+        def training_will_start(self) -> None:
+            heard.append("start")
+
+        def choose_clients(self, clients_pool: Sequence[int], clients_count: int) -> Sequence[int]:
+            heard.append("choose")
+            return super().choose_clients(clients_pool, clients_count)
+
+        def customize_server_response(self, server_response: dict[str, Any], client_id: int) -> dict[str, Any]:
+            heard.append("response")
+            return {**server_response, "secret": 10 * client_id}
+
+        def customize_server_payload(self, payload: Any) -> Any:
+            heard.append("payload")
+            return payload
+
+        def clients_selected(self, selected_clients: Sequence[int]) -> None:
+            heard.append("selected")
+
+        def weights_received(self, weights_received: Any) -> Any:
+            heard.append("received")
+            return weights_received
+
+        async def aggregate_deltas(self, updates: Any, deltas_received: Any) -> Any:
+            heard.append(f"aggregate {updates[0].report.secret == 10 * updates[0].client_id}")
+            return await super().aggregate_deltas(updates, deltas_received)
+
+        def weights_aggregated(self, updates: Any) -> None:
+            heard.append("aggregated")
+
+        def clients_processed(self) -> None:
+            heard.append("processed")
+
+        def server_will_close(self) -> None:
+            heard.append("close")
+
+    class Client(simple.Client):
+        def process_server_response(self, server_response: dict[str, Any]) -> None:
+            self.secret = server_response["secret"]
+
+        def customize_report(self, report: SimpleNamespace) -> SimpleNamespace:
+            assert self.testset is None
+            report.secret = self.secret
+            return report
+
+    run(Server, Client(), rounds=1, per_round=1)
+    before = ["configure", "init Algorithm", "start", "choose", "selected", "response", "payload"]
+    assert heard == [*before, "received", "aggregate True", "aggregated", "processed", "close"]
+
+
+def test_callbacks_of_the_trainer_are_the_sixth_argument_of_a_client() -> None:
+    epochs: list[int] = []
+
+    class Counting(Callback):
+        def on_epoch_end(self, context: Any, metrics: Any) -> None:
+            epochs.append(context.client_id)
+
+    server = run(client=simple.Client(None, None, None, None, None, [Counting()]), rounds=1)
+    assert sorted(set(epochs)) == sorted(server.selected_clients)
+
+
 class Shifting(fedavg.Server):
     """Sends a number beside the weights, and collects what the clients send beside theirs."""
 
@@ -322,11 +409,13 @@ def test_processors_that_a_callback_adds_change_the_payload() -> None:
         def on_weights_received(self, server: Any, weights_received: Any) -> None:
             server.seen = weights_received
 
-    once, twice = (
-        run(rounds=1, callbacks=[Kept]),
-        run(client=simple.Client(callbacks=[Adds]), rounds=1, callbacks=[Kept]),
-    )
-    for one, two in zip(once.seen, twice.seen, strict=True):
+    client = simple.Client()
+    client.add_callbacks([Adds])
+    once = run(rounds=1, callbacks=[Kept])
+    twice = fedavg.Server(make_model, Blobs(), trainer=make_trainer(), **{**SETTINGS, "rounds": 1})
+    twice.add_callbacks([Kept])
+    twice.run(client)
+    for one, two in zip(once.seen, vars(twice)["seen"], strict=True):
         torch.testing.assert_close({name: 2 * value for name, value in one.items()}, dict(two), rtol=0, atol=1e-6)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from dovetail.compat.plato.samplers.base import Sampler
 from dovetail.errors import ConfigError
 from dovetail.federated import algorithms
 from dovetail.federated.backends import Done
+from dovetail.federated.callbacks import ClientCallback, as_callback
 from dovetail.federated.clients import simple
 from dovetail.federated.clients.simple import server_response
 from dovetail.federated.clients.weights import copied
@@ -109,6 +110,10 @@ class Client(simple.Client):
         if not isinstance(report, SimpleNamespace):
             raise ConfigError(f"{type(self).__name__}.customize_report: expected the report, got {report!r}: return it")
         return report, self._algorithm.extract_weights()
+
+    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
+        """Add callbacks, as instances or classes."""
+        self.callbacks += [as_callback(it, ClientCallback) for it in callbacks]
 
     # ------------------------------------------------------------------ attributes of plato's client
 

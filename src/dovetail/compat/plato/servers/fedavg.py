@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from dovetail.compat.plato.datasources.base import partitioned
 from dovetail.errors import ConfigError
 from dovetail.federated import algorithms
 from dovetail.federated.averaging import Average
-from dovetail.federated.callbacks import ServerCallback
+from dovetail.federated.callbacks import ServerCallback, as_callback
 from dovetail.federated.clients.simple import Client
 from dovetail.federated.clients.weights import load_weights
 from dovetail.federated.messages import CLIENT_PAYLOAD, SERVER_PAYLOAD, Update, Weights
@@ -27,6 +27,8 @@ from dovetail.federated.servers.checks import check_algorithm
 from dovetail.federated.servers.hooks import trained_weights
 from dovetail.federated.servers.tasks import TaskKind, shared_weights
 from dovetail.overrides import defines
+from dovetail.runtime.seeds import derive_seed
+from dovetail.trainers.randomness import seed_everything
 
 __all__ = ["Server"]
 
@@ -129,6 +131,10 @@ class Server(fedavg.Server):
             "comm_overhead": self.comm_overhead,
         }
 
+    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
+        """Add callbacks, as instances or classes."""
+        self.callbacks += [as_callback(it, ServerCallback) for it in callbacks]
+
     # ------------------------------------------------------------------ attributes of plato's server
 
     algorithm: Any
@@ -218,11 +224,13 @@ class Server(fedavg.Server):
         ):
             return payload
         self.selected_client_id = client_id
+        self._seed_hooks("payload", client_id)
         load_weights(self.model, self.weights)
         whole = self.customize_server_payload(algorithm.extract_weights())
         return {**payload, SERVER_PAYLOAD: _copied(whole)}
 
     def _receive(self, updates: list[Update]) -> list[Update]:
+        self._seed_hooks("aggregation")
         payloads: Any = [
             update.payload.get(CLIENT_PAYLOAD, weights)
             for update, weights in zip(updates, trained_weights(updates), strict=True)
@@ -288,6 +296,10 @@ class Server(fedavg.Server):
 
     def _reported(self, updates: Sequence[Update]) -> Sequence[Any]:
         return self.updates
+
+    def _seed_hooks(self, *what: Any) -> None:
+        """Seed the generators that an override may draw from: a resumed run, and any backend, draws the same."""
+        seed_everything(derive_seed(self.config.server.random_seed, "plato", self.current_round, *what))
 
     def _algorithm(self) -> Algorithm:
         return self.algorithm if isinstance(self.algorithm, Algorithm) else Algorithm(self.trainer)
