@@ -151,9 +151,14 @@ def test_a_distribution_of_partition_sizes_shrinks_partitions() -> None:
     assert len(set(sizes)) > 1
     whole = Partition.from_lists([range(10)])
     assert shrunk(whole, {"distribution": "normal", "mean": 5.0, "high": 0.1}).sizes.tolist() == [10]
-    for wrong in ({"distribution": "zipf"}, {"distribution": "uniform", "low": 0.1}):
+    uniform = {"distribution": "uniform", "low": 0.1}
+    for wrong in ({"distribution": "zipf"}, uniform, {**uniform, "high": "x"}, {**uniform, "high": 0.0}):
         with pytest.raises(ConfigError, match="partition_distribution"):
             shrunk(whole, wrong)
+        with pytest.raises(ConfigErrors, match=r"^data\.partition_distribution: "):
+            read_federated({"data": {"partition_distribution": wrong}})
+    with pytest.raises(ConfigErrors, match=r"^data\.test_partition_size: expected a whole number .*, got 'x'"):
+        read_federated({"data": {"testset_sampler": "iid", "test_partition_size": "x"}})
 
 
 def test_processors_that_undo_others_are_part_of_those() -> None:

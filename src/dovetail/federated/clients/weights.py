@@ -66,3 +66,15 @@ def copied(content: Any, device: str | torch.device = "cpu") -> Any:
     if isinstance(content, (list, tuple)):
         return type(content)(copied(value, device) for value in content)
     return copy.deepcopy(content)
+
+
+def fits(content: Any, weights: Weights) -> bool:
+    """Return whether a payload has all the tensors that some weights have, with their shapes.
+
+    Example:
+        >>> fits({"w": torch.zeros(2), "v": torch.zeros(1)}, {"w": torch.ones(2)}), fits([1], {"w": torch.ones(2)})
+        (True, False)
+    """
+    return isinstance(content, Mapping) and all(
+        isinstance(content.get(name), Tensor) and content[name].shape == value.shape for name, value in weights.items()
+    )

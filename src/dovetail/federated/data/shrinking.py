@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,12 @@ def _share(distribution: Mapping[str, Any], rng: np.random.Generator) -> float:
     needed = _PARAMETERS[kind]
     if given.keys() != {"distribution", *needed}:
         raise ConfigError(f"partition_distribution: {kind} needs {' and '.join(needed)}, got {dict(distribution)}")
+    for name in needed:
+        is_number = isinstance(given[name], (int, float)) and not isinstance(given[name], bool)
+        if not is_number or not math.isfinite(given[name]):
+            raise ConfigError(f"partition_distribution: expected a number as {name}, got {given[name]!r}")
     first, second = (float(given[name]) for name in needed)
+    if (kind == "uniform" and first > second) or (kind == "normal" and second < 0):
+        raise ConfigError(f"partition_distribution: expected low at most high, and std at least 0, got {dict(given)}")
     drawn = rng.uniform(first, second) if kind == "uniform" else rng.normal(first, second)
     return float(np.clip(drawn, 0.0, 1.0))

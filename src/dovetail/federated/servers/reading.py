@@ -14,11 +14,13 @@ from dovetail.checks import (
     Problem,
     Problems,
     Refused,
+    mapping,
     number,
     override,
     read_section,
     text,
     unknown_key,
+    whole,
 )
 from dovetail.config import Config, load_config
 from dovetail.data.models import models
@@ -31,7 +33,8 @@ from dovetail.federated.config import (
     FederatedConfig,
     ServerConfig,
 )
-from dovetail.federated.data.partition import option_names, option_of, partitions
+from dovetail.federated.data.partition import Partition, option_names, option_of, partitions
+from dovetail.federated.data.shrinking import shrunk
 from dovetail.federated.servers.plato_files import NOT_SUPPORTED, translate
 from dovetail.federated.servers.schema import (
     ALGORITHM_KEYS_OF_SERVER,
@@ -254,12 +257,26 @@ def _check_data(config: Mapping[str, Any], section: Mapping[str, Any], problems:
     sampler = section["sampler"] or "iid"
     if section["datasource"] not in DATA_OPTIONS or sampler not in partitions.names():
         return
-    checks = {"held_out": number(0, 1), "folder": text, **checks_of(partitions.get(sampler))}
+    checks = {
+        "held_out": number(0, 1),
+        "folder": text,
+        "test_partition_size": whole(1),
+        "partition_distribution": _distribution,
+        **checks_of(partitions.get(sampler)),
+    }
     for name, value in section["options"].items():
         try:
             section["options"][name] = checks.get(option_of(name), lambda value: value)(value)
         except Refused as refusal:
             problems.add(_below(config, "data", name) or ("data", name), f"{refusal}, got {value!r}")
+
+
+def _distribution(value: Any) -> dict[str, Any]:
+    try:
+        shrunk(Partition.from_lists([[0]]), found := mapping(value))
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+    return found
 
 
 def _options_of_all() -> set[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dovetail.compat.plato.algorithms.fedavg import Algorithm
 from dovetail.compat.plato.coroutines import completed
@@ -20,7 +20,7 @@ from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback, as_callback
 from dovetail.federated.clients import simple
 from dovetail.federated.clients.simple import server_response
-from dovetail.federated.clients.weights import copied
+from dovetail.federated.clients.weights import copied, fits
 from dovetail.federated.messages import CLIENT_PAYLOAD, SERVER_PAYLOAD, Task, Update, Weights
 from dovetail.federated.postprocess import Chain
 from dovetail.federated.states import ClientState
@@ -200,7 +200,7 @@ class Client(simple.Client):
         (report, outbound), self._answered = self._answered, None
         update = update.with_report(report)
         weights = self._current.weights
-        if not _fits(outbound, weights):
+        if not fits(outbound, weights):
             return replace(update, payload={**update.payload, CLIENT_PAYLOAD: copied(outbound)})
         if _is_state_of(self.trainer.model, outbound):
             return update
@@ -220,16 +220,6 @@ class Client(simple.Client):
     def _algorithm(self) -> Algorithm:
         assert isinstance(self.algorithm, Algorithm), "a server begins a client before it is asked for anything"
         return self.algorithm
-
-
-def _fits(outbound: Any, weights: Weights) -> bool:
-    """Return whether a payload has the names and shapes of the weights that the client received."""
-    return (
-        isinstance(outbound, Mapping)
-        and outbound.keys() >= weights.keys()
-        and all(isinstance(it, Tensor) for it in outbound.values())
-        and all(outbound[name].shape == value.shape for name, value in weights.items())
-    )
 
 
 def _is_state_of(model: nn.Module, outbound: Weights) -> bool:

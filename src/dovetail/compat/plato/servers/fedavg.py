@@ -9,17 +9,15 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from dovetail.compat.plato.algorithms.fedavg import Algorithm
 from dovetail.compat.plato.coroutines import completed
 from dovetail.compat.plato.datasources.base import partitioned
 from dovetail.errors import ConfigError
 from dovetail.federated import algorithms
-from dovetail.federated.averaging import Average
+from dovetail.federated.averaging import Average, weighted_mean
 from dovetail.federated.callbacks import ServerCallback, as_callback
 from dovetail.federated.clients.simple import Client
-from dovetail.federated.clients.weights import load_weights
+from dovetail.federated.clients.weights import copied, fits, load_weights
 from dovetail.federated.messages import CLIENT_PAYLOAD, SERVER_PAYLOAD, Update, Weights
 from dovetail.federated.records import RoundRecord
 from dovetail.federated.servers import fedavg
@@ -32,7 +30,7 @@ from dovetail.trainers.randomness import seed_everything
 
 __all__ = ["Server"]
 
-_OF_SERVER = ("aggregate_weights", "aggregate_deltas", "weights_received")
+_OF_SERVER = ("aggregate_weights", "aggregate_deltas")
 _OF_ALGORITHM = ("extract_weights", "load_weights", "compute_weight_deltas", "update_weights")
 
 
@@ -83,7 +81,7 @@ class Server(fedavg.Server):
         if defines(self, "get_logged_items"):
             self.callbacks.insert(0, _LoggedItems())
         if self.silos is not None:
-            for name in (*_OF_SERVER, "customize_server_payload"):
+            for name in (*_OF_SERVER, "weights_received", "customize_server_payload"):
                 if defines(self, name):
                     raise ConfigError(
                         f"{type(self).__name__}.{name}: edge servers do not call it: leave cross_silo out"
@@ -192,21 +190,15 @@ class Server(fedavg.Server):
     def _build_model(self, client: Client) -> None:
         super()._build_model(client)
         self.configure()
-        if self._overridden():
-            self._check_aggregation()
-
-    def _check_aggregation(self) -> None:
-        name = self._overridden()[0]
-        if not isinstance(self.algorithm, Algorithm):
-            if type(self.algorithm).aggregate is not algorithms.Algorithm.aggregate:
-                raise ConfigError(f"{name}: {self.algorithm.title} aggregates, too: leave one of them out")
-        else:
+        if self.custom_algorithm is not None and not isinstance(self.algorithm, Algorithm):
+            # Its `configure` has not called the one of this class.
+            Server.init_trainer(self)
+        own = self._overridden()
+        if own and isinstance(self.algorithm, Algorithm):
             self.algorithm.needs_each_update = True
             check_algorithm(self.algorithm, self.outbound)
-        if self.config.server.aggregator != "mean" and defines(self, "aggregate_weights"):
-            raise ConfigError(
-                f"{name}: it does not call the aggregator {self.config.server.aggregator!r}: leave it out"
-            )
+        elif own and type(self.algorithm).aggregate is not algorithms.Algorithm.aggregate:
+            raise ConfigError(f"{own[0]}: {self.algorithm.title} aggregates, too: leave one of them out")
 
     def _overridden(self) -> list[str]:
         """Return the methods of this server and its algorithm that are not ours and take part in the aggregation."""
@@ -227,7 +219,7 @@ class Server(fedavg.Server):
         self._seed_hooks("payload", client_id)
         load_weights(self.model, self.weights)
         whole = self.customize_server_payload(algorithm.extract_weights())
-        return {**payload, SERVER_PAYLOAD: _copied(whole)}
+        return {**payload, SERVER_PAYLOAD: copied(whole)}
 
     def _receive(self, updates: list[Update]) -> list[Update]:
         self._seed_hooks("aggregation")
@@ -248,12 +240,27 @@ class Server(fedavg.Server):
                     f"{'None' if payloads is None else len(payloads)}: return them"
                 )
         self._received = {it.client_id: payload for it, payload in zip(updates, payloads, strict=True)}
-        return updates
+        is_changed = defines(self, "weights_received")
+        return [
+            update.with_delta({name: payload[name] - value for name, value in update.sent.items()})
+            if (is_changed or CLIENT_PAYLOAD in update.payload) and fits(payload, update.sent)
+            else update
+            for update, payload in zip(updates, payloads, strict=True)
+        ]
 
     def _aggregate(self, updates: Sequence[Update], average: Average) -> Weights:
-        if not self._overridden() and not any(CLIENT_PAYLOAD in update.payload for update in updates):
+        own = self._overridden()
+        if not defines(self, "aggregate_weights") and not defines(self._algorithm(), "compute_weight_deltas"):
+            self._check_received(updates)
+        if not own:
             return super()._aggregate(updates, average)
-        algorithm, self._average = self._algorithm(), average
+        calls: list[int] = []
+
+        def called(updates: Sequence[Update]) -> Weights:
+            calls.append(len(updates))
+            return average(updates)
+
+        algorithm, self._average = self._algorithm(), called
         load_weights(self.model, self.weights)
         baseline = algorithm.extract_weights()
         ids = {update.client_id for update in updates}
@@ -267,32 +274,28 @@ class Server(fedavg.Server):
             new = None if mean is None else algorithm.update_weights(mean)
         if new is None:
             raise ConfigError(f"{type(self).__name__}.{name}: expected weights by name, got None: return them")
+        if self.aggregator is not weighted_mean and not calls:
+            raise ConfigError(f"{own[0]}: it does not call the aggregator {self.aggregator!r}: leave that out")
         algorithm.load_weights(new)
         state = self.model.state_dict()
         return {name: state[name].detach().to(value.device, copy=True) for name, value in self.weights.items()}
 
     def _differences(self, algorithm: Algorithm, updates: Sequence[Update], baseline: Any, received: list[Any]) -> Any:
         """Return the differences from the current weights; where they are a client's own, exactly those."""
-        is_plain = not any(
-            (
-                defines(self, "weights_received"),
-                defines(algorithm, "compute_weight_deltas"),
-                defines(algorithm, "extract_weights"),
-            )
-        )
+        is_plain = not any(defines(algorithm, name) for name in ("compute_weight_deltas", "extract_weights"))
         current = shared_weights(self)
-        if is_plain and all(
-            CLIENT_PAYLOAD not in update.payload and all(update.sent.get(it) is current[it] for it in current)
-            for update in updates
-        ):
+        if is_plain and all(update.sent.get(name) is current[name] for update in updates for name in current):
             return [dict(update.delta) for update in updates]
-        for update, payload in zip(updates, received, strict=True):
+        return completed(algorithm.compute_weight_deltas(baseline, received))
+
+    def _check_received(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            payload = self._received[update.client_id]
             if not isinstance(payload, Mapping):
                 raise ConfigError(
                     f"client {update.client_id} has sent {type(payload).__name__}, and not only weights: override "
                     f"{type(self).__name__}.weights_received, which returns the weights"
                 )
-        return completed(algorithm.compute_weight_deltas(baseline, received))
 
     def _reported(self, updates: Sequence[Update]) -> Sequence[Any]:
         return self.updates
@@ -313,14 +316,3 @@ class _LoggedItems(ServerCallback):
         items = {name: value for name, value in server.get_logged_items().items() if name not in own}
         record = server.records[-1]
         server.records[-1] = replace(record, metrics={**record.metrics, **items})
-
-
-def _copied(content: Any) -> Any:
-    """Return copies of tensors in containers; the weights of a server change while others are on their way."""
-    if isinstance(content, torch.Tensor):
-        return content.detach().clone()
-    if isinstance(content, Mapping):
-        return {name: _copied(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return type(content)(_copied(value) for value in content)
-    return content
