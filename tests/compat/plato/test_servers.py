@@ -248,65 +248,81 @@ def test_logged_items_are_in_the_records_and_the_table(tmp_path: Path) -> None:
     assert float(rows[1]["comm_overhead"]) == server.comm_overhead > 0
 
 
+class Listening(fedavg.Server):
+    """Keeps the order in which its methods are called."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.heard: list[str] = []
+
+    def configure(self) -> None:
+        self.heard.append("configure")
+        super().configure()
+
+    def init_trainer(self) -> None:
+        super().init_trainer()
+        self.heard.append(f"init {type(self.algorithm).__name__}")
+
+    def training_will_start(self) -> None:
+        self.heard.append("start")
+
+    def choose_clients(self, clients_pool: Sequence[int], clients_count: int) -> Sequence[int]:
+        self.heard.append("choose")
+        return super().choose_clients(clients_pool, clients_count)
+
+    def customize_server_response(self, server_response: dict[str, Any], client_id: int) -> dict[str, Any]:
+        self.heard.append("response")
+        return {**server_response, "secret": 10 * client_id}
+
+    def customize_server_payload(self, payload: Any) -> Any:
+        self.heard.append("payload")
+        return payload
+
+    def clients_selected(self, selected_clients: Sequence[int]) -> None:
+        self.heard.append("selected")
+
+    def weights_received(self, weights_received: Any) -> Any:
+        self.heard.append("received")
+        return weights_received
+
+    async def aggregate_deltas(self, updates: Any, deltas_received: Any) -> Any:
+        self.heard.append(f"aggregate {updates[0].report.secret == 10 * updates[0].client_id}")
+        return await super().aggregate_deltas(updates, deltas_received)
+
+    def weights_aggregated(self, updates: Any) -> None:
+        self.heard.append("aggregated")
+
+    def clients_processed(self) -> None:
+        self.heard.append("processed")
+
+    async def wrap_up(self) -> None:
+        self.heard.append("wrap up")
+        await super().wrap_up()
+
+    def save_to_checkpoint(self) -> None:
+        self.heard.append("save")
+
+    def server_will_close(self) -> None:
+        self.heard.append("close")
+
+
+class Telling(simple.Client):
+    """Reports what the server has told it."""
+
+    def process_server_response(self, server_response: dict[str, Any]) -> None:
+        self.secret = server_response["secret"]
+
+    def customize_report(self, report: SimpleNamespace) -> SimpleNamespace:
+        assert self.testset is None
+        report.secret = self.secret
+        return report
+
+
 def test_the_hooks_of_a_server_are_called_in_the_order_of_a_round() -> None:
-    heard: list[str] = []
-
-    class Server(fedavg.Server):
-        def configure(self) -> None:
-            heard.append("configure")
-            super().configure()
-
-        def init_trainer(self) -> None:
-            super().init_trainer()
-            heard.append(f"init {type(self.algorithm).__name__}")
-
-        def training_will_start(self) -> None:
-            heard.append("start")
-
-        def choose_clients(self, clients_pool: Sequence[int], clients_count: int) -> Sequence[int]:
-            heard.append("choose")
-            return super().choose_clients(clients_pool, clients_count)
-
-        def customize_server_response(self, server_response: dict[str, Any], client_id: int) -> dict[str, Any]:
-            heard.append("response")
-            return {**server_response, "secret": 10 * client_id}
-
-        def customize_server_payload(self, payload: Any) -> Any:
-            heard.append("payload")
-            return payload
-
-        def clients_selected(self, selected_clients: Sequence[int]) -> None:
-            heard.append("selected")
-
-        def weights_received(self, weights_received: Any) -> Any:
-            heard.append("received")
-            return weights_received
-
-        async def aggregate_deltas(self, updates: Any, deltas_received: Any) -> Any:
-            heard.append(f"aggregate {updates[0].report.secret == 10 * updates[0].client_id}")
-            return await super().aggregate_deltas(updates, deltas_received)
-
-        def weights_aggregated(self, updates: Any) -> None:
-            heard.append("aggregated")
-
-        def clients_processed(self) -> None:
-            heard.append("processed")
-
-        def server_will_close(self) -> None:
-            heard.append("close")
-
-    class Client(simple.Client):
-        def process_server_response(self, server_response: dict[str, Any]) -> None:
-            self.secret = server_response["secret"]
-
-        def customize_report(self, report: SimpleNamespace) -> SimpleNamespace:
-            assert self.testset is None
-            report.secret = self.secret
-            return report
-
-    run(Server, Client(), rounds=1, per_round=1)
+    server = run(Listening, Telling(), rounds=1, per_round=1)
     before = ["configure", "init Algorithm", "start", "choose", "selected", "response", "payload"]
-    assert heard == [*before, "received", "aggregate True", "aggregated", "processed", "close"]
+    after = ["received", "aggregate True", "aggregated", "processed", "wrap up", "save", "close"]
+    assert server.heard == [*before, *after]
 
 
 def test_callbacks_of_the_trainer_are_the_sixth_argument_of_a_client() -> None:

@@ -129,6 +129,13 @@ class Server(fedavg.Server):
             "comm_overhead": self.comm_overhead,
         }
 
+    async def wrap_up(self) -> None:
+        """Override to act at the end of every round, after callbacks; targets end a run by themselves."""
+        self.save_to_checkpoint()
+
+    def save_to_checkpoint(self) -> None:
+        """Override to write more than the checkpoint, which `checkpoint_path` writes after every round."""
+
     def add_callbacks(self, callbacks: Iterable[Any]) -> None:
         """Add callbacks, as instances or classes."""
         self.callbacks += [as_callback(it, ServerCallback) for it in callbacks]
@@ -181,6 +188,12 @@ class Server(fedavg.Server):
         random.setstate(state)
 
     # ------------------------------------------------------------------ the steps of a round
+
+    def run(self, client: Client | None = None) -> list[RoundRecord]:
+        is_heard = defines(self, "wrap_up") or defines(self, "save_to_checkpoint")
+        if is_heard and not any(isinstance(it, _WrapUp) for it in self.callbacks):
+            self.callbacks.append(_WrapUp())
+        return super().run(client)
 
     def prepare(self, client: Client) -> None:
         client = copy.copy(client)
@@ -316,3 +329,10 @@ class _LoggedItems(ServerCallback):
         items = {name: value for name, value in server.get_logged_items().items() if name not in own}
         record = server.records[-1]
         server.records[-1] = replace(record, metrics={**record.metrics, **items})
+
+
+class _WrapUp(ServerCallback):
+    """Calls the `wrap_up` of a subclass."""
+
+    def on_clients_processed(self, server: Any) -> None:
+        completed(server.wrap_up())
