@@ -20,7 +20,7 @@ from dovetail import Epochs, Records, checkpoint, pytorch
 from dovetail.core.train import read_metrics
 from dovetail.errors import CheckpointError, ConfigError, DataError
 from dovetail.pytorch import Batch, Epoch, PyTorchCallback, Trainer
-from dovetail.pytorch.context import MissingHyperparameterError
+from dovetail.pytorch.hyperparameters import MissingHyperparameterError
 
 StepMode = pytorch.LRScheduler.StepMode
 BATCHES = -(-NUM_TRAINED // 8)

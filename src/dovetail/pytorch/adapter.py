@@ -22,10 +22,11 @@ from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, Profiler
 from dovetail.checkpoint.manifest import USER
 from dovetail.core import ExitedReason, TrainContext
-from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
-from dovetail.pytorch.callback import PyTorchCallback
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.pytorch.callback import PyTorchCallback, checked_callbacks
 from dovetail.pytorch.context import PyTorchTrialContext, section
 from dovetail.pytorch.data import DataLoader
+from dovetail.pytorch.profiling import TorchProfiler
 from dovetail.pytorch.reducer import as_scalar, described, reduce_validation
 from dovetail.pytorch.trial import PyTorchTrial, check_methods, defines, takes_index
 from dovetail.trainers import loop
@@ -162,7 +163,7 @@ class TrialTrainer(SingleProcessTrainer):
             context.precision = _OwnScaler(trial_context.scaler)
         if context.stage == "train":
             self._metrics = {}
-            self.trial_callbacks = _checked(self.trial.build_callbacks())
+            self.trial_callbacks = checked_callbacks(self.trial.build_callbacks())
             batches, name = self._origin()
             for callback in self.trial_callbacks.values():
                 callback.on_trial_startup(batches, name)
@@ -451,7 +452,7 @@ class TrialTrainer(SingleProcessTrainer):
         if self.wishes.profiles:
             made.append(Profiler((context.directory or Path()) / "profile"))
         if context.profiler_settings is not None:
-            made.append(_TorchProfiler(context))
+            made.append(TorchProfiler(context))
         return made
 
 
@@ -565,66 +566,12 @@ class _OwnScaler(Precision):
         """Leave the scale alone: the trial updates it."""
 
 
-class _TorchProfiler(Callback):
-    """A profiler of torch, as the trial has set it up."""
-
-    def __init__(self, context: PyTorchTrialContext) -> None:
-        self._context = context
-        self._profiler: Any = None
-
-    def on_train_start(self, context: TrainingContext) -> None:
-        from torch.profiler import profile, tensorboard_trace_handler
-
-        assert self._context.profiler_settings is not None
-        args, kwargs = self._context.profiler_settings
-        kwargs = {"on_trace_ready": tensorboard_trace_handler(str(self._context.get_tensorboard_path())), **kwargs}
-        self._profiler = profile(*args, **kwargs)
-        self._profiler.start()
-
-    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        self._profiler.step()
-
-    def on_train_end(self, context: TrainingContext) -> None:
-        self._stop()
-
-    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.stop()
-
-
 def _searcher_metric(config: Mapping[str, Any]) -> dict[str, Any]:
     searcher = section(config, "searcher")
     if "metric" not in searcher:
         return {}
     mode = "min" if searcher.get("smaller_is_better", True) else "max"
     return {"best_metric": f"valid_{searcher['metric']}", "best_mode": mode}
-
-
-def _checked(callbacks: Any) -> dict[str, PyTorchCallback]:
-    if not isinstance(callbacks, Mapping) or not all(isinstance(it, PyTorchCallback) for it in callbacks.values()):
-        raise ConfigError(f"build_callbacks: expected PyTorchCallback objects by name, got {callbacks!r}")
-    hooks = [name for name in vars(PyTorchCallback) if not name.startswith("_")]
-    for callback in callbacks.values():
-        kind = type(callback)
-        for name in dir(kind):
-            if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
-                raise UnknownNameError(f"hook of {kind.__name__}, a PyTorchCallback,", name, hooks, _HOOKS)
-    return dict(callbacks)
-
-
-# What other versions of Determined and other libraries call them.
-_HOOKS = {
-    "on_checkpoint_end": "on_checkpoint_write_end",
-    "on_train_epoch_start": "on_training_epoch_start",
-    "on_train_epoch_end": "on_training_epoch_end",
-    "on_train_start": "on_training_start",
-    "on_train_end": "on_trial_shutdown",
-    "on_fit_end": "on_trial_shutdown",
-}
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.errors import ConfigError, UnknownNameError
+
 
 class PyTorchCallback:
     """Watches a trial. Override the hooks you need; they are listed in the order in which they are called.
@@ -79,3 +81,27 @@ class PyTorchCallback:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+
+def checked_callbacks(callbacks: Any) -> dict[str, PyTorchCallback]:
+    """Return what `build_callbacks` has returned; raise if it is something else, or has a hook that nothing calls."""
+    if not isinstance(callbacks, Mapping) or not all(isinstance(it, PyTorchCallback) for it in callbacks.values()):
+        raise ConfigError(f"build_callbacks: expected PyTorchCallback objects by name, got {callbacks!r}")
+    hooks = [name for name in vars(PyTorchCallback) if not name.startswith("_")]
+    for callback in callbacks.values():
+        kind = type(callback)
+        for name in dir(kind):
+            if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
+                raise UnknownNameError(f"hook of {kind.__name__}, a PyTorchCallback,", name, hooks, _HOOKS)
+    return dict(callbacks)
+
+
+# What other versions of Determined and other libraries call them.
+_HOOKS = {
+    "on_checkpoint_end": "on_checkpoint_write_end",
+    "on_train_epoch_start": "on_training_epoch_start",
+    "on_train_epoch_end": "on_training_epoch_end",
+    "on_train_start": "on_training_start",
+    "on_train_end": "on_trial_shutdown",
+    "on_fit_end": "on_trial_shutdown",
+}

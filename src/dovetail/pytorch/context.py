@@ -16,9 +16,10 @@ from dovetail.config import hyperparameters, locate
 from dovetail.core import DistributedContext, storage_directory
 from dovetail.core.distributed import local_device
 from dovetail.data import to_device
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TrialInfo, get_cluster_info, note_hparams_read, unnoticed_hparams
+from dovetail.pytorch.hyperparameters import Hyperparameters, TrainingView, filled
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.trainers.randomness import seed_everything
@@ -77,7 +78,7 @@ def init(
     if hparams is None:
         hparams = {} if info is not None and exp_conf is None else hyperparameters(config)
     if info is not None:
-        hparams = _filled(unnoticed_hparams(info), hparams)
+        hparams = filled(unnoticed_hparams(info), hparams)
     if seed is None:
         seed = info.trial_seed if info is not None else None
     if seed is None:
@@ -544,53 +545,6 @@ class Experimental:
     def configure_apex_amp(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: Apex is no longer maintained."""
         raise ConfigError("configure_apex_amp: Apex is not supported; call context.experimental.use_amp() instead")
-
-
-class TrainingView:
-    """What a training script asks for first, as `context.training`."""
-
-    def __init__(self, context: PyTorchTrialContext) -> None:
-        self._context = context
-
-    @property
-    def hparams(self) -> Hyperparameters:
-        """Hyperparameters by name."""
-        return self._context.hparams
-
-
-class MissingHyperparameterError(UnknownNameError, KeyError):
-    """A trial asks for a hyperparameter that nobody gave."""
-
-    __str__ = Exception.__str__
-
-
-class Hyperparameters(dict[str, Any]):
-    """A dictionary whose missing keys are explained.
-
-    Example:
-        >>> Hyperparameters(learning_rate=0.1)["learning_rat"]
-        Traceback (most recent call last):
-        ...
-        dovetail.pytorch.context.MissingHyperparameterError: ...
-    """
-
-    def __missing__(self, name: str) -> Any:
-        error = MissingHyperparameterError("hyperparameter", str(name), self)
-        error.args = (
-            f"{error.args[0]}; give it by init(hparams={{{name!r}: …}}), by --hparam {name}=… of dovetail.launch, or "
-            "in the hyperparameters of the configuration",
-        )
-        raise error
-
-
-def _filled(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with those of the defaults that they lack, also inside mappings of both."""
-    nested = {
-        name: _filled(value, defaults[name])
-        for name, value in hparams.items()
-        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping)
-    }
-    return {**defaults, **hparams, **nested}
 
 
 def _checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: Mapping[str, Any]) -> Path | None:
