@@ -517,6 +517,10 @@ class PyTorchTrialContext:
         return self._training
 
 
+TrialContext = PyTorchTrialContext
+"""The name that trials annotate with, whatever their framework is."""
+
+
 class Experimental:
     """Switches of a trial, as `context.experimental`."""
 
