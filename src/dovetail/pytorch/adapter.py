@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import warnings
 import weakref
@@ -431,7 +432,7 @@ class TrialTrainer(SingleProcessTrainer):
             source = store.latest(saver.directory) if saver is not None and saver.directory.is_dir() else None
         if source is None:
             return self.context.progress.batches, None
-        return store.inspect(source).step or 0, source.name
+        return store.inspect(source).step or 0, os.path.abspath(source)
 
     def _view(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state by the names that callbacks of trials know."""
@@ -506,8 +507,9 @@ class _Workload(Callback):
             callback.on_checkpoint_write_end(str(own))
         if not any(own.iterdir()):
             own.rmdir()
-        for callback in callbacks:
-            callback.on_checkpoint_upload_end(path.name)
+        if not self._is_followed(context, path):
+            for callback in callbacks:
+                callback.on_checkpoint_upload_end(os.path.abspath(path))
 
     @property
     def is_between_reports(self) -> bool:
@@ -525,6 +527,13 @@ class _Workload(Callback):
         if is_over or any(unit.due(self._before, now) for unit in self._with_epoch):
             self._end(context)
             self._before = now
+
+    def _is_followed(self, context: TrainingContext, path: Path) -> bool:
+        """Whether a checkpoint is the best one, and a periodic one of the same batch is written next."""
+        run = context.run
+        if run.plan is None or run.saver is None or path != run.saver.best_path:
+            return False
+        return run.saver.owes or run.stop_reason is not None or run.plan.max_length.reached(context.progress)
 
     def _begin(self, context: TrainingContext) -> None:
         self._before = context.progress.copy()

@@ -24,7 +24,7 @@ class PyTorchCallback:
 
         Args:
             first_batch_idx: Batches that were trained before.
-            checkpoint_uuid: The name of the checkpoint that training goes on from, or None.
+            checkpoint_uuid: The path of the checkpoint that training resumes from, or None.
         """
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
@@ -70,7 +70,15 @@ class PyTorchCallback:
         """
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
-        """After a checkpoint is where it belongs, with its name."""
+        """After a checkpoint is where it belongs.
+
+        It is called once for each batch that a checkpoint belongs to, even if that is written twice, as the periodic
+        and as the best one.
+
+        Args:
+            uuid: The path of the checkpoint, which `fit(latest_checkpoint=…)` accepts. The best one has the same path
+                each time, if no other is written at its batch.
+        """
 
     def on_trial_shutdown(self) -> None:
         """Once, at the very end, whether or not training failed."""
