@@ -24,7 +24,7 @@ from dovetail.callbacks import Callback, Profiler
 from dovetail.checkpoint.manifest import USER
 from dovetail.core import ExitedReason, TrainContext
 from dovetail.errors import CheckpointError, ConfigError
-from dovetail.pytorch.callback import PyTorchCallback, checked_callbacks
+from dovetail.pytorch.callback import PyTorchCallback, checked_callbacks, start_epoch
 from dovetail.pytorch.context import PyTorchTrialContext, section
 from dovetail.pytorch.data import DataLoader
 from dovetail.pytorch.profiling import TorchProfiler
@@ -241,7 +241,7 @@ class TrialTrainer(SingleProcessTrainer):
         epoch = context.progress.epoch
         if context.progress.batch == 0:
             for callback in callbacks:
-                callback.on_training_epoch_start(epoch)
+                start_epoch(callback, epoch)
         means = super().train_epoch()
         if not context.run.interrupted:
             for bound in context.schedulers:
@@ -291,7 +291,10 @@ class TrialTrainer(SingleProcessTrainer):
         return {name: float(value) for name, value in metrics.items() if _is_number(value)}
 
     def to_device(self, batch: Any) -> Any:
-        return super().to_device(batch) if self.trial_context.experimental.moves_batches else batch
+        if not self.trial_context.experimental.moves_batches:
+            return batch
+        # Arrays, and objects with a method `to`, are moved for trials alone.
+        return self.trial_context.to_device(super().to_device(batch))
 
     def batch_length(self, batch: Any) -> int:
         """Return the number of samples that the trial counts in a batch."""
@@ -299,6 +302,7 @@ class TrialTrainer(SingleProcessTrainer):
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         progress = self.context.progress
+        self.trial_context.apply_early_stop()
         if self.context.run.batch.is_idle:
             with self.trial_context.reducers.set_aside():
                 output = self.trial.train_batch(batch, progress.epoch, progress.batches)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,7 +103,23 @@ def checked_callbacks(callbacks: Any) -> dict[str, PyTorchCallback]:
         for name in dir(kind):
             if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
                 raise UnknownNameError(f"hook of {kind.__name__}, a PyTorchCallback,", name, hooks, _HOOKS)
+        if not _takes_epoch(callback):
+            warnings.warn(
+                f"{kind.__name__}.on_training_epoch_start() without parameters is deprecated: add epoch_idx",
+                FutureWarning,
+                stacklevel=2,
+            )
     return dict(callbacks)
+
+
+def start_epoch(callback: PyTorchCallback, epoch: int) -> None:
+    """Call `on_training_epoch_start`, also one from before it had a parameter."""
+    hook: Any = callback.on_training_epoch_start
+    hook(*[epoch] * _takes_epoch(callback))
+
+
+def _takes_epoch(callback: PyTorchCallback) -> bool:
+    return bool(inspect.signature(callback.on_training_epoch_start).parameters)
 
 
 # What other versions of Determined and other libraries call them.
