@@ -52,11 +52,10 @@ def test_scripts_of_determined_find_what_they_ask_for() -> None:
     assert (INFO.task_type, TrialInfo(trial_id=1).task_type) == ("COMMAND", "TRIAL")
 
 
-def test_what_only_a_master_knows_is_refused_in_a_sentence() -> None:
-    with pytest.raises(AttributeError, match="the info of a trial has no 'session_token': there is no master"):
-        INFO.session_token  # noqa: B018
-    with pytest.raises(AttributeError, match=r"the info of a trial has no 'hparam'$"):
-        INFO.hparam  # noqa: B018
+@pytest.mark.parametrize(("name", "sentence"), [("session_token", ": there is no master and no agent"), ("hparam", "")])
+def test_what_only_a_master_knows_is_refused_in_a_sentence(name: str, sentence: str) -> None:
+    with pytest.raises(AttributeError, match=f"the info of a trial has no '{name}'{sentence}$"):
+        getattr(INFO, name)
 
 
 def test_hyperparameters_that_are_not_json_are_refused(path: Path) -> None:

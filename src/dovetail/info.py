@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.errors import ConfigError, UnknownNameError
 
@@ -86,9 +86,11 @@ class TrialInfo:
             note_hparams_read()
         return super().__getattribute__(name)
 
-    def __getattr__(self, name: str) -> Any:
-        instead = ": there is no master and no agent" if name in _OF_A_MASTER else ""
-        raise AttributeError(f"the info of a trial has no {name!r}{instead}")
+    if not TYPE_CHECKING:
+        # Type checkers would accept any name.
+        def __getattr__(self, name: str) -> Any:
+            instead = ": there is no master and no agent" if name in _OF_A_MASTER else ""
+            raise AttributeError(f"the info of a trial has no {name!r}{instead}")
 
     @property
     def trial(self) -> TrialInfo:

@@ -83,9 +83,11 @@ def test_a_process_in_no_group_is_told_how_to_get_into_one() -> None:
 
 def test_other_launchers_are_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"from_horovod: expected processes that torch starts; use .*from_torch"):
-        DistributedContext.from_horovod(os)
+        DistributedContext.from_horovod(os, chief_ip="10.0.0.1")
     with pytest.raises(ConfigError, match="from_deepspeed: expected processes that torch starts"):
-        DistributedContext.from_deepspeed()
+        DistributedContext.from_deepspeed(chief_ip="10.0.0.1")
+    with pytest.raises(ConfigError, match="from_tf_config: expected processes that torch starts"):
+        DistributedContext.from_tf_config()
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "size": 2}, {"local_rank": -1}, {"cross_rank": 1}])

@@ -99,14 +99,19 @@ class DistributedContext:
         return cls.from_torch_distributed() if is_launched() else cls()
 
     @classmethod
-    def from_horovod(cls, hvd: object, *_: object) -> NoReturn:
+    def from_horovod(cls, hvd: object, chief_ip: str | None = None) -> NoReturn:
         """Refuse: Horovod is not used here."""
         raise ConfigError(f"from_horovod: {_INSTEAD}")
 
     @classmethod
-    def from_deepspeed(cls, *_: object) -> NoReturn:
+    def from_deepspeed(cls, chief_ip: str | None = None) -> NoReturn:
         """Refuse: DeepSpeed's launcher is not used here."""
         raise ConfigError(f"from_deepspeed: {_INSTEAD}")
+
+    @classmethod
+    def from_tf_config(cls) -> NoReturn:
+        """Refuse: TensorFlow is not used here."""
+        raise ConfigError(f"from_tf_config: {_INSTEAD}")
 
     @property
     def is_chief(self) -> bool:
