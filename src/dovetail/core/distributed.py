@@ -110,7 +110,7 @@ class DistributedContext:
 
     @classmethod
     def from_tf_config(cls) -> NoReturn:
-        """Refuse: TensorFlow is not used here."""
+        """Raise: TensorFlow is not used here."""
         raise ConfigError(f"from_tf_config: {_INSTEAD}")
 
     @property

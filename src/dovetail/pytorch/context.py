@@ -308,7 +308,7 @@ class PyTorchTrialContext:
         return scaler
 
     def configure_apex_amp(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: Apex is no longer maintained, and torch has mixed precision of its own."""
+        """Raise: Apex is no longer maintained; torch itself has mixed precision."""
         raise ConfigError(
             "configure_apex_amp: Apex is not supported; call context.experimental.use_amp(), or wrap_scaler with a "
             "scaler of torch"

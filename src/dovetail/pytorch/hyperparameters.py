@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MissingHyperparameterError(UnknownNameError, KeyError):
-    """A trial asks for a hyperparameter that nobody gave."""
+    """A hyperparameter that a trial reads is missing."""
 
     __str__ = Exception.__str__
 
