@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -167,8 +167,10 @@ class AsyncHalving(StoppingRule):
     def _enter(self, number: int, trial: _Trial, value: float) -> tuple[int, int]:
         """Insert a value into the next rung of a trial; return its position there and the number of values."""
         rung = self._rungs[trial.bracket][trial.rung]
-        # Of equal values the older is the better.
-        position = bisect_right(rung, value, key=lambda entry: entry[0])
+        # Of equal values the newer is the better, as in Determined. A failed trial, or a metric that is no number, is
+        # behind all others: otherwise a trial with NaN would continue wherever others have failed.
+        place = bisect_right if value >= WORST else bisect_left
+        position = place(rung, value, key=lambda entry: entry[0])
         rung.insert(position, [value, number])
         return position, len(rung)
 
