@@ -117,6 +117,13 @@ def test_a_configuration_without_hyperparameters_is_that_of_a_job(folder: Path) 
     assert (found["info"]["kind"], found["info"]["user_data"]) == ("job", {"trial_id": 777})
 
 
+def test_no_slots_are_one_process_without_graphics_cards(folder: Path) -> None:
+    (folder / "none.yaml").write_text("resources: {slots_per_trial: 0}\n")
+    (folder / "cards.py").write_text("import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))")
+    done = launch(folder, "--config", "none.yaml", "cards.py")
+    assert (done.returncode, done.stdout) == (0, "''\n")
+
+
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("import sys; sys.exit(7)", 7), ("raise SystemExit", 0)])
 def test_the_exit_code_is_the_scripts(folder: Path, end: str, code: int) -> None:
     (folder / "end.py").write_text(end)

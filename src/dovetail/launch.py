@@ -27,7 +27,7 @@ from typing import Any
 from dovetail.config import hyperparameters, load_config, locate, parse_scalar
 from dovetail.errors import ConfigError, DovetailError, UnknownNameError
 from dovetail.info import VARIABLE, TrialInfo, write_info
-from dovetail.runtime.cores import threads_per_process
+from dovetail.runtime.cores import NO_CARDS, threads_per_process
 
 __all__ = ["main"]
 
@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _config(wishes.config)
         hparams = _hparams(config, wishes.hparam)
         slots = wishes.slots or _slots(config)
+        if slots == 0:
+            os.environ.update(NO_CARDS)
+            slots = 1
     except DovetailError as error:
         print(f"dovetail.launch: {error}", file=sys.stderr)
         return 2
@@ -147,8 +150,8 @@ def _slots(config: Mapping[str, Any]) -> int:
     # A trial says `slots_per_trial`, a job `slots`.
     key = "slots_per_trial" if "slots_per_trial" in wanted else "slots"
     slots = wanted.get(key, 1)
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ConfigError(f"{locate(config, 'resources', key)}: expected a whole number from 1 on, got {slots!r}")
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
+        raise ConfigError(f"{locate(config, 'resources', key)}: expected a whole number from 0 on, got {slots!r}")
     return slots
 
 

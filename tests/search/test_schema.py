@@ -329,11 +329,11 @@ searcher:
   metric: loss
   max_trials: many
 resources:
-  slots_per_trial: 0
+  slots_per_trial: -1
 """
     assert [problem.split(" (known")[0] for problem in refusals(text)] == [
         "experiment.yaml:1:1: entrypiont: unknown key: did you mean 'entrypoint'?",
-        "experiment.yaml:9:3: resources.slots_per_trial: expected a whole number from 1 to 4096, got 0",
+        "experiment.yaml:9:3: resources.slots_per_trial: expected a whole number from 0 to 4096, got -1",
         "experiment.yaml:3:3: hyperparameters.lr.maxval: missing",
         "experiment.yaml:7:3: searcher.max_trials: expected a whole number of at least 1, got 'many'",
         "experiment.yaml:1:1: entrypoint: missing: the command of a trial, such as python3 train.py",
@@ -391,6 +391,14 @@ def test_both_spellings_of_the_command_are_one_too_many() -> None:
     text = "{entrypoint: a b, entrypoint_script: a b, searcher: {name: single, metric: loss}}"
     (problem,) = refusals(text)
     assert problem.startswith("experiment.yaml:1:19: entrypoint_script: the same as entrypoint")
+
+
+@pytest.mark.parametrize("key", ["slots_per_trial", "slots"])
+def test_no_slots_are_one_process_without_graphics_cards(key: str) -> None:
+    config = read(f"{{entrypoint: a b, resources: {{{key}: 0}}, searcher: {{name: single, metric: loss}}}}")
+    assert (config.slots, config.environment) == (1, {"CUDA_VISIBLE_DEVICES": ""})
+    one = read(f"{{entrypoint: a b, resources: {{{key}: 1}}, searcher: {{name: single, metric: loss}}}}")
+    assert (one.slots, one.environment) == (1, {})
 
 
 def test_a_grid_without_a_count_is_told_at_the_range() -> None:

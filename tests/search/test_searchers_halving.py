@@ -39,6 +39,20 @@ def test_logarithms_are_exact() -> None:
     assert adaptive_brackets(125, 125, mode="aggressive", divisor=5) == [(4, 125, 16)]
 
 
+@pytest.mark.parametrize(
+    ("mode", "brackets"),
+    [
+        ("aggressive", [(4, 64, 64)]),
+        ("standard", [(4, 45, 5), (3, 14, 5), (2, 5, 5)]),
+        ("conservative", [(4, 43, 4), (3, 14, 4), (2, 5, 4), (1, 2, 4)]),
+    ],
+)
+def test_brackets_without_a_limit_run_as_many_trials_as_in_determined(
+    mode: Any, brackets: list[tuple[int, int, int]]
+) -> None:
+    assert adaptive_brackets(64, 100, mode=mode, max_concurrent_trials=0) == brackets
+
+
 def test_brackets_may_be_named() -> None:
     assert [bracket.num_rungs for bracket in adaptive_brackets(64, 100, bracket_rungs=[2, 4])] == [4, 2]
 

@@ -29,6 +29,7 @@ from dovetail.checks import (
 )
 from dovetail.config import Config, load_config
 from dovetail.errors import ConfigError
+from dovetail.runtime.cores import NO_CARDS
 from dovetail.search.searchers.base import SearcherConfig
 from dovetail.search.searchers.registry import IGNORED as _IGNORED_BY_SEARCHERS
 from dovetail.search.searchers.registry import read_searcher, searchers, unit_name
@@ -72,7 +73,7 @@ class ExperimentConfig:
         labels: For people.
         project: For people.
         workspace: For people.
-        slots: Processes of a trial.
+        slots: Processes of a trial. `slots_per_trial: 0` is one process that sees no graphics card.
         cluster: `ray`, `local` or an address such as `ray://host:10001`; None is this machine, without a cluster.
         max_restarts: How often a trial that fails is started again.
         min_validation_period: How often trials validate; 0 is as the script says.
@@ -244,8 +245,8 @@ _TRIAL_KEYS: dict[str, Key] = {
 
 _SECTIONS: dict[str, dict[str, Key]] = {
     "resources": {
-        "slots_per_trial": Key(whole(1, 4096), None),
-        "slots": Key(whole(1, 4096), None),
+        "slots_per_trial": Key(whole(0, 4096), None),
+        "slots": Key(whole(0, 4096), None),
         "cluster": Key(text, None),
     },
     "reproducibility": {"experiment_seed": Key(whole(0, 2**32 - 1), 0)},
@@ -327,17 +328,18 @@ class _Reader:
         }
         name = top["name"] or default_name
         searcher = SearcherConfig("single", "") if self._is_job else self._searcher(top)
+        slots = self._slots(within["resources"])
         units = {"max_length": searcher.max_length, **{key: top.get(key) for key in _PERIODS}}
         return ExperimentConfig(
             name=name,
             entrypoint=self._entrypoint(top),
             searcher=searcher,
             hyperparameters=top.get("hyperparameters", {}),
-            slots=self._slots(within["resources"]),
+            slots=max(slots, 1),
             cluster=within["resources"]["cluster"],
             checkpoint_storage=self._storage(top.get("checkpoint_storage", {})),
             seed=within["reproducibility"]["experiment_seed"],
-            environment=within["environment"]["environment_variables"],
+            environment=({} if slots else NO_CARDS) | within["environment"]["environment_variables"],
             profiling=within.get("profiling", {}).get("enabled", False),
             raw=self._raw(name, units, within),
             **{name: top[name] for name in _PLAIN if name in top},
@@ -365,7 +367,8 @@ class _Reader:
         per_trial, slots = resources["slots_per_trial"], resources["slots"]
         if per_trial is not None and slots is not None:
             self._problems.add(("resources", "slots"), "the same as slots_per_trial: expected one of them, got both")
-        return per_trial or slots or 1
+        given = per_trial if per_trial is not None else slots
+        return 1 if given is None else int(given)
 
     def _searcher(self, top: Mapping[str, Any]) -> SearcherConfig:
         found: list[Problem] = []

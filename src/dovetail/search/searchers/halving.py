@@ -53,7 +53,8 @@ def adaptive_brackets(
         mode: From one bracket of many rungs (`aggressive`) to brackets of every number of rungs.
         divisor: One of so many trials continues.
         max_rungs: At most.
-        max_concurrent_trials: Of all brackets.
+        max_concurrent_trials: Of all brackets; 0 gives each bracket as many as the last one has trials, and at least
+            `divisor`, as in Determined.
         bracket_rungs: The numbers of rungs, in place of those that the mode means.
 
     Example:
@@ -70,6 +71,8 @@ def adaptive_brackets(
     while sum(trials) > max_trials:
         trials[trials.index(max(trials))] -= 1
     share, rest = divmod(max_concurrent_trials, len(rungs))
+    if max_concurrent_trials == 0:
+        share = max(trials[-1], divisor)
     return [
         Bracket(count, number, max(share + (index < rest), 1))
         for index, (count, number) in enumerate(zip(rungs, trials, strict=True))

@@ -179,7 +179,7 @@ def _sampled(sampler: Callable[[SearcherConfig, Space, int], Sampler]) -> Make:
     """Return how to make a searcher whose trials all train to their end."""
 
     def make(config: SearcherConfig, space: Space, seed: int) -> Searcher:
-        return Composed(sampler(config, space, seed), NeverStop(), **_bounds(config))
+        return Composed(sampler(config, space, seed), NeverStop(), **_bounds(config, config.options["max_trials"]))
 
     return make
 
@@ -190,8 +190,10 @@ def _halved(brackets: Callable[[Mapping[str, Any]], list[Bracket]]) -> Make:
     def make(config: SearcherConfig, space: Space, seed: int) -> Searcher:
         options = config.options
         sampler = {"random": _random, "tpe": _tpe}[options["sampler"]](config, space, seed)
-        rule = AsyncHalving(brackets(options), options["max_time"], options["divisor"])
-        return Composed(sampler, rule, **_bounds(config))
+        made = brackets(options)
+        rule = AsyncHalving(made, options["max_time"], options["divisor"])
+        together = sum(bracket.max_concurrent_trials for bracket in made)
+        return Composed(sampler, rule, **_bounds(config, together))
 
     return make
 
@@ -202,7 +204,7 @@ def _single(config: SearcherConfig, space: Space, seed: int) -> Searcher:
 
 def _grid(config: SearcherConfig, space: Space, seed: int) -> Searcher:
     sampler = GridSampler(space)
-    bounds = {**_bounds(config), "max_trials": len(sampler)}
+    bounds = {**_bounds(config, len(sampler)), "max_trials": len(sampler)}
     return Composed(sampler, NeverStop(), **bounds, replaces_invalid=False)
 
 
@@ -210,14 +212,17 @@ def _pbt(config: SearcherConfig, space: Space, seed: int) -> Searcher:
     return PopulationBasedTraining(space, seed, smaller_is_better=config.smaller_is_better, **config.options)
 
 
-def _bounds(config: SearcherConfig) -> dict[str, Any]:
-    """Return the arguments of every composed searcher."""
+def _bounds(config: SearcherConfig, unlimited: int) -> dict[str, Any]:
+    """Return the arguments of every composed searcher; `max_concurrent_trials: 0` means the number `unlimited`."""
     named = {name: config.options[name] for name in ("max_trials", "max_concurrent_trials") if name in config.options}
+    named["max_concurrent_trials"] = named.get("max_concurrent_trials") or unlimited
     return {**named, "smaller_is_better": config.smaller_is_better}
 
 
 def _one_bracket(options: Mapping[str, Any]) -> list[Bracket]:
-    return [Bracket(options["num_rungs"], options["max_trials"], options["max_concurrent_trials"])]
+    # Without a limit as many as are needed for one of them to come to the last rung, as in Determined.
+    enough = min(options["divisor"] ** (options["num_rungs"] - 1), options["max_trials"])
+    return [Bracket(options["num_rungs"], options["max_trials"], options["max_concurrent_trials"] or enough)]
 
 
 def _adaptive(options: Mapping[str, Any]) -> list[Bracket]:
@@ -238,7 +243,7 @@ def _cma_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
         )
 
 
-_CONCURRENT = {"max_concurrent_trials": Key(whole(1), 16)}
+_CONCURRENT = {"max_concurrent_trials": Key(whole(0), 16)}
 _TRIALS = {"max_trials": Key(whole(1), hint="how many trials to run"), **_CONCURRENT}
 _STARTUP = {"num_startup_trials": Key(whole(1), 10)}
 _TIME = {"max_time": Key(whole(1), None), "time_metric": Key(text, None)}
@@ -263,7 +268,7 @@ _HYPERBAND = {**_TRIALS, **_TIME, "divisor": Key(_DIVISOR, 3), **_SAMPLER, "max_
 _PBT = {
     **_TIME,
     "max_trials": Key(whole(1), None),
-    "max_concurrent_trials": Key(whole(1), None),
+    "max_concurrent_trials": Key(whole(0), None),
     "population_size": Key(whole(2, _LARGEST), 16),
     "num_rounds": Key(whole(1, 10_000), 10),
     "truncate_fraction": Key(number(0, 0.5), 0.2),
