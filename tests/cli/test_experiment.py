@@ -167,8 +167,9 @@ def test_json_has_stable_keys_and_iso_times(run: Any, finished: Any) -> None:
     _, out, _ = run("experiment", "list", "--home", finished.home, "--json")
     (found,) = json.loads(out)
     assert list(found) == [
-        *("id", "name", "state", "is_running", "reason", "searcher", "metric", "smaller_is_better", "num_trials"),
-        *("best_trial", "best_trial_id", "best", "created", "ended", "directory", "warnings"),
+        *("id", "name", "state", "is_running", "reason", "searcher", "metric", "is_first_metric"),
+        *("smaller_is_better", "num_trials", "best_trial", "best_trial_id", "best"),
+        *("created", "ended", "directory", "warnings"),
     ]
     assert datetime.fromisoformat(found["created"]).utcoffset() is not None
     assert (found["num_trials"], found["best"], found["best_trial_id"]) == (4, 0.25, 1)
@@ -310,6 +311,21 @@ def test_best_as_yaml_is_a_configuration_that_runs_that_trial(run: Any, finished
     assert (config.searcher.name, config.searcher.metric) == ("single", "validation_loss")
     assert config.hyperparameters == {"learning_rate": 0.25, "width": 2, "batch_size": 8}
     assert load_config(tmp_path / "best.yaml")["entrypoint"] == "python3 train.py"
+
+
+def test_every_view_says_that_the_metric_is_the_first_reported_one(run: Any, project: Any) -> None:
+    project.config.write_text(project.config.read_text().replace(", metric: validation_loss", ""))
+    label = "validation_loss (first reported, smaller is better)"
+    home = ("--home", project.home)
+    code, out, _ = run("experiment", "create", project.config, project.code, *home)
+    assert code == 0
+    assert f"· best {label} 0.25 (trial 0, id 1)" in out.splitlines()[-1]
+    # Tables break long cells into lines.
+    assert "reported" in run("experiment", "list", *home)[1]
+    for words in (("experiment", "describe", 1), ("experiment", "best", 1), ("trial", "describe", 1)):
+        assert label in " ".join(run(*words, *home)[1].split()), words
+        found = json.loads(run(*words, "--json", *home)[1])
+        assert (found["metric"], found["is_first_metric"]) == ("validation_loss", True)
 
 
 def test_report_names_the_files_that_it_writes(run: Any, finished: Any, tmp_path: Path) -> None:

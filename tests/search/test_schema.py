@@ -208,15 +208,17 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         read_experiment(tmp_path / "none.yaml")
 
 
-def test_the_grid_of_the_seed_lacks_a_metric() -> None:
-    assert refusals(GRID) == [
+def test_a_searcher_that_compares_trials_needs_a_metric() -> None:
+    assert refusals(GRID, "searcher.name=tpe", "searcher.max_trials=4") == [
         "experiment.yaml:7:1: searcher.metric: missing: the validation metric that trials are compared by, such as "
         "validation_loss"
     ]
 
 
-def test_the_grid_of_the_seed_runs_with_a_metric() -> None:
-    config = read(GRID, "searcher.metric=loss")
+@pytest.mark.parametrize(("overrides", "metric"), [((), ""), (("searcher.metric=loss",), "loss")])
+def test_the_grid_of_the_seed_is_read_as_printed(overrides: tuple[str, ...], metric: str) -> None:
+    config = read(GRID, *overrides)
+    assert config.searcher.metric == metric
     searcher = make_searcher(config.searcher, Space(config.hyperparameters), config.seed)
     sizes = [searcher.suggest(STUDY, number) for number in range(4)]
     assert [size and size.params for size in sizes] == [{"global_batch_size": size} for size in (16, 32, 64)] + [None]

@@ -313,9 +313,16 @@ def refusals(**section: Any) -> list[str]:
 
 
 def test_a_missing_metric_is_explained() -> None:
-    assert refusals(name="grid") == [
+    assert refusals(name="tpe", max_trials=4) == [
         "searcher.metric: missing: the validation metric that trials are compared by, such as validation_loss"
     ]
+
+
+@pytest.mark.parametrize("name", ["single", "grid", "random"])
+def test_a_searcher_that_compares_no_trials_needs_no_metric(name: str) -> None:
+    options = {} if name != "random" else {"max_trials": 2}
+    assert read_searcher({"name": name, **options}).metric == ""
+    assert refusals(name=name, metric=3, **options) == ["searcher.metric: expected text, got 3"]
 
 
 def test_an_unknown_searcher_gets_the_nearest_name() -> None:

@@ -26,6 +26,7 @@ from dovetail.cli.output import (
     describe_trial,
     hparams_text,
     make_table,
+    metric_fields,
     moment,
     open_store,
     print_facts,
@@ -92,7 +93,6 @@ def create(
 @app.command("list")
 def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
     """List all experiments, the oldest first."""
-    from dovetail.search.charts import shown
     from dovetail.search.records import ExperimentError
     from dovetail.search.report import duration
 
@@ -108,7 +108,7 @@ def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) ->
             record.name,
             state_text(record),
             str(len(record.trials)),
-            shown(record.best_trial and record.best_trial.best),
+            _best_cell(record),
             moment(record.created),
             str(duration(record.created, record.ended)),
         )
@@ -245,11 +245,11 @@ def best(
     if as_yaml:
         return print(to_yaml(config), end="")
     if as_json:
-        return print_json({**describe_trial(trial), "metric": record.metric, "checkpoint": checkpoint})
+        return print_json({**describe_trial(trial), **metric_fields(record), "checkpoint": checkpoint})
     return print_facts(
         {
             "trial": f"{trial.number} (id {trial.id})",
-            record.metric: f"{shown(trial.best)} after {counted(trial.best_at, 'batch', 'batches')}",
+            record.metric_label: f"{shown(trial.best)} after {counted(trial.best_at, 'batch', 'batches')}",
             "hyperparameters": hparams_text(trial.hparams),
             "checkpoint": "none" if checkpoint is None else str(checkpoint),
         }
@@ -276,6 +276,14 @@ def report(
         print(path)
     if len(written) == 1 and any(trial.values for trial in record.trials):
         print("images need matplotlib: pip install 'dovetail[plot]'", file=sys.stderr)
+
+
+def _best_cell(record: ExperimentRecord) -> str:
+    from dovetail.search.charts import shown
+
+    best = shown(record.best_trial and record.best_trial.best)
+    # The file names no metric: the name says which one it is.
+    return f"{best} {record.metric_label}" if record.first_metric and record.best_trial else best
 
 
 def _run(store: Store, record: ExperimentRecord, follow: bool) -> None:

@@ -29,6 +29,7 @@ class SearcherKind:
         make: Returns the searcher for a configuration, a space and a seed.
         options: The keys of the section `searcher` besides those of every searcher.
         problems: Says what is wrong with a configuration that no option says alone, by the keys from the top.
+        compares: Whether the searcher compares trials, so that the configuration must name the metric.
 
     Example:
         >>> def few(config, space, seed):
@@ -41,6 +42,7 @@ class SearcherKind:
     make: Make
     options: Mapping[str, Key] = field(default_factory=dict)
     problems: Callable[[SearcherConfig, Space], Iterator[Problem]] = lambda config, space: iter(())
+    compares: bool = True
 
 
 def make_searcher(config: SearcherConfig, space: Space, seed: int) -> Searcher:
@@ -86,7 +88,7 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
     kind = searchers.get(name) if isinstance(name, str) and name in searchers.names() else None
     if kind is not None:
         options = kind.options
-        keys = {**COMMON, **options}
+        keys = {**COMMON, **options} | ({} if kind.compares else {"metric": Key(text, "")})
     else:
         # Without a known searcher only the names of its options are checked.
         options = {
@@ -279,9 +281,9 @@ _PBT = {
 
 def _built_in() -> dict[str, SearcherKind]:
     return {
-        "single": SearcherKind(_single),
-        "grid": SearcherKind(_grid, _CONCURRENT, lambda config, space: space.grid_problems()),
-        "random": SearcherKind(_sampled(_random), _TRIALS),
+        "single": SearcherKind(_single, compares=False),
+        "grid": SearcherKind(_grid, _CONCURRENT, lambda config, space: space.grid_problems(), compares=False),
+        "random": SearcherKind(_sampled(_random), _TRIALS, compares=False),
         "tpe": SearcherKind(_sampled(_tpe), {**_TRIALS, **_STARTUP}),
         "gp": SearcherKind(_sampled(_gp), {**_TRIALS, **_STARTUP}),
         "cmaes": SearcherKind(_sampled(_cma), _CMA, _cma_problems),
