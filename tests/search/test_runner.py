@@ -958,6 +958,12 @@ def test_what_a_trial_did_while_nobody_watched_is_learnt(lab: Any, detached: Any
         (["python", "-m", "dovetail.launch", "a.py"], 2, [sys.executable, "-m", "dovetail.launch", "a.py"]),
         (["python", "-c", "pass"], 2, [sys.executable, "-c", "pass"]),
         (["bash", "train.sh"], 2, ["bash", "train.sh"]),
+        (["model_def:A"], 1, [sys.executable, "-m", "dovetail.launch", "--slots", "1", "model_def:A"]),
+        (["model_def:A"], 2, [sys.executable, "-m", "dovetail.launch", "--slots", "2", "model_def:A"]),
+        (["python3", "-u", "-m", "determined.launch.torch_distributed", "a.py", "x"], 2,
+         [sys.executable, "-u", "-m", "dovetail.launch", "--slots", "2", "a.py", "x"]),
+        (["python3", "-m", "determined.launch.torch_distributed", "-m", "a"], 1,
+         [sys.executable, "-m", "dovetail.launch", "--slots", "1", "--group", "-m", "a"]),
     ],
 )  # fmt: skip
 def test_the_command_of_a_trial(entrypoint: list[str], slots: int, expected: list[str]) -> None:

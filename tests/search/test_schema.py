@@ -353,10 +353,11 @@ def test_one_error_is_all_of_them() -> None:
     [
         (
             "entrypoint: model_def:MyTrial",
-            "expected a command such as python3 train.py: a trial class is trained by a ",
+            "searcher.max_length: missing: how long a trial of model_def:MyTrial trains, such as {epochs: 10}",
         ),
+        ("entrypoint: python3 -m determined.launch.horovod a.py", "there is no determined.launch.horovod here), got"),
         ("entrypoint: 'python3 \"train.py'", "expected a command (no closing quotation), got"),
-        ("entrypoint: []", "expected a command such as python3 train.py, got []"),
+        ("entrypoint: []", "expected a command such as python3 train.py, or a trial class such as model_def:MyTrial,"),
         ("entrypoint: [python3, 3]", "expected text as item 2, got ['python3', 3]"),
         ("max_restarts: -1", "expected a whole number of at least 0, got -1"),
         ("max_restarts: true", "expected a whole number of at least 0, got True"),
@@ -409,6 +410,59 @@ def test_a_grid_without_a_count_is_told_at_the_range() -> None:
     )
     (problem,) = refusals(text)
     assert problem.startswith("experiment.yaml:3:3: hyperparameters.n: a grid needs 'count'")
+
+
+CLASS = """\
+entrypoint: model_def:MyTrial
+searcher:
+  name: single
+  metric: loss
+  max_length: {epochs: 3}
+"""
+
+
+def test_a_trial_class_is_an_entrypoint_and_reads_its_scheduling_unit() -> None:
+    config = read(f"{CLASS}scheduling_unit: 10\n")
+    assert config.entrypoint == ["model_def:MyTrial"]
+    assert config.raw["scheduling_unit"] == 10
+    assert refusals(f"{CLASS}scheduling_unit: 0\n") == [
+        "experiment.yaml:6:1: scheduling_unit: expected a whole number of at least 1, got 0"
+    ]
+
+
+def test_a_trial_class_is_looked_up_in_the_folder_of_the_code(tmp_path: Path) -> None:
+    (tmp_path / "model_def.py").write_text("class MyTrail: pass\n")
+    (problem,) = refusals(CLASS, context_dir=tmp_path)
+    assert problem == (
+        "experiment.yaml:1:1: entrypoint: unknown class of an entrypoint in model_def.py 'MyTrial': "
+        "did you mean 'MyTrail'? (known: MyTrail)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("searcher", "is_enough"),
+    [
+        ("{name: random, max_trials: 2, max_length: 100}", True),
+        ("{name: random, max_trials: 2}", False),
+        ("{name: async_halving, metric: a, num_rungs: 2, max_trials: 2, max_time: 8, time_metric: epochs}", True),
+        ("{name: async_halving, metric: a, num_rungs: 2, max_trials: 2, max_time: 8, time_metric: hours}", False),
+    ],
+)
+def test_a_trial_class_needs_a_length(searcher: str, is_enough: bool) -> None:
+    text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\n"
+    if is_enough:
+        assert read(text).entrypoint == ["model_def:MyTrial"]
+    else:
+        (problem,) = refusals(text)
+        assert problem.startswith("experiment.yaml:2:1: searcher.max_length: missing: how long a trial of model_def:My")
+
+
+def test_a_job_does_not_train_a_class() -> None:
+    (problem,) = refusals("entrypoint: model_def:MyTrial", kind="job")
+    assert problem == (
+        "experiment.yaml:1:1: entrypoint: expected a command such as python3 predict.py: a job does not train "
+        "model_def:MyTrial"
+    )
 
 
 def test_keys_that_determined_knows_are_listed_in_one_warning() -> None:

@@ -33,11 +33,12 @@ from dovetail.cli.output import (
     print_json,
     state_text,
 )
+from dovetail.config import trial_length
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TEST_MODE
 from dovetail.printing import printable, quiet
-from dovetail.units import counted
+from dovetail.units import counted, unit_name
 
 if TYPE_CHECKING:
     from dovetail.search.records import ExperimentRecord
@@ -78,7 +79,7 @@ def create(
     from dovetail.search.store import Store
 
     overrides = [*(settings or []), *([] if cluster is None else [f"resources.cluster={cluster}"])]
-    wanted = read_experiment(config, overrides)
+    wanted = read_experiment(config, overrides, context_dir=context_dir)
     if test:
         with warnings.catch_warnings():
             # They were said when it was first read.
@@ -350,13 +351,14 @@ def _test_settings(config: ExperimentConfig) -> list[str]:
     with quiet("optuna"):
         nothing_yet = optuna.create_study()
     first = make_searcher(config.searcher, space, config.seed).suggest(nothing_yet, 0)
-    searcher = config.raw["searcher"]
+    searcher, length = config.raw["searcher"], trial_length(config.raw)
     values: dict[str, Any] = {
         "name": f"{config.name} (test)",
         "hyperparameters": space.hparams({} if first is None else first.params),
         "searcher": {
             "name": "single",
             **{key: searcher[key] for key in ("metric", "smaller_is_better") if key in searcher},
+            **({} if length is None else {"max_length": {unit_name(length): length.length}}),
         },
         "environment": {"environment_variables": {**config.environment, TEST_MODE: "1"}},
         "max_restarts": 0,

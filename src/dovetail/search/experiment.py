@@ -77,7 +77,7 @@ class Experiment:
         Raises:
             ConfigErrors: All that is wrong with it.
         """
-        config = read_experiment(path, overrides)
+        config = read_experiment(path, overrides, context_dir=context_dir)
         return cls(config, Path(path).read_text(encoding="utf-8"), Path(context_dir))
 
     def create(self, store: Store | None = None) -> ExperimentRecord:

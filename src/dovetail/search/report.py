@@ -20,13 +20,14 @@ from typing import Any
 
 import yaml
 
-from dovetail.config import parse_scalar
+from dovetail.config import parse_scalar, trial_length
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.printing import page_text as escape
 from dovetail.printing import quiet
 from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Scale, shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
+from dovetail.units import unit_name
 
 # Fewer say nothing about which hyperparameter matters.
 _ENOUGH = 5
@@ -72,6 +73,9 @@ def best_config(record: ExperimentRecord) -> dict[str, Any]:
         raise ConfigError(f"experiment {record.id}: no trial has reported {wanted}, so none is the best")
     kept = ("metric", "smaller_is_better", "max_length")
     searcher = {key: value for key, value in record.config["searcher"].items() if key in kept}
+    if "max_length" not in searcher and (length := trial_length(record.config)) is not None:
+        # `single` has no max_time.
+        searcher["max_length"] = {unit_name(length): length.length}
     return {**record.config, "hyperparameters": best.hparams, "searcher": {"name": "single", **searcher}}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +26,15 @@ from dovetail.checks import (
     unit,
     whole,
 )
-from dovetail.config import Config, load_config
+from dovetail.config import Config, load_config, trial_length
 from dovetail.errors import ConfigError
 from dovetail.runtime.cores import NO_CARDS
+from dovetail.search.entrypoints import is_trial_class, parse_entrypoint, trial_class_problem
 from dovetail.search.searchers.base import SearcherConfig
 from dovetail.search.searchers.registry import IGNORED as _IGNORED_BY_SEARCHERS
-from dovetail.search.searchers.registry import read_searcher, searchers, unit_name
+from dovetail.search.searchers.registry import read_searcher, searchers
 from dovetail.search.space import Space
-from dovetail.units import Batches, TrainUnit
+from dovetail.units import Batches, TrainUnit, unit_name
 
 Policy = Literal["best", "all", "none"]
 
@@ -66,7 +66,7 @@ class ExperimentConfig:
 
     Attributes:
         name: For people; the name of the file when it has none.
-        entrypoint: The command of a trial, in words.
+        entrypoint: The command of a trial, in words, or its class as one word such as `model_def:MyTrial`.
         searcher: Which trials to run; of a job, `single` without a metric.
         hyperparameters: As in the file: `Space(config.hyperparameters)`.
         description: For people.
@@ -121,6 +121,7 @@ def read_experiment(
     source: str | os.PathLike[str] | Mapping[str, Any],
     overrides: Sequence[str] = (),
     kind: Literal["trial", "job"] = "trial",
+    context_dir: str | os.PathLike[str] | None = None,
 ) -> ExperimentConfig:
     """Return what a configuration means.
 
@@ -130,6 +131,7 @@ def read_experiment(
         source: A YAML file, or its values; values from `load_config` know their places.
         overrides: Settings such as `searcher.max_trials=4`, the value written as in a file.
         kind: Whether it is of an experiment or of a job, which has no hyperparameters and no searcher.
+        context_dir: The folder with the code, in which a trial class is looked up; None means that it is not.
 
     Raises:
         ConfigErrors: All that is wrong, each with its place.
@@ -144,7 +146,7 @@ def read_experiment(
     misset = [problem for setting in overrides for problem in override(config, setting, given)]
     problems = Problems(config, given)
     problems.extend(misset)
-    reader = _Reader(config, problems, kind)
+    reader = _Reader(config, problems, kind, None if context_dir is None else Path(context_dir))
     found = reader.read(Path(path).stem if path is not None else "experiment")
     problems.raise_any()
     if reader.ignored:
@@ -163,24 +165,6 @@ def _load(source: str | os.PathLike[str]) -> Config:
 
 
 # Accepted keys and values
-
-
-def _entrypoint(value: Any) -> list[str]:
-    """Accept a command, as text or in words."""
-    if isinstance(value, str):
-        try:
-            words = shlex.split(value)
-        except ValueError as error:
-            raise Refused(f"expected a command ({str(error).lower()})") from error
-    else:
-        words = list_of(text)(value)
-    if not words or not words[0] or any("\0" in word for word in words):
-        raise Refused("expected a command such as python3 train.py")
-    if len(words) == 1 and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", words[0]):
-        raise Refused(
-            "expected a command such as python3 train.py: a trial class is trained by a script that calls fit"
-        )
-    return words
 
 
 def _variables(value: Any) -> dict[str, str]:
@@ -221,8 +205,8 @@ _JOB_KEYS: dict[str, Key] = {
     "labels": Key(list_of(text), []),
     "project": Key(text, ""),
     "workspace": Key(text, ""),
-    "entrypoint": Key(_entrypoint, None),
-    "entrypoint_script": Key(_entrypoint, None),
+    "entrypoint": Key(parse_entrypoint, None),
+    "entrypoint_script": Key(parse_entrypoint, None),
     "resources": _SECTION,
     "data": _SECTION,
     "reproducibility": _SECTION,
@@ -238,6 +222,7 @@ _TRIAL_KEYS: dict[str, Key] = {
     "min_checkpoint_period": Key(unit(0), _NEVER),
     "checkpoint_policy": Key(one_of("best", "all", "none"), "best"),
     "perform_initial_validation": Key(flag, False),
+    "scheduling_unit": Key(whole(1), None),
     "checkpoint_storage": Key(_text_or_mapping, {}),
     "optimizations": _SECTION,
     "profiling": _SECTION,
@@ -284,7 +269,7 @@ _IGNORED: dict[str, tuple[str, ...]] = {
             "pbs",
             "preemption_timeout",
         ),
-        *("records_per_epoch", "retention_policy", "scheduling_unit", "security", "slurm", "tensorboard_storage"),
+        *("records_per_epoch", "retention_policy", "security", "slurm", "tensorboard_storage"),
     ),
     "resources": (
         *("agent_label", "devices", "is_single_node", "max_slots", "native_parallel", "priority", "resource_manager"),
@@ -311,11 +296,12 @@ _IGNORED: dict[str, tuple[str, ...]] = {
 class _Reader:
     """Reads one configuration, and notes all that is wrong with it."""
 
-    def __init__(self, config: Mapping[str, Any], problems: Problems, kind: str) -> None:
+    def __init__(self, config: Mapping[str, Any], problems: Problems, kind: str, folder: Path | None) -> None:
         self.ignored: list[str] = []
         self._config = config
         self._problems = problems
         self._is_job = kind == "job"
+        self._folder = folder
 
     def read(self, default_name: str) -> ExperimentConfig:
         """Return what the configuration means, as far as it means anything."""
@@ -361,7 +347,31 @@ class _Reader:
             self._problems.add(("entrypoint_script",), "the same as entrypoint: expected one of them, got both")
         if not names:
             self._problems.add(("entrypoint",), "missing: the command of a trial, such as python3 train.py")
-        return top["entrypoint"] or top["entrypoint_script"] or []
+        words: list[str] = top["entrypoint"] or top["entrypoint_script"] or []
+        if is_trial_class(words):
+            self._check_trial_class((names[0],), words[0])
+        elif top.get("scheduling_unit") is not None:
+            # A script says by itself how often it reports.
+            self.ignored.insert(0, "scheduling_unit")
+        return words
+
+    def _check_trial_class(self, place: tuple[str], name: str) -> None:
+        if self._is_job:
+            self._problems.add(place, f"expected a command such as python3 predict.py: a job does not train {name}")
+            return
+        problem = None if self._folder is None else trial_class_problem(name, self._folder)
+        if problem is not None:
+            self._problems.add(place, problem)
+        try:
+            has_length = trial_length(self._config) is not None
+        except ConfigError:
+            # The reader of the searcher has named the mistake.
+            return
+        if not has_length:
+            self._problems.add(
+                ("searcher", "max_length"),
+                f"missing: how long a trial of {name} trains, such as {{epochs: 10}}, because no script says it",
+            )
 
     def _slots(self, resources: Mapping[str, Any]) -> int:
         per_trial, slots = resources["slots_per_trial"], resources["slots"]

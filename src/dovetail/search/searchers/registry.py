@@ -16,7 +16,7 @@ from dovetail.search.searchers.halving import AsyncHalving, Bracket, adaptive_br
 from dovetail.search.searchers.pbt import PopulationBasedTraining
 from dovetail.search.searchers.sampled import CmaSampler, GridSampler, OptunaSampler, RandomSampler
 from dovetail.search.space import Space
-from dovetail.units import TrainUnit
+from dovetail.units import unit_name
 
 Make = Callable[[SearcherConfig, Space, int], Searcher]
 
@@ -128,11 +128,6 @@ def _resolve_time(section: Mapping[str, Any], values: dict[str, Any], problems: 
     ):
         if values[name] is None and section.get(name) is None:
             problems.append(Problem((name,), f"missing: {hint}"))
-
-
-def unit_name(length: TrainUnit) -> str:
-    """Return what a file calls the unit of a length."""
-    return type(length).__name__.lower()
 
 
 COMMON = {
