@@ -16,6 +16,11 @@ TORCH = "determined.launch.torch_distributed"
     [
         ("python3 train.py --name 'two words'", ["python3", "train.py", "--name", "two words"]),
         (["./train.sh", "a b"], ["./train.sh", "a b"]),
+        ("pip install -e . && python3 train.py", ["sh", "-c", "pip install -e . && python3 train.py"]),
+        ("python3 a.py\npython3 b.py\n", ["sh", "-c", "python3 a.py\npython3 b.py\n"]),
+        ("python3 a.py>log 2>&1", ["sh", "-c", "python3 a.py>log 2>&1"]),
+        ("python3 -c 'a; b()\nc()' \"x && y\" #1\n", ["python3", "-c", "a; b()\nc()", "x && y", "#1"]),
+        (["python3", "a.py", "&&", "b"], ["python3", "a.py", "&&", "b"]),
         ("model_def:MyTrial", ["model_def:MyTrial"]),
         (["model_def:MyTrial"], ["model_def:MyTrial"]),
         ("my_lib.trial:Outer.MyTrial", ["my_lib.trial:Outer.MyTrial"]),
@@ -48,6 +53,7 @@ def test_the_entrypoints_of_determined_are_understood(given: Any, expected: list
         ("python3 -m determined.launch.horovod python3 train.py",
          f"expected {TORCH}, a script without a launcher, or a trial class such as model_def:MyTrial "
          "(resources.slots_per_trial starts the processes; there is no determined.launch.horovod here)"),
+        (f"pip install a && python3 -m {TORCH} a.py", f"expected {TORCH} as the whole command, because a shell"),
         ("python3 -m determined.launch.deepspeed --trial model_def:A", "there is no determined.launch.deepspeed here"),
     ],
 )  # fmt: skip

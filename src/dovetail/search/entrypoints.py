@@ -41,13 +41,16 @@ def parse_entrypoint(value: Any) -> list[str]:
     """
     if isinstance(value, str):
         try:
-            words = shlex.split(value)
+            # Determined gives every text to a shell. Without operators the words are enough, and say what Python runs.
+            words = ["sh", "-c", value] if _has_operators(value) else shlex.split(value)
         except ValueError as error:
             raise Refused(f"expected a command ({str(error).lower()})") from error
     else:
         words = list_of(text)(value)
     if not words or not words[0] or any("\0" in word for word in words):
         raise Refused(_COMMAND)
+    if words[:2] == ["sh", "-c"] and (launcher := _LAUNCHER.search(" ".join(words[2:]))):
+        raise Refused(f"expected {launcher[0]} as the whole command, because a shell does not find it here")
     if is_trial_class(words):
         return words
     python, arguments = split_python(words)
@@ -108,6 +111,13 @@ def trial_class_problem(name: str, folder: Path) -> str | None:
         return None
     classes = [known for known, is_class in names.items() if is_class]
     return str(UnknownNameError(f"class of an entrypoint in {file.name}", wanted, classes))
+
+
+def _has_operators(command: str) -> bool:
+    """Whether a command has operators of the shell outside of quotes, such as `&&`, or several lines."""
+    lexer = shlex.shlex(command.strip(), posix=True, punctuation_chars="&|;<>\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    return any(set(word) <= set("&|;<>\n") for word in lexer if word)
 
 
 def _launched(python: list[str], launcher: str, arguments: Sequence[str]) -> list[str]:
