@@ -33,7 +33,6 @@ from dovetail.cli.output import (
     print_json,
     state_text,
 )
-from dovetail.config import trial_length
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TEST_MODE
@@ -343,6 +342,7 @@ def _ask(store: Store, experiment_id: int, wish: str) -> None:
 
 def _test_settings(config: ExperimentConfig) -> list[str]:
     """Return what makes an experiment one trial of one batch: the searcher's first one, which may not fail twice."""
+    from dovetail.config import trial_length
     from dovetail.search.searchers import make_searcher
     from dovetail.search.space import Space
 
