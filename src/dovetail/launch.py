@@ -8,7 +8,7 @@ Its usage:
 
 One process without restarts is this one. Several are started by torch's elastic agent and meet on the loopback; for
 several machines there is `torchrun`. What a configuration says reaches the script by `get_cluster_info`. A trial class
-is trained by `dovetail.pytorch.entrypoint`, as the configuration says.
+is trained by `dovetail.pytorch.entrypoint`, with the settings of the configuration.
 """
 
 from __future__ import annotations

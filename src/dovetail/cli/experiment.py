@@ -282,7 +282,7 @@ def _best_cell(record: ExperimentRecord) -> str:
     from dovetail.search.charts import shown
 
     best = shown(record.best_trial and record.best_trial.best)
-    # The file names no metric: the name says which one it is.
+    # The file names no metric, so the cell does.
     return f"{best} {record.metric_label}" if record.first_metric and record.best_trial else best
 
 

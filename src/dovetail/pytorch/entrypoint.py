@@ -1,4 +1,4 @@
-"""`python -m dovetail.pytorch.entrypoint module:Class`: a trial class, trained as the file of its experiment says.
+"""`python -m dovetail.pytorch.entrypoint module:Class`: a trial class, trained with the settings of its experiment.
 
 `python -m dovetail.launch module:Class` runs it in as many processes as there are slots, and `entrypoint: module:Class`
 in the file of an experiment does so for every trial.
@@ -54,7 +54,7 @@ def load_trial_class(name: str) -> type[PyTorchTrial]:
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that the user's module imports is the user's own mistake, with its traceback.
+        # An import inside of the user's module failed: its traceback shows where.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"entrypoint: expected the name of a module and a class, got {name!r}: {error}") from error
@@ -72,9 +72,9 @@ def load_trial_class(name: str) -> type[PyTorchTrial]:
 
 
 def fit_trial_class(trial_class: type[PyTorchTrial]) -> dict[str, Any]:
-    """Train a class as its experiment's configuration says, and return the metrics of the last validation.
+    """Train a class with the settings of its experiment, and return the metrics of the last validation.
 
-    `Trainer.fit` reads the periods, the checkpoint policy and the checkpoint to resume from there.
+    `Trainer.fit` reads the periods, the checkpoint policy and the checkpoint to resume from the configuration.
     """
     with init() as context:
         config = context.get_experiment_config()

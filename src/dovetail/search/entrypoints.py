@@ -41,7 +41,7 @@ def parse_entrypoint(value: Any) -> list[str]:
     """
     if isinstance(value, str):
         try:
-            # Determined gives every text to a shell. Without operators the words are enough, and say what Python runs.
+            # Determined gives every text to a shell. Without operators, words are enough, and Python can be replaced.
             words = ["sh", "-c", value] if _has_operators(value) else shlex.split(value)
         except ValueError as error:
             raise Refused(f"expected a command ({str(error).lower()})") from error
@@ -104,7 +104,7 @@ def trial_class_problem(name: str, folder: Path) -> str | None:
     try:
         names = _names(ast.parse(file.read_bytes()))
     except (OSError, SyntaxError, ValueError):
-        # Python says it better when it imports the file.
+        # The import of the file raises a better error.
         return None
     wanted = attribute.partition(".")[0]
     if names is None or wanted in names:

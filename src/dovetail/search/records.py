@@ -106,7 +106,7 @@ class ExperimentRecord:
 
     @property
     def metric_label(self) -> str:
-        """The metric for people; it says so if the configuration does not name it."""
+        """The metric for people, marked as the first reported one if the configuration names none."""
         if self.config["searcher"].get("metric"):
             return self.metric
         goal = "smaller" if self.smaller_is_better else "larger"

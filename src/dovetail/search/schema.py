@@ -351,7 +351,7 @@ class _Reader:
         if is_trial_class(words):
             self._check_trial_class((names[0],), words[0])
         elif top.get("scheduling_unit") is not None:
-            # A script says by itself how often it reports.
+            # A script passes its reporting period to `fit`.
             self.ignored.insert(0, "scheduling_unit")
         return words
 
@@ -370,7 +370,7 @@ class _Reader:
         if not has_length:
             self._problems.add(
                 ("searcher", "max_length"),
-                f"missing: how long a trial of {name} trains, such as {{epochs: 10}}, because no script says it",
+                f"missing: how long a trial of {name} trains, such as {{epochs: 10}}, because no script gives it",
             )
 
     def _slots(self, resources: Mapping[str, Any]) -> int:
