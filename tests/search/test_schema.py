@@ -449,12 +449,22 @@ def test_a_trial_class_is_looked_up_in_the_folder_of_the_code(tmp_path: Path) ->
     ],
 )
 def test_a_trial_class_needs_a_length(searcher: str, is_enough: bool) -> None:
-    text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\n"
+    text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\nmin_validation_period: {{epochs: 1}}\n"
     if is_enough:
         assert read(text).entrypoint == ["model_def:MyTrial"]
     else:
         (problem,) = refusals(text)
         assert problem.startswith("experiment.yaml:2:1: searcher.max_length: missing: how long a trial of model_def:My")
+
+
+def test_a_search_that_can_end_no_trial_of_a_class_early_warns() -> None:
+    searcher = "{name: adaptive_asha, metric: a, max_trials: 2, max_length: {epochs: 8}}"
+    text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\n"
+    with pytest.warns(UserWarning, match="min_validation_period: not given, so that trials of model_def:MyTrial valid"):
+        read(text)
+    # Warnings are errors.
+    read(f"{text}min_validation_period: {{epochs: 1}}\n")
+    read(text.replace("model_def:MyTrial", "python3 train.py"))
 
 
 def test_a_job_does_not_train_a_class() -> None:

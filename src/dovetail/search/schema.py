@@ -149,12 +149,25 @@ def read_experiment(
     reader = _Reader(config, problems, kind, None if context_dir is None else Path(context_dir))
     found = reader.read(Path(path).stem if path is not None else "experiment")
     problems.raise_any()
+    where = f"{os.fspath(path)}: " if path is not None else ""
     if reader.ignored:
-        where = f"{os.fspath(path)}: " if path is not None else ""
         warnings.warn(
             f"{where}keys that mean nothing here are ignored: {', '.join(reader.ignored)}", UserWarning, stacklevel=2
         )
+    if kind == "trial" and _ends_none_early(found):
+        warnings.warn(
+            f"{where}min_validation_period: not given, so that trials of {found.entrypoint[0]} validate at their end "
+            f"only, and the searcher {found.searcher.name} ends none of them early",
+            UserWarning,
+            stacklevel=2,
+        )
     return found
+
+
+def _ends_none_early(config: ExperimentConfig) -> bool:
+    """Whether a searcher that ends trials early gets no validation before their end."""
+    compares_at_times = "max_time" in config.searcher.options
+    return is_trial_class(config.entrypoint) and compares_at_times and not config.min_validation_period.value
 
 
 def _load(source: str | os.PathLike[str]) -> Config:
