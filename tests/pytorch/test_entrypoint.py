@@ -146,9 +146,7 @@ def test_a_class_trains_as_a_script_with_the_same_settings(folder: Path) -> None
 @pytest.mark.parametrize(
     ("searcher", "batches"),
     [
-        ("{name: single, metric: loss, max_length: {epochs: 2}}", 12),
         ("{name: single, metric: loss, max_length: {records: 20}}", 5),
-        ("{name: single, metric: loss, max_length: 3}", 3),
         ("{name: async_halving, metric: loss, num_rungs: 1, max_trials: 1, time_metric: epochs, max_time: 1}", 6),
     ],
 )
