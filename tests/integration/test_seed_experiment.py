@@ -45,14 +45,8 @@ def code(tmp_path: Path) -> Path:
     return Path(shutil.copytree(CODE, tmp_path / "code"))
 
 
-def test_what_the_seed_leaves_out_is_answered_by_one_sentence_each(code: Path) -> None:
-    (code / "seed.yaml").write_text(AS_PRINTED)
-    done = dovetail(code, "experiment", "create", "seed.yaml", ".")
-    assert done.returncode == 1
-    (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith("dovetail: seed.yaml:7:1: searcher.metric: missing")
-
-    (code / "seed.yaml").write_text(AS_PRINTED + "    metric: loss\nmax_restarts: 0\n")
+def test_the_hyperparameter_that_the_seed_leaves_out_is_named_in_a_sentence(code: Path) -> None:
+    (code / "seed.yaml").write_text(AS_PRINTED + "max_restarts: 0\n")
     done = dovetail(
         code,
         "experiment",
@@ -67,6 +61,20 @@ def test_what_the_seed_leaves_out_is_answered_by_one_sentence_each(code: Path) -
     assert done.returncode == 3
     assert "unknown hyperparameter 'learning_rate'" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_grid_of_the_seed_runs_as_printed(code: Path) -> None:
+    # The printed script reads a learning rate that the printed file does not give.
+    script = (code / "train.py").read_text()
+    (code / "train.py").write_text(script.replace('context.hparams["learning_rate"]', "0.1"))
+    (code / "grid.yaml").write_text(AS_PRINTED)
+    done = dovetail(code, "experiment", "create", "grid.yaml", ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "best loss (first reported, smaller is better) " in done.stdout.splitlines()[-1]
+    record = json.loads(dovetail(code, "experiment", "describe", "1", "--json").stdout)
+    assert [trial["hparams"] for trial in record["trials"]] == [{"global_batch_size": size} for size in (16, 32, 64)]
+    assert {trial["state"] for trial in record["trials"]} == {"COMPLETED"}
+    assert (record["metric"], record["is_first_metric"], record["best_trial"]) == ("loss", True, 0)
 
 
 def test_the_grid_is_searched_and_its_best_trial_predicts(code: Path) -> None:

@@ -514,7 +514,7 @@ LAUNCHED = {"det.get_cluster_info()", "pytorch.experimental.torch_batch_process"
 def rows() -> dict[str, list[str]]:
     """Return the names of every row about trials and scripts, by the first one of the row."""
     _, _, text = GUIDE.read_text(encoding="utf-8").partition("## Runs unchanged\n")
-    _, _, table = text.partition("\n## ")[0].partition("| trials and scripts |")
+    _, _, table = text.partition("\n### Experiment")[0].partition("| trials and scripts |")
     cells = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
     spans = [re.findall(r"`([^`]+)`", cell) for cell in cells]
     return {found[0].replace("()", "\0").partition("(")[0].replace("\0", "()"): found for found in spans}
