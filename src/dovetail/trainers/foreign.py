@@ -81,7 +81,8 @@ _COMPAT: Mapping[str, str] = {
     "load_history load_model_checkpoint get_cur_loss get_cur_acc get_val_loss_history get_acc_history "
     "get_learning_rate get_momentum set_momentum get_model set_batch_size set_num_epochs",
     "zae_engine.Trainer": "run toggle inference metric_on_epoch_end check_better apply_weights get_loss_history "
-    "progress_checker log_train log_test train_metrics test_metrics loss_buffer weight_buffer mode scheduler",
+    "progress_checker log_train log_test train_metrics test_metrics loss_buffer weight_buffer mode scheduler logging "
+    "log_reset print_log loader valid_loader valid_batch_size n_data n_valid_data",
     "plato.Trainer": "train_run_start train_run_end train_epoch_start train_epoch_end train_step_start train_step_end "
     "perform_forward_and_backward_passes process_outputs train_model test_model test set_client_id client_id "
     "run_history current_epoch sampler",
@@ -91,6 +92,7 @@ _COMPAT: Mapping[str, str] = {
 # What is no attribute of a trainer, and what to use instead.
 ATTRIBUTES: Mapping[str, str] = {
     **{name: f"it is a name of dovetail.compat.{kind}" for kind, names in _COMPAT.items() for name in names.split()},
+    "web_logger": "write trainer.tracker.log({name: value}); trainer.tracker.loggers has the loggers",
     "register": "write trainer.context.run.register(name, object)",
     "set_option": "write trainer.options.name = value",
     "reset": "write dovetail.trainers.reuse.reset(trainer)",
