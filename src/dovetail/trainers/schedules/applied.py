@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dovetail.trainers.schedules.values import Schedule
+    from dovetail.trainers.schedules.base import Schedule
 
 
 class ScheduleLR(LRScheduler):
@@ -66,6 +66,9 @@ class ScheduleLR(LRScheduler):
         """
         # All of torch's own step is replaced. It warns when no update has come before; here nothing
         # would be lost, as a value depends on the count alone.
+        if self.schedule.lr_history is not None and self.last_epoch >= 0:
+            # The value of the update that has just been made; the first call, by torch's constructor, follows none.
+            self.schedule.record(self.schedule.value(self.last_epoch))
         if metrics is not None:
             self.schedule.observe(float(metrics))
         self._step_count += 1
@@ -86,10 +89,12 @@ class ScheduleLR(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what was observed, as plain numbers."""
+        history = self.schedule.lr_history
         return {
             "last_epoch": self.last_epoch,
             "step_count": self._step_count,
             "schedule": self.schedule.state_dict(),
+            **({} if history is None else {"num_recorded": len(history)}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -97,6 +102,9 @@ class ScheduleLR(LRScheduler):
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
         self.schedule.load_state_dict(state_dict["schedule"])
+        if self.schedule.lr_history is not None:
+            # Values of steps that are undone, such as those of a dry run, are removed.
+            del self.schedule.lr_history[state_dict.get("num_recorded", 0) :]
         self._apply()
 
     def _apply(self) -> None:
