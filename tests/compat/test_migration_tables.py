@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("zae_engine",)
+PAGES = ("lernomatic", "zae_engine")
 
 
 def promised(page: str) -> set[str]:
@@ -23,13 +23,18 @@ def promised(page: str) -> set[str]:
 
 
 def used(path: Path) -> Iterator[str]:
-    """Return every name that a module reads, calls, passes or overrides; imports alone do not count."""
+    """Return every name that a module reads, calls, passes or overrides; imports alone do not count.
+
+    Keys of dictionaries count, because tests pass and assign options by them.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name):
                 yield name
             case ast.keyword(arg=str(name)) | ast.arg(arg=name):
                 yield name
+            case ast.Dict(keys=keys):
+                yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
 
 
 @pytest.mark.parametrize("page", PAGES)

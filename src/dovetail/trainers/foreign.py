@@ -9,6 +9,7 @@ _LOADER = "give fit a DataLoader that has it"
 _LAYERS = "to train in several processes wrap the trainer, DDPTrainer(Trainer(…), num_processes=2)"
 _UPDATES = "give fit a length, max_length=Updates(…)"
 _EPOCHS = "give fit a length, max_length=Epochs(…)"
+_TENSORBOARD = "give the trainer a callback, callbacks=[Tracker(TensorBoardLogger(folder))]"
 _OF_TRAINER = "it is an option of the trainer, Trainer(…, {}=…)"
 
 OPTIONS: Mapping[str, str] = {
@@ -57,6 +58,7 @@ OPTIONS: Mapping[str, str] = {
     "strategy": _LAYERS,
     "torch_compile": "to compile wrap the trainer, CompiledTrainer(Trainer(…))",
     "logger": "give it as a callback, callbacks=[Tracker(…)]",
+    "tb_writer": _TENSORBOARD,
     "report_to": "give it as a callback, callbacks=[Tracker(…)]",
     "log_every_n_steps": "print_every",
     "logging_steps": "print_every",
@@ -79,7 +81,10 @@ _COMPAT: Mapping[str, str] = {
     "lernomatic.Trainer": "cur_epoch best_acc loss_history val_loss_history acc_history cur_loss cur_acc train_loader "
     "val_loader test_loader set_learning_rate set_train_dataset set_val_dataset set_test_dataset save_history "
     "load_history load_model_checkpoint get_cur_loss get_cur_acc get_val_loss_history get_acc_history "
-    "get_learning_rate get_momentum set_momentum get_model set_batch_size set_num_epochs",
+    "get_learning_rate get_momentum set_momentum get_model set_batch_size set_num_epochs start_epoch loss_iter "
+    "val_loss_iter acc_iter iter_per_epoch test_epoch get_model_params get_trainer_params set_trainer_params "
+    "set_lr_scheduler get_mtm_scheduler set_mtm_scheduler get_num_epochs get_cur_epoch get_cur_epoch_loss "
+    "get_cur_val_loss",
     "zae_engine.Trainer": "run toggle inference metric_on_epoch_end check_better apply_weights get_loss_history "
     "progress_checker log_train log_test train_metrics test_metrics loss_buffer weight_buffer mode scheduler logging "
     "log_reset print_log loader valid_loader valid_batch_size n_data n_valid_data",
@@ -92,6 +97,13 @@ _COMPAT: Mapping[str, str] = {
 # What is no attribute of a trainer, and what to use instead.
 ATTRIBUTES: Mapping[str, str] = {
     **{name: f"it is a name of dovetail.compat.{kind}" for kind, names in _COMPAT.items() for name in names.split()},
+    "set_tb_writer": _TENSORBOARD,
+    "tb_writer": _TENSORBOARD,
+    **dict.fromkeys(("freeze_to", "unfreeze_to"), "write parameter.requires_grad_(False) for parameters of the model"),
+    **dict.fromkeys(
+        ("apply_lr_schedule", "apply_mtm_schedule"),
+        "write self.scheduler_step('update'), once after self.context.step()",
+    ),
     "web_logger": "write trainer.tracker.log({name: value}); trainer.tracker.loggers has the loggers",
     "register": "write trainer.context.run.register(name, object)",
     "set_option": "write trainer.options.name = value",
