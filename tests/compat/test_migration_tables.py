@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("lernomatic", "zae_engine")
+PAGES = ("lernomatic", "marlin", "zae_engine")
 
 
 def promised(page: str) -> set[str]:

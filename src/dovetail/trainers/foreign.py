@@ -133,6 +133,14 @@ HOOKS: Mapping[str, str] = {
     **{name: _HOOK.format("zae_engine") for name in ("metric_on_epoch_end", "check_better")},
 }
 
+# What a decorator for PyMarlin overrides, and nothing here calls.
+DECORATOR_HOOKS: Mapping[str, str] = {
+    "train_dl": "override train_epoch, or a verb of one batch such as train_step",
+    "validate_dl": "override val_epoch or test_step",
+    "process_global_step": "override clip_gradients or optimizer_step",
+    "_forward_backward": "override train_step or backward",
+}
+
 FIT: Mapping[str, str] = {
     "epochs": _EPOCHS,
     "n_epochs": _EPOCHS,
