@@ -114,17 +114,27 @@ def test_a_metric_that_fails_leaves_the_mode(problem: Problem) -> None:
     assert trainer.mode == "train"
 
 
-def test_inference_returns_outputs_and_leaves_everything(problem: Problem) -> None:
+def test_inference_returns_outputs_and_leaves_training(problem: Problem) -> None:
+    def seen() -> tuple[Any, ...]:
+        metrics = (dict(trainer.train_metrics), dict(trainer.test_metrics))
+        return trainer.mode, *metrics, len(trainer.log_train["loss"]), trainer.context.progress.copy()
+
     trainer = zae(problem)
     trainer.run(1, problem.batches, problem.batches[:2])
-    before = (trainer.mode, dict(trainer.test_metrics), len(trainer.log_test["loss"]), trainer.context.progress.copy())
+    before = seen()
     outputs = trainer.inference(problem.batches[:5])
     assert len(outputs) == 5
     with torch.no_grad():
         assert torch.equal(outputs[0], trainer.model.eval()(problem.batches[0][0]))
-    assert before == (
-        trainer.mode, dict(trainer.test_metrics), len(trainer.log_test["loss"]), trainer.context.progress,
-    )  # fmt: skip
+    assert seen() == before
+
+
+def test_the_log_of_tests_has_what_inference_computed(problem: Problem) -> None:
+    trainer = zae(problem)
+    trainer.run(1, problem.batches, problem.batches[:2])
+    outputs = trainer.inference(problem.batches[:5])
+    assert (len(trainer.log_test["loss"]), len(trainer.log_test["target"])) == (5, 5)
+    assert all(torch.equal(one, other) for one, other in zip(trainer.log_test["output"], outputs, strict=True))
 
 
 def test_mode_test_evaluates_and_stays(problem: Problem) -> None:

@@ -104,6 +104,8 @@ ATTRIBUTES: Mapping[str, str] = {
         ("apply_lr_schedule", "apply_mtm_schedule"),
         "write self.scheduler_step('update'), once after self.context.step()",
     ),
+    "run_batch": "write trainer.run(1, [batch]), or trainer.inference([batch]) for outputs alone",
+    "run_epoch": "write trainer.run(1, loader)",
     "web_logger": "write trainer.tracker.log({name: value}); trainer.tracker.loggers has the loggers",
     "register": "write trainer.context.run.register(name, object)",
     "set_option": "write trainer.options.name = value",

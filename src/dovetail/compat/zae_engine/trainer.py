@@ -103,8 +103,12 @@ class Trainer(BestWeights, main.Trainer):
         self.mode = mode or ("test" if self.mode == "train" else "train")
 
     def inference(self, loader: Any) -> list[Any]:
-        """Return the `"output"` of `test_step` for every batch; logs and counters stay unchanged."""
+        """Return the `"output"` of `test_step` for every batch.
+
+        `log_test` has what the steps returned; `log_train`, metrics, mode and counters stay unchanged.
+        """
         trainer, context = self._run_layer, self.context
+        self._logged().log_test.clear()
         outputs = []
         with self._in_mode("test"), loop.looking(trainer, "predict", loader):
             for batch in trainer.batches("predict"):
@@ -219,7 +223,7 @@ class Trainer(BestWeights, main.Trainer):
 
     @property
     def log_test(self) -> dict[str, list[Any]]:
-        """What `test_step` returned in the last validation of `run`, by name, batch by batch."""
+        """What `test_step` returned in the last validation of `run` or in `inference`, by name, batch by batch."""
         return self._logged().log_test
 
     @property
@@ -323,9 +327,8 @@ class _RunLog(TrainerPart):
         self.log_test.clear()
 
     def on_test_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        if context.stage != "predict":
-            with self._trainer._in_mode("test"):
-                self._trainer.logging(output)
+        with self._trainer._in_mode("test"):
+            self._trainer.logging(output)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         trainer = self._trainer
