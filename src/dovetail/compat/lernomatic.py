@@ -81,8 +81,8 @@ _READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# What `get_trainer_params` returns. The second group is what `load_checkpoint` restores besides the state of the run:
-# the optimizer's state has the numbers of the first, and no class is built by a name that a file holds.
+# The keys of `get_trainer_params`. `load_checkpoint` restores the second group besides the state of the run: the state
+# of the optimizer has the numbers of the first, and no class is built by a name from a file.
 _STATE = ("learning_rate", "momentum", "weight_decay", "loss_function", "optim_function", "cur_epoch", "iter_per_epoch")
 _SETTINGS = ("num_epochs", "save_every", "print_every", "batch_size", "val_batch_size", "shuffle")
 
@@ -124,10 +124,10 @@ class Trainer(main.Trainer):
     """A trainer with lernomatic's names.
 
     Every option is an attribute that can be read and assigned; an assignment goes to `trainer.options`.
-    `learning_rate`, `momentum` and `weight_decay` are those of the first parameter group, and assigning them sets
-    every group. `num_epochs` and the batch sizes are those of the present configuration, and the data sets those in
-    use. `load_checkpoint` also restores `num_epochs`, `batch_size`, `val_batch_size`, `shuffle`, `save_every` and
-    `print_every`; `fit(resume=…)` keeps those of this trainer.
+    `learning_rate`, `momentum` and `weight_decay` are read from the first parameter group, and an assignment sets
+    every group. `num_epochs` and the batch sizes are read from the present configuration, and the data sets are the
+    ones in use. `load_checkpoint` also restores `num_epochs`, `batch_size`, `val_batch_size`, `shuffle`, `save_every`
+    and `print_every`; `fit(resume=…)` keeps the present values.
 
     Example:
         >>> import torch
@@ -444,7 +444,7 @@ class Trainer(main.Trainer):
     def _set_options(self, values: Mapping[str, Any]) -> None:
         """Assign the options that differ: an assignment of the same optimizer would build a new one."""
         for name, value in values.items():
-            # The attribute of this one is the size in use, which 0 stands for.
+            # The attribute `val_batch_size` is the size in use, the option may be 0.
             present = getattr(self.options if name == "val_batch_size" else self, name)
             if present != value:
                 setattr(self.options, name, value)

@@ -1,4 +1,4 @@
-"""zae-engine's add-ons: those of `dovetail.trainers.addons`, and web loggers that track every step."""
+"""zae-engine's add-ons: the add-ons of the library, with web loggers that track every step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dovetail.tracking import Tracker
 
     class Mounted(Trainer):
-        """What a web logger is mounted on."""
+        """The trainer class that a web logger is mounted on."""
 
         tracker: Tracker
 else:
@@ -45,7 +45,7 @@ class _StepTracking(Mounted):
     def logging(self, step_dict: Mapping[str, Any]) -> None:
         """Append the values of a step to the log, and track its numbers if the step is one of training."""
         super().logging(step_dict)
-        # The tracker has the means of a validation, and the steps of a validation have no position of their own.
+        # The tracker logs the means of a validation; all steps of a validation have the same position.
         if self.mode != "train":
             return
         if self.context.run.trainer is None:

@@ -270,7 +270,7 @@ class ProgressChecker:
     """Steps and epochs of a trainer, counted from 1: the numbers of the running ones.
 
     Args:
-        context: The context of the trainer; None for a counter of its own.
+        context: The context of the trainer; None for a separate counter.
 
     Example:
         >>> checker = ProgressChecker()
@@ -308,7 +308,7 @@ class ProgressChecker:
 
 
 class _RunLog(TrainerPart):
-    """What the steps of `run` returned, copied to the host."""
+    """The values that the steps of `run` returned, copied to the host."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)

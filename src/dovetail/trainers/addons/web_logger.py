@@ -11,10 +11,10 @@ from dovetail.trainers.addons.core import AddOnBase
 
 
 class _WebLoggerAddon(AddOnBase):
-    """What the web loggers share: the keyword, and one tracker for all of them that are mounted.
+    """Base of the web loggers: the keyword, and one tracker for all of them that are mounted.
 
-    However many are mounted, and with whatever else in between, this class comes once in the order of classes, after
-    all of them: each finds its own settings, and none takes away those of another.
+    This class occurs once in the order of classes, after all web loggers, however many are mounted. It therefore reads
+    the settings of all of them.
     """
 
     service: ClassVar[str] = ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleLR(LRScheduler):
-    """A `Schedule` at work on an optimizer.
+    """The torch scheduler that applies a `Schedule` to an optimizer.
 
     The value is absolute: it is set in every parameter group, whatever its own learning rate was; a group
     with the key `lr_scale` gets the learning rate times that. Momentum is `momentum`, or the first of `betas`.
@@ -59,7 +59,7 @@ class ScheduleLR(LRScheduler):
         super().__init__(optimizer)
 
     def step(self, metrics: Tensor | float | None = None) -> None:
-        """Go on to the next value.
+        """Set the next value.
 
         Args:
             metrics: The newest validation accuracy, for a schedule that depends on it; None if there is none.
@@ -103,7 +103,7 @@ class ScheduleLR(LRScheduler):
         self._step_count = state_dict["step_count"]
         self.schedule.load_state_dict(state_dict["schedule"])
         if self.schedule.lr_history is not None:
-            # Values of steps that are undone, such as those of a dry run, are removed.
+            # Otherwise the record would keep the steps of a dry run, which are undone.
             del self.schedule.lr_history[state_dict.get("num_recorded", 0) :]
         self._apply()
 

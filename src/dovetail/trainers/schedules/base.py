@@ -24,7 +24,7 @@ _LENGTHS = frozenset(
 
 @dataclass(kw_only=True)
 class Schedule(ABC):
-    """A value that changes as training goes on. A subclass says how, in `at`.
+    """A value that changes during training. A subclass defines it in `at`.
 
     Example:
         >>> class HalfLife(Schedule):
@@ -35,16 +35,16 @@ class Schedule(ABC):
 
     Args:
         stepsize: Half the length of a cycle, for a schedule that has cycles.
-        start_iter: The count at which the schedule begins; until then its first value holds.
+        start_iter: The count at which the schedule starts; until then its first value holds.
         lr_history_size: The number of values to record in `lr_history`, 0 for all; None records none.
         no_lr_history: True to record none, whatever the size.
 
     Attributes:
-        unit: What the argument of `get_lr` is.
-        key: What the value is for.
-        needs_accuracy: Whether the schedule wants to `observe` every validation accuracy.
-        lr_history: The recorded values, or None: those of all updates (or epochs) that training has made, and those
-            that `get_lr` has returned. A checkpoint does not hold them.
+        unit: The unit of the argument of `get_lr`.
+        key: The setting of the optimizer that gets the value.
+        needs_accuracy: True if the schedule must `observe` every validation accuracy.
+        lr_history: The recorded values: one for each update (or epoch) of training, and one for each call of `get_lr`.
+            None if nothing is recorded. A checkpoint does not hold them.
     """
 
     unit: ClassVar[Literal["update", "epoch", "accuracy"]] = "update"
