@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dovetail import Batches, Epochs
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, TrainerCallback
+from dovetail.compat import zae_engine
 from dovetail.compat.lernomatic import Trainer
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers import AMPTrainer, TrainerOptions, TrainingContext, schedules
@@ -445,6 +446,9 @@ def test_the_parameters_of_a_trainer_make_another_one_equal(problem: Problem) ->
     optimizer = other.optimizer
     other.set_trainer_params(params)
     assert other.optimizer is optimizer
+    other.optimizer.param_groups[0]["lr"] = 0.5
+    other.set_trainer_params({"learning_rate": 0.25})
+    assert other.get_learning_rate() == 0.25
     with pytest.raises(UnknownNameError, match="unknown trainer parameter 'num_epoch': did you mean 'num_epochs'"):
         other.set_trainer_params({"num_epoch": 3})
 
@@ -577,6 +581,20 @@ def test_a_trainer_without_these_names_loads_the_same_checkpoint(problem: Proble
     assert "trainer_params" not in store.load(tmp_path / "main")
     trainer.load_checkpoint(tmp_path / "main")
     assert trainer.num_epochs == 1
+
+
+def test_a_class_may_have_the_names_of_two_libraries(problem: Problem, tmp_path: Path) -> None:
+    class Both(zae_engine.Trainer, Trainer):
+        pass
+
+    trainer = Both(problem.model(), "cpu", num_epochs=1, batch_size=24, log_bar=False, checkpoint_dir=tmp_path)
+    trainer.run(1, (problem.x, problem.y))
+    assert (trainer.batch_size, trainer.cur_epoch, trainer.loss_iter, len(trainer.log_train["loss"])) == (24, 1, 4, 4)
+    trainer.save_checkpoint(tmp_path / "ck")
+    other = Both(problem.model(seed=4), "cpu", log_bar=False)
+    other.load_checkpoint(tmp_path / "ck")
+    assert (other.num_epochs, other.options.batch_size) == (1, 24)
+    assert_same_weights(other.model, trainer.model)
 
 
 @pytest.mark.parametrize("name", ["_init_optimizer", "_init_dataloaders", "_init_history", "apply_lr_schedule"])

@@ -19,6 +19,7 @@ from dovetail.trainers.addons.best_weights import TrainerPart
 from dovetail.trainers.attributes import reject_option_names
 from dovetail.trainers.context import Plan, Stage, TrainingContext
 from dovetail.trainers.devices import as_device
+from dovetail.trainers.optimization import RATES
 from dovetail.trainers.options import OPTION_NAMES
 from dovetail.trainers.schedules.applied import set_lr
 from dovetail.units import TrainUnit, check_count
@@ -444,9 +445,10 @@ class Trainer(main.Trainer):
     def _set_options(self, values: Mapping[str, Any]) -> None:
         """Assign the options that differ: an assignment of the same optimizer would build a new one."""
         for name, value in values.items():
-            # The attribute `val_batch_size` is the size in use, the option may be 0.
-            present = getattr(self.options if name == "val_batch_size" else self, name)
-            if present != value:
+            # An option may name what is in use otherwise: 0 for `val_batch_size`, a name for a strategy. The rates that
+            # are in use are the optimizer's alone.
+            present = [getattr(self, name), *([] if name in RATES else [getattr(self.options, name)])]
+            if value not in present:
                 setattr(self.options, name, value)
 
     def _share_best(self) -> None:
