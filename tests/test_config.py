@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.config import Config, hyperparameters, load_config, locate, parse_config, parse_scalar
+from dovetail.config import Config, hyperparameters, load_config, locate, parse_config, parse_scalar, trial_length
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.units import Batches, Epochs, Records, TrainUnit
 
 EXPERIMENT = """\
 name: digits
@@ -314,6 +315,28 @@ def test_a_malformed_hyperparameter_is_named(section: object, sentence: str) -> 
     with pytest.raises(ConfigError) as caught:
         hyperparameters({"hyperparameters": section})
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("searcher", "length"),
+    [
+        ({"max_length": {"records": 20}}, Records(20)),
+        ({"max_length": 3}, Batches(3)),
+        ({"time_metric": "epochs", "max_time": 2}, Epochs(2)),
+        ({"max_length": {"batches": 5}, "time_metric": "epochs", "max_time": 2}, Batches(5)),
+        ({"time_metric": "hours", "max_time": 2}, None),
+        ({"time_metric": "epochs"}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_the_length_of_a_trial_is_that_of_its_searcher(searcher: object, length: TrainUnit | None) -> None:
+    assert trial_length({"searcher": searcher}) == length
+
+
+def test_a_length_without_a_unit_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"searcher\.max_length: expected a unit such as Epochs\(3\)"):
+        trial_length({"searcher": {"max_length": "long"}})
 
 
 def test_a_value_without_a_file_is_located_by_its_name() -> None:

@@ -39,3 +39,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
         dovetail.Trianer  # noqa: B018
+
+
+def test_the_format_of_log_records_has_level_process_and_logger() -> None:
+    import dovetail
+
+    values = {"levelname": "INFO", "process": 7, "name": "mine", "message": "hello"}
+    assert dovetail.LOG_FORMAT % values == "INFO: [7] mine: hello"

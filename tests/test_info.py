@@ -47,6 +47,15 @@ def test_what_is_written_is_read(path: Path, info: TrialInfo) -> None:
 def test_scripts_of_determined_find_what_they_ask_for() -> None:
     assert INFO.trial.hparams == INFO.hparams
     assert (INFO.trial.trial_id, INFO.trial.trial_seed, INFO.latest_checkpoint) == (7, 11, "ck")
+    assert (INFO.slot_ids, INFO.container_addrs, INFO.container_rank) == ([0, 1], ["127.0.0.1"], 0)
+    assert (INFO.container_slot_counts, INFO.trial._config) == ([2], INFO.config)
+    assert (INFO.task_type, TrialInfo(trial_id=1).task_type) == ("COMMAND", "TRIAL")
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("session_token", ": there is no master and no agent"), ("hparam", "")])
+def test_what_only_a_master_knows_is_refused_in_a_sentence(name: str, sentence: str) -> None:
+    with pytest.raises(AttributeError, match=f"the info of a trial has no '{name}'{sentence}$"):
+        getattr(INFO, name)
 
 
 def test_hyperparameters_that_are_not_json_are_refused(path: Path) -> None:

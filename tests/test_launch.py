@@ -117,6 +117,32 @@ def test_a_configuration_without_hyperparameters_is_that_of_a_job(folder: Path) 
     assert (found["info"]["kind"], found["info"]["user_data"]) == ("job", {"trial_id": 777})
 
 
+def test_one_process_is_a_group_if_it_is_told_to(folder: Path) -> None:
+    (found,) = told(folder, "--group", "tell.py", "--group")
+    assert (found["rank"], found["size"], found["arguments"]) == ("0", "1", ["tell.py", "--group"])
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_group_of_one_meets_as_torchrun_lets_it(folder: Path) -> None:
+    (folder / "meet.py").write_text(
+        "import torch.distributed as dist\n"
+        "from dovetail.core import DistributedContext\n"
+        "dist.init_process_group('gloo')\n"
+        "context = DistributedContext.from_torch_distributed()\n"
+        "print(context.rank, context.size, context.allgather(3))\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = launch(folder, "--group", "meet.py")
+    assert (done.returncode, done.stdout) == (0, "0 1 [3]\n"), done.stderr
+
+
+def test_no_slots_are_one_process_without_graphics_cards(folder: Path) -> None:
+    (folder / "none.yaml").write_text("resources: {slots_per_trial: 0}\n")
+    (folder / "cards.py").write_text("import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))")
+    done = launch(folder, "--config", "none.yaml", "cards.py")
+    assert (done.returncode, done.stdout) == (0, "''\n")
+
+
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("import sys; sys.exit(7)", 7), ("raise SystemExit", 0)])
 def test_the_exit_code_is_the_scripts(folder: Path, end: str, code: int) -> None:
     (folder / "end.py").write_text(end)

@@ -9,19 +9,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import InvalidHP
-from dovetail.info import get_cluster_info
+from dovetail.info import ClusterInfo, TrialInfo, get_cluster_info
 from dovetail.units import Batch, Batches, Epoch, Epochs, Progress, Record, Records, Update, Updates
 
 if TYPE_CHECKING:
     from dovetail.data import DataLoader
     from dovetail.history import History
+    from dovetail.pytorch.context import TrialContext
     from dovetail.trainers import SingleProcess, Trainer, TrainingContext, seed_everything
 
 __version__ = "0.1.0"
 
+LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
+"""A format for `logging.basicConfig` with the level, the process and the logger of each record."""
+
 __all__ = [
+    "LOG_FORMAT",
     "Batch",
     "Batches",
+    "ClusterInfo",
     "DataLoader",
     "Epoch",
     "Epochs",
@@ -33,6 +39,8 @@ __all__ = [
     "SingleProcess",
     "Trainer",
     "TrainingContext",
+    "TrialContext",
+    "TrialInfo",
     "Update",
     "Updates",
     "__version__",
@@ -46,6 +54,7 @@ _HOMES = {
     "SingleProcess": "dovetail.trainers",
     "Trainer": "dovetail.trainers",
     "TrainingContext": "dovetail.trainers",
+    "TrialContext": "dovetail.pytorch.context",
     "seed_everything": "dovetail.trainers",
 }
 _PACKAGES = ("callbacks", "checkpoint", "core", "data", "history", "pytorch", "trainers")

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import yaml
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.units import TrainUnit, parse_unit
 
 __all__ = ["Config", "hyperparameters", "load_config", "locate", "parse_config", "parse_scalar"]
 
@@ -164,6 +165,38 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(section, Mapping):
         raise ConfigError(f"{locate(config, 'hyperparameters')}: expected 'name: value' lines, got {_kind(section)}")
     return {name: _constant(config, ("hyperparameters", name), value) for name, value in section.items()}
+
+
+def names_trial_class(text: str) -> bool:
+    """Whether an entrypoint is a trial class and not a script or a command.
+
+    Example:
+        >>> names_trial_class("model_def:MyTrial"), names_trial_class("train.py")
+        (True, False)
+    """
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text) is not None
+
+
+def trial_length(config: Mapping[str, Any]) -> TrainUnit | None:
+    """Return how long a trial trains by its experiment's configuration; None means that it has no length.
+
+    The length is `searcher.max_length`, or else the time at which the searcher ends the best trials.
+
+    Example:
+        >>> trial_length({"searcher": {"max_length": {"epochs": 3}}})
+        Epochs(3)
+        >>> trial_length({"searcher": {"time_metric": "batches", "max_time": 500}})
+        Batches(500)
+    """
+    searcher = config.get("searcher")
+    if not isinstance(searcher, Mapping):
+        return None
+    length, unit, time = (searcher.get(name) for name in ("max_length", "time_metric", "max_time"))
+    if length is None and unit in ("batches", "epochs", "records") and time is not None:
+        length = {unit: time}
+    # A bare number counts batches.
+    given: Any = {"batches": length} if isinstance(length, int) else length
+    return None if given is None else parse_unit(given, "searcher.max_length")
 
 
 def _constant(config: Mapping[str, Any], keys: tuple[str, ...], value: Any) -> Any:

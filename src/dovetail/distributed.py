@@ -101,13 +101,20 @@ class Group:
         self._store = store
 
     @classmethod
-    def join(cls, device: torch.device) -> Group:
-        """Meet the others: with gloo for a CPU, with nccl besides for CUDA. A group that is there already is used."""
+    def join(cls, device: torch.device, place: tuple[str, int, int] | None = None) -> Group:
+        """Meet the others: with gloo for a CPU, with nccl besides for CUDA. A group that is there already is used.
+
+        Args:
+            device: The device of this process.
+            place: The address of rank 0 (`tcp://HOST:PORT`), the rank of this process and the number of processes; None
+                for those in the environment variables that a launcher sets.
+        """
         if dist.is_initialized():
             return cls(_STORES[-1] if _STORES else None)
         if not _PLACES:
             # One for the life of the process: who meets again after an error must not find half of the old one.
-            _PLACES.append(next(iter(rendezvous("env://", timeout=timedelta(minutes=10)))))
+            address, rank, size = ("env://", -1, -1) if place is None else place
+            _PLACES.append(next(iter(rendezvous(address, rank, size, timeout=timedelta(minutes=10)))))
         store, rank, size = _PLACES[0]
         # A restarted group must not find the addresses of the one before, nor one that met again after an error.
         attempt, meeting = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(_MEETINGS)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.errors import ConfigError, UnknownNameError
 
@@ -23,6 +23,7 @@ __all__ = [
     "PREEMPTED",
     "TEST_MODE",
     "VARIABLE",
+    "ClusterInfo",
     "TrialInfo",
     "get_cluster_info",
     "note_hparams_read",
@@ -85,10 +86,55 @@ class TrialInfo:
             note_hparams_read()
         return super().__getattribute__(name)
 
+    if not TYPE_CHECKING:
+        # Type checkers would accept any name.
+        def __getattr__(self, name: str) -> Any:
+            instead = ": there is no master and no agent" if name in _OF_A_MASTER else ""
+            raise AttributeError(f"the info of a trial has no {name!r}{instead}")
+
     @property
     def trial(self) -> TrialInfo:
         """This object: Determined's scripts say `info.trial.hparams`."""
         return self
+
+    @property
+    def slot_ids(self) -> list[int]:
+        """The numbers of the slots: one for each process."""
+        return list(range(self.slots))
+
+    @property
+    def container_addrs(self) -> list[str]:
+        """The addresses of the machines: the only one, because a trial has one."""
+        return ["127.0.0.1"]
+
+    @property
+    def container_rank(self) -> int:
+        """The number of this machine among them."""
+        return 0
+
+    @property
+    def container_slot_counts(self) -> list[int]:
+        """The number of slots of each machine."""
+        return [self.slots]
+
+    @property
+    def task_type(self) -> str:
+        """`"TRIAL"`, or `"COMMAND"` for a job."""
+        return "TRIAL" if self.kind == "trial" else "COMMAND"
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        """The whole configuration: many of Determined's scripts read it by this name."""
+        return self.config
+
+
+_OF_A_MASTER = {
+    *("agent_id", "allocation_id", "cluster_id", "gpu_uuids", "master_cert_file", "master_cert_name", "master_url"),
+    *("session_token", "task_id"),
+}
+
+ClusterInfo = TrialInfo
+"""Determined has two classes: this one, and the one of `info.trial`."""
 
 
 def get_cluster_info() -> TrialInfo | None:

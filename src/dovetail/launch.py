@@ -4,9 +4,11 @@ Its usage:
 
     python -m dovetail.launch [--slots N] [--config FILE] [--hparam NAME=VALUE]… [--restarts N] SCRIPT ARGUMENTS…
     python -m dovetail.launch … -m MODULE ARGUMENTS…
+    python -m dovetail.launch … MODULE:CLASS
 
 One process without restarts is this one. Several are started by torch's elastic agent and meet on the loopback; for
-several machines there is `torchrun`. What a configuration says reaches the script by `get_cluster_info`.
+several machines there is `torchrun`. What a configuration says reaches the script by `get_cluster_info`. A trial class
+is trained by `dovetail.pytorch.entrypoint`, with the settings of the configuration.
 """
 
 from __future__ import annotations
@@ -24,26 +26,40 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
-from dovetail.config import hyperparameters, load_config, locate, parse_scalar
+from dovetail.config import hyperparameters, load_config, locate, names_trial_class, parse_scalar, trial_length
 from dovetail.errors import ConfigError, DovetailError, UnknownNameError
-from dovetail.info import VARIABLE, TrialInfo, write_info
-from dovetail.runtime.cores import threads_per_process
+from dovetail.info import TEST_MODE, VARIABLE, TrialInfo, write_info
+from dovetail.runtime.cores import NO_CARDS, threads_per_process
 
 __all__ = ["main"]
 
 # The exit code of a process that left because another one had failed; a temporary failure, as sysexits.h has it.
 _AFTER_ANOTHER = 75
 _PATIENCE = 5.0
+_ENTRYPOINT = "dovetail.pytorch.entrypoint"
+# Port 0: the only process of the group takes any free one.
+_GROUP_OF_ONE = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+    "MASTER_ADDR": "127.0.0.1",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a script, and return its exit code: 2 for a mistake on the command line, 128 + signal after a signal."""
     wishes = _parser().parse_args(arguments)
     try:
-        _check_script(wishes.script, wishes.module)
         config = _config(wishes.config)
+        if names_trial_class(wishes.script) and not wishes.module and not Path(wishes.script).is_file():
+            _check_trial_class(wishes.script, wishes.arguments, config)
+            wishes.script, wishes.module, wishes.arguments = _ENTRYPOINT, True, [wishes.script]
+        else:
+            _check_script(wishes.script, wishes.module)
         hparams = _hparams(config, wishes.hparam)
         slots = wishes.slots or _slots(config)
+        if slots == 0:
+            os.environ.update(NO_CARDS)
+            slots = 1
     except DovetailError as error:
         print(f"dovetail.launch: {error}", file=sys.stderr)
         return 2
@@ -52,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ[VARIABLE] = os.path.join(folder, "trial.json")
             write_info(os.environ[VARIABLE], _info(config, hparams, slots))
         if slots == 1 and not wishes.restarts:
+            os.environ.update(_GROUP_OF_ONE if wishes.group else {})
             return _run_here(wishes.script, wishes.module, wishes.arguments)
         # Each of them is what this one would be if it were alone.
         program = ["-m", "dovetail.launch", *(["-m"] if wishes.module else []), wishes.script, *wishes.arguments]
@@ -73,8 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restarts", type=times, default=0, metavar="N", help="how often to start again after a failure"
     )
+    parser.add_argument(
+        "--group", action="store_true", help="set the variables of torchrun, such as RANK, for one process, too"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="the script, or the module after -m")
+    parser.add_argument("script", help="the script, the module after -m, or a trial class such as model_def:MyTrial")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
     return parser
 
@@ -92,21 +112,34 @@ def _number(least: int) -> Any:
 
 
 def _check_script(script: str, is_module: bool) -> None:
-    if not is_module:
-        if not Path(script).is_file():
-            raise ConfigError(f"script: expected a file, got {script!r}: there is none in {Path.cwd()}")
-        return
+    if is_module:
+        _check_module(script, "a module after -m")
+    elif not Path(script).is_file():
+        raise ConfigError(f"script: expected a file, got {script!r}: there is none in {Path.cwd()}")
+
+
+def _check_trial_class(name: str, arguments: Sequence[str], config: Mapping[str, Any]) -> None:
+    if arguments:
+        raise ConfigError(f"script: expected no arguments after the trial class {name}, got {' '.join(arguments)!r}")
+    _check_module(name.partition(":")[0], f"the module of the trial class {name}")
+    # A runner has checked the file of its experiment.
+    if VARIABLE not in os.environ and TEST_MODE not in os.environ and trial_length(config) is None:
+        raise ConfigError(
+            f"{locate(config, 'searcher', 'max_length')}: missing: how long to train {name}, such as {{epochs: 10}}, "
+            "in the file that --config names"
+        )
+
+
+def _check_module(name: str, expected: str) -> None:
     # As `python -m` has it already, but not the command of a package that calls `main`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(script)
+        found = importlib.util.find_spec(name)
     except ImportError:
         found = None
     if found is None:
-        raise ConfigError(
-            f"script: expected a module after -m, got {script!r}: there is none in {Path.cwd()}, nor installed"
-        )
+        raise ConfigError(f"script: expected {expected}, got {name!r}: there is none in {Path.cwd()}, nor installed")
 
 
 def _config(path: str | None) -> dict[str, Any]:
@@ -147,8 +180,8 @@ def _slots(config: Mapping[str, Any]) -> int:
     # A trial says `slots_per_trial`, a job `slots`.
     key = "slots_per_trial" if "slots_per_trial" in wanted else "slots"
     slots = wanted.get(key, 1)
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ConfigError(f"{locate(config, 'resources', key)}: expected a whole number from 1 on, got {slots!r}")
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
+        raise ConfigError(f"{locate(config, 'resources', key)}: expected a whole number from 0 on, got {slots!r}")
     return slots
 
 

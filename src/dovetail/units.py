@@ -172,6 +172,11 @@ def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> Tr
     return _UNITS[unit](number)
 
 
+def unit_name(length: TrainUnit) -> str:
+    """Return what a file calls the unit of a length."""
+    return type(length).__name__.lower()
+
+
 def check_count(name: str, count: Any, least: int = 1) -> None:
     """Raise if a setting is not a whole number, or is smaller than `least`.
 

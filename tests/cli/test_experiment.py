@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.config import load_config
+from dovetail.config import load_config, parse_config
 from dovetail.search.runner import start_detached
 from dovetail.search.schema import read_experiment
 from dovetail.search.searchers import Composed, GridSampler, NeverStop, SearcherKind, searchers
@@ -98,6 +98,19 @@ def test_ignored_keys_are_one_sentence(run: Any, project: Any, options: list[str
     assert (code, err) == (0, sentence)
 
 
+def test_a_wrong_trial_class_is_named_with_its_place_and_nothing_is_created(run: Any, project: Any) -> None:
+    (project.code / "model_def.py").write_text("class DemoTrial: pass\n")
+    text = project.config.read_text().replace("python3 train.py", "model_def:DemoTrail")
+    project.config.write_text(text.replace("name: grid", "name: grid, max_length: {epochs: 1}"))
+    code, out, err = run("experiment", "create", project.config, project.code, "--home", project.home)
+    assert (code, out) == (1, "")
+    assert err == (
+        f"dovetail: {project.config}:4:1: entrypoint: unknown class of an entrypoint in model_def.py 'DemoTrail': "
+        "did you mean 'DemoTrial'? (known: DemoTrial)\n"
+    )
+    assert not project.home.exists()
+
+
 def test_a_file_that_is_not_there_is_wrong_usage(run: Any, tmp_path: Path) -> None:
     code, _, err = run("experiment", "create", tmp_path / "none.yaml")
     assert code == 2
@@ -118,6 +131,18 @@ def test_a_test_runs_the_first_trial_alone_and_tells_it(run: Any, project: Any) 
     (trial,) = Store.open(project.home).experiment(1).trials
     assert trial.hparams == {"learning_rate": 0.25, "width": 2, "batch_size": 8}
     assert (trial.directory / "log.txt").read_text() == "trial 1 test\n"
+
+
+def test_a_test_and_the_best_trial_keep_the_length_that_the_searcher_says(run: Any, project: Any) -> None:
+    halving = "searcher: {name: async_halving, metric: validation_loss, num_rungs: 1, max_trials: 1, "
+    text = project.config.read_text().replace("searcher: {name: grid, metric: validation_loss", halving)
+    project.config.write_text(text.replace("max_trials: 1, }", "max_trials: 1, max_time: 2, time_metric: epochs}"))
+    home = ("--home", project.home)
+    assert run("experiment", "create", project.config, project.code, *home, "--test")[0] == 0
+    single = {"name": "single", "metric": "validation_loss", "max_length": {"epochs": 2}}
+    assert Store.open(project.home).experiment(1).config["searcher"] == single
+    assert run("experiment", "create", project.config, project.code, *home)[0] == 0
+    assert parse_config(run("experiment", "best", 2, "--yaml", *home)[1])["searcher"] == single
 
 
 @pytest.mark.slow
@@ -167,8 +192,9 @@ def test_json_has_stable_keys_and_iso_times(run: Any, finished: Any) -> None:
     _, out, _ = run("experiment", "list", "--home", finished.home, "--json")
     (found,) = json.loads(out)
     assert list(found) == [
-        *("id", "name", "state", "is_running", "reason", "searcher", "metric", "smaller_is_better", "num_trials"),
-        *("best_trial", "best_trial_id", "best", "created", "ended", "directory", "warnings"),
+        *("id", "name", "state", "is_running", "reason", "searcher", "metric", "is_first_metric"),
+        *("smaller_is_better", "num_trials", "best_trial", "best_trial_id", "best"),
+        *("created", "ended", "directory", "warnings"),
     ]
     assert datetime.fromisoformat(found["created"]).utcoffset() is not None
     assert (found["num_trials"], found["best"], found["best_trial_id"]) == (4, 0.25, 1)
@@ -310,6 +336,21 @@ def test_best_as_yaml_is_a_configuration_that_runs_that_trial(run: Any, finished
     assert (config.searcher.name, config.searcher.metric) == ("single", "validation_loss")
     assert config.hyperparameters == {"learning_rate": 0.25, "width": 2, "batch_size": 8}
     assert load_config(tmp_path / "best.yaml")["entrypoint"] == "python3 train.py"
+
+
+def test_every_view_says_that_the_metric_is_the_first_reported_one(run: Any, project: Any) -> None:
+    project.config.write_text(project.config.read_text().replace(", metric: validation_loss", ""))
+    label = "validation_loss (first reported, smaller is better)"
+    home = ("--home", project.home)
+    code, out, _ = run("experiment", "create", project.config, project.code, *home)
+    assert code == 0
+    assert f"· best {label} 0.25 (trial 0, id 1)" in out.splitlines()[-1]
+    # Tables break long cells into lines.
+    assert "reported" in run("experiment", "list", *home)[1]
+    for words in (("experiment", "describe", 1), ("experiment", "best", 1), ("trial", "describe", 1)):
+        assert label in " ".join(run(*words, *home)[1].split()), words
+        found = json.loads(run(*words, "--json", *home)[1])
+        assert (found["metric"], found["is_first_metric"]) == ("validation_loss", True)
 
 
 def test_report_names_the_files_that_it_writes(run: Any, finished: Any, tmp_path: Path) -> None:

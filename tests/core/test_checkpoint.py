@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dovetail.checkpoint import CheckpointWarning
-from dovetail.core import CheckpointContext, DistributedContext, storage_directory
+from dovetail.core import CheckpointContext, DistributedContext, DownloadMode, storage_directory
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 
 
@@ -61,6 +61,33 @@ def test_what_is_uploaded_is_restored_and_downloaded(
     assert contents(tmp_path / "copy") == contents(source)
     assert checkpoints.get_metadata(storage_id) == {"steps_completed": 3, "note": ("a", 1)}
     assert names(checkpoints) == [storage_id]
+
+
+@pytest.mark.parametrize("mode", [*DownloadMode, "NO_SHARED_DOWNLOAD"])
+def test_every_download_mode_brings_all_files(
+    mode: Any, checkpoints: CheckpointContext, source: Path, tmp_path: Path
+) -> None:
+    storage_id = checkpoints.upload(source)
+    checkpoints.download(storage_id, tmp_path / "copy", mode)
+    assert contents(tmp_path / "copy") == contents(source)
+    with checkpoints.restore_path(storage_id, download_mode=mode) as path:
+        assert contents(path) == contents(source)
+
+
+def test_an_unknown_download_mode_is_refused(checkpoints: CheckpointContext, tmp_path: Path) -> None:
+    mode: Any = "SHARED"
+    with pytest.raises(ValueError, match="'SHARED' is not a valid DownloadMode"):
+        checkpoints.download(stored(checkpoints), tmp_path / "copy", mode)
+
+
+def test_a_lent_folder_has_all_files_whatever_the_selector(checkpoints: CheckpointContext) -> None:
+    storage_id = stored(checkpoints)
+    with (
+        pytest.warns(UserWarning, match="the selector has no effect") as caught,
+        checkpoints.restore_path(storage_id, selector=lambda name: False) as path,
+    ):
+        assert contents(path) == {"file": b"x"}
+    assert caught[0].filename == __file__
 
 
 def test_a_selector_chooses_by_the_path_inside(checkpoints: CheckpointContext, source: Path, tmp_path: Path) -> None:

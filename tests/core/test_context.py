@@ -73,6 +73,22 @@ def test_invalid_hyperparameters_are_reported_and_raised() -> None:
     assert [row["exited"] for row in read_metrics(Path("checkpoints", METRICS))] == ["INVALID_HP"]
 
 
+def test_an_alert_is_recorded_with_the_metrics() -> None:
+    with core.init() as context:
+        context.alert(title="slow", description="one batch took 90 s", level="warn")
+    rows = read_metrics(Path("checkpoints", METRICS))
+    assert [row["alert"] for row in rows] == [{"title": "slow", "description": "one batch took 90 s", "level": "warn"}]
+
+
+def test_a_context_can_be_started_and_closed_without_a_block() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    context = core.init()
+    context.start()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    context.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.mark.parametrize(("name", "instead"), [("searcher", "runs to its own length"), ("profiler", "torch.profiler")])
 def test_what_determined_has_besides_is_refused_in_a_sentence(name: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=f"the core context has no '{name}': .*{instead}"):

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -79,13 +83,15 @@ def test_a_process_in_no_group_is_told_how_to_get_into_one() -> None:
 
 def test_other_launchers_are_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"from_horovod: expected processes that torch starts; use .*from_torch"):
-        DistributedContext.from_horovod(os)
+        DistributedContext.from_horovod(os, chief_ip="10.0.0.1")
     with pytest.raises(ConfigError, match="from_deepspeed: expected processes that torch starts"):
-        DistributedContext.from_deepspeed()
+        DistributedContext.from_deepspeed(chief_ip="10.0.0.1")
+    with pytest.raises(ConfigError, match="from_tf_config: expected processes that torch starts"):
+        DistributedContext.from_tf_config()
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "size": 2}, {"local_rank": -1}, {"cross_rank": 1}])
-def test_a_place_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
+def test_a_place_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected a number from 0 to"):
         DistributedContext(**wrong)
 
@@ -109,3 +115,50 @@ def test_a_remainder_warns_of_the_batch_size_that_is_used() -> None:
 def test_fewer_samples_than_processes_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected at least 4, one for each process, got 3"):
         of(4).shard_batch_size(3)
+
+
+# ------------------------------------------------------------------ ranks without a launcher
+
+_PEER = """
+import sys
+from dovetail.core import DistributedContext
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+places = {"local_rank": rank, "local_size": 2, "cross_rank": 0, "cross_size": 1}
+context = DistributedContext(rank=rank, size=2, **places, chief_ip="127.0.0.1", pub_port=port - 1, port_offset=1)
+print(context.allgather(10 + rank), context.broadcast(rank), context.gather(rank))
+context.close()
+"""
+
+
+@pytest.mark.slow
+def test_processes_without_a_launcher_meet_at_the_address_of_the_chief() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", _PEER]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    peers = [
+        subprocess.Popen([*command, str(rank), str(port)], stdout=subprocess.PIPE, text=True, env=environment)
+        for rank in range(2)
+    ]
+    try:
+        assert [peer.communicate(timeout=120)[0] for peer in peers] == ["[10, 11] 0 [0, 1]\n", "[10, 11] 0 None\n"]
+    finally:
+        for peer in peers:
+            peer.kill()
+
+
+def test_several_machines_without_a_launcher_need_the_address_of_the_chief() -> None:
+    context = DistributedContext(rank=0, size=2, local_rank=0, local_size=1, cross_rank=0, cross_size=2)
+    with pytest.raises(ConfigError, match="chief_ip: 2 processes on several machines need the address"):
+        context.broadcast(1)
+
+
+def test_the_address_of_the_chief_may_be_said_to_a_launched_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, RANK=1, WORLD_SIZE=2)
+    assert places(DistributedContext.from_torch_distributed(chief_ip="10.0.0.1")) == [(1, 2), (1, 2), (0, 1)]
+
+
+def test_a_second_port_is_not_ignored_silently() -> None:
+    with pytest.warns(UserWarning, match="pull_port has no effect: all messages use pub_port"):
+        DistributedContext(pull_port=12376, force_tcp=True)

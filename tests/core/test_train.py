@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from dovetail.core import METRICS, EarlyExitReason, TrainContext, read_metrics
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.info import TrialInfo
+from dovetail.search.reports import Reports
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -201,3 +202,73 @@ def test_there_is_a_folder_for_tensorboard(tmp_path: Path) -> None:
     path = TrainContext(tmp_path / "trial").get_tensorboard_path()
     assert path == tmp_path / "trial" / "tensorboard"
     assert path.is_dir()
+
+
+def test_the_metrics_of_batches_are_recorded_beside_their_mean(tmp_path: Path) -> None:
+    train = TrainContext(tmp_path)
+    train.report_training_metrics(2, {"loss": 1.5}, batch_metrics=[{"loss": torch.tensor(1.0)}, {"loss": math.inf}])
+    assert rows(tmp_path) == [
+        {
+            "group": "training",
+            "steps_completed": 2,
+            "metrics": {"loss": 1.5},
+            "batch_metrics": [{"loss": 1.0}, {"loss": math.inf}],
+        }
+    ]
+    with pytest.raises(ConfigError, match="batch_metrics: expected values by name, got float"):
+        train.report_training_metrics(3, {"loss": 1.5}, batch_metrics=[1.0])  # type: ignore[list-item]  # the mistake
+
+
+@pytest.mark.parametrize(("level", "number"), [("debug", 10), ("info", 20), (None, 20), ("warn", 30), ("error", 40)])
+def test_an_alert_is_logged_and_recorded(
+    level: Any, number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "dovetail.core")
+    TrainContext(tmp_path).alert(title="slow", description="one batch took 90 s", level=level)
+    assert [(record.levelno, record.message) for record in caplog.records] == [
+        (number, "alert: slow: one batch took 90 s")
+    ]
+    expected = {"title": "slow", "description": "one batch took 90 s", "level": level or "info"}
+    assert rows(tmp_path) == [{"alert": expected}]
+
+
+def test_an_alert_of_another_process_is_always_visible_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    TrainContext(tmp_path, is_chief=False).alert("slow", level="debug")
+    assert [(record.levelno, record.message) for record in caplog.records] == [(logging.WARNING, "alert: slow")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_level_of_an_alert_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="unknown level of an alert 'warning': did you mean 'warn'"):
+        TrainContext(tmp_path).alert("slow", level="warning")  # type: ignore[arg-type]  # the mistake
+
+
+def test_the_last_metadata_replace_those_before_and_outlive_the_process(tmp_path: Path) -> None:
+    train = TrainContext(tmp_path)
+    assert train.get_metadata() is None
+    assert train.set_metadata({"dataset": "digits", "version": 1}) == {"dataset": "digits", "version": 1}
+    assert train.set_metadata({"size": np.int64(3), "limit": math.inf})["size"] == 3
+    train.report_progress(0.5)
+    assert TrainContext(tmp_path).get_metadata() == {"size": 3, "limit": math.inf}
+    with pytest.raises(ConfigError, match="metadata: expected values by name, got list"):
+        train.set_metadata([])  # type: ignore[arg-type]  # the mistake
+
+
+def test_files_of_tensorboard_need_no_upload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dovetail.core")
+    train = TrainContext(tmp_path)
+    train.upload_tensorboard_files()
+    assert caplog.messages == [f"the files of TensorBoard stay in {tmp_path / 'tensorboard'}"]
+    with pytest.raises(ConfigError, match="expected neither a selector nor a mangler"):
+        train.upload_tensorboard_files(mangler=lambda path, rank: path)
+
+
+def test_the_runner_of_an_experiment_accepts_every_report(tmp_path: Path) -> None:
+    train = TrainContext(tmp_path)
+    train.alert("slow")
+    train.set_metadata({"dataset": "digits"})
+    train.report_training_metrics(1, {"loss": 1.0}, [{"loss": 1.0}])
+    reports = Reports(tmp_path / METRICS)
+    assert (len(list(reports.read())), reports.rejected) == (3, [])

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from dovetail.core import METRICS, CheckpointContext, read_metrics
 from dovetail.errors import ConfigError, DataError
-from dovetail.info import VARIABLE
+from dovetail.info import VARIABLE, TrialInfo, write_info
 from dovetail.pytorch.batch_process import TorchBatchProcessor, TorchBatchProcessorContext, torch_batch_process
 
 
@@ -326,3 +326,35 @@ def test_a_misspelled_method_is_a_warning_before_the_first_batch() -> None:
 
 def test_shuffle_may_be_said_to_be_off() -> None:
     assert batches(calls(dataloader_kwargs={"shuffle": False})) == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------ what the context knows
+
+
+def test_the_context_knows_ranks_and_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_info(tmp_path / "trial.json", TrialInfo(trial_id=1, hparams={"width": 3}, directory=str(tmp_path)))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "trial.json"))
+    found: list[Any] = []
+
+    class Asking(Recorder):
+        def process_batch(self, batch: Any, batch_idx: int) -> None:
+            context = self.context
+            found.append((context.get_distributed_rank(), context.get_distributed_size(), context.get_hparams()))
+            found.append(context.to_device({"x": batch.numpy()}))
+
+    torch_batch_process(Asking, TensorDataset(torch.arange(2.0)), batch_size=2, dataloader_kwargs={"collate_fn": first})
+    assert found[0] == (0, 1, {"width": 3})
+    assert torch.equal(found[1]["x"], torch.arange(2.0))
+
+
+def first(samples: Any) -> Any:
+    return torch.stack([sample[0] for sample in samples])
+
+
+def test_hyperparameters_of_a_script_that_nothing_launched_are_refused() -> None:
+    class Asking(Recorder):
+        def process_batch(self, batch: Any, batch_idx: int) -> None:
+            self.context.get_hparams()
+
+    with pytest.raises(ConfigError, match=r"get_hparams: .*nothing has launched this script as a trial"):
+        torch_batch_process(Asking, torch.arange(2), batch_size=2)  # type: ignore[arg-type]  # a tensor is a dataset

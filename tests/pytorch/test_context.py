@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from trials import Classifier, make
 
 from dovetail import InvalidHP, pytorch
-from dovetail.core import DistributedContext, read_metrics
+from dovetail.core import METRICS, DistributedContext, read_metrics
 from dovetail.errors import ConfigError
 from dovetail.info import ATTEMPT, HPARAMS_READ, VARIABLE, TrialInfo, write_info
 from dovetail.pytorch import Batch, Epoch
@@ -197,8 +197,8 @@ def test_compression_is_not_ignored_silently() -> None:
 
 
 def test_apex_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use_amp"):
-        pytorch.init(hparams={}, checkpoint_dir=None).experimental.configure_apex_amp(None, None)
+    with pytest.raises(ConfigError, match=r"call context\.experimental\.use_amp\(\), or wrap_scaler with a scaler"):
+        pytorch.init(hparams={}, checkpoint_dir=None).configure_apex_amp(None, None, opt_level="O1")
 
 
 def test_a_scaler_that_was_not_wrapped_is_refused() -> None:
@@ -277,6 +277,63 @@ def test_a_request_to_stop_cannot_be_taken_back() -> None:
     trial, context = make(trial_class=Wavering)
     with pytest.raises(ConfigError, match="cannot be taken back"):
         context.fit(trial, max_length=Batch(1))
+
+
+class Unwilling(Classifier):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        context.set_stop_requested(True)
+        super().__init__(context)
+
+
+@pytest.mark.parametrize(("aggregation", "batches"), [(1, 1), (3, 3)])
+def test_a_stop_that_the_constructor_requests_ends_training_after_the_first_update(
+    aggregation: int, batches: int, tmp_path: Path
+) -> None:
+    trial, context = make(tmp_path, trial_class=Unwilling, aggregation_frequency=aggregation)
+    assert trial.context.get_stop_requested()
+    assert "accuracy" in context.fit(trial, max_length=Epoch(3))
+    assert len(trial.seen) == batches
+    # The request has been fulfilled.
+    assert not trial.context.get_stop_requested()
+    context.fit(trial, max_length=Epoch(1))
+    assert len(trial.seen) == 6
+
+
+def test_a_stop_that_is_requested_between_trainer_and_fit_is_not_lost() -> None:
+    with pytorch.init(hparams={}, checkpoint_dir=None, verbose=False) as context:
+        trial = Classifier(context)
+        trainer = pytorch.Trainer(trial, context)
+        context.set_stop_requested(True)
+        trainer.fit(max_length=Epoch(3))
+    assert len(trial.seen) == 1
+
+
+def test_a_stop_that_is_requested_before_training_can_be_taken_back() -> None:
+    trial, context = make(trial_class=Unwilling)
+    trial.context.set_stop_requested(False)
+    context.fit(trial, max_length=Batch(2))
+    assert len(trial.seen) == 2
+
+
+def test_a_trial_may_differentiate_and_return_a_loss_with_one_element(tmp_path: Path) -> None:
+    class OneElement(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1]).reshape(1)
+            self.context.backward(loss)
+            self.context.step_optimizer(self.optimizer)
+            return {"loss": loss}
+
+    class Automatic(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1]).reshape(1)
+
+    rows = []
+    for kind in (Classifier, OneElement, Automatic):
+        trial, context = make(tmp_path / kind.__name__, trial_class=kind)
+        context.fit(trial, max_length=Epoch(2))
+        reports = read_metrics(tmp_path / kind.__name__ / "trial_0" / METRICS)
+        rows.append([row["metrics"] for row in reports if "metrics" in row])
+    assert rows[0] == rows[1] == rows[2]
 
 
 def test_the_other_processes_are_told_why_a_script_ends() -> None:

@@ -5,14 +5,16 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from trials import Classifier, make, make_data
 
-from dovetail import data
+from dovetail import data, pytorch
 from dovetail.errors import DataError
 from dovetail.pytorch.data import DataLoader, EndlessLoader
 
@@ -253,3 +255,61 @@ def test_a_share_that_is_not_there_is_refused(options: dict[str, int], sentence:
 
 def test_any_loader_of_the_library_can_be_repeated() -> None:
     assert lists(EndlessLoader(data.DataLoader(Counting(2))), 3) == [[0], [1], [0]]
+
+
+# ------------------------------------------------------------------ batches
+
+
+class Movable:
+    """An object that moves itself, as batches of other libraries do."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def to(self, device: Any) -> Movable:
+        return Movable(device)
+
+
+def test_arrays_become_tensors_and_objects_move_themselves(caplog: pytest.LogCaptureFixture) -> None:
+    words = np.array(["a", "b"])
+    values = {"x": np.arange(3), "pair": (torch.ones(2), [np.float32(2.0), True]), "it": Movable(), "words": words}
+    moved = pytorch.to_device({**values, "text": ["a", None, []]}, torch.device("meta"))
+    assert (moved["x"].device.type, moved["x"].dtype, moved["pair"][0].device.type) == ("meta", torch.int64, "meta")
+    assert moved["pair"][1] == [np.float32(2.0), True]
+    assert moved["it"].device == torch.device("meta")
+    assert moved["text"] == ["a", None, []]
+    assert moved["words"] is words
+    assert caplog.messages == ["a ndarray in the data cannot be moved to the device, and stays"]
+
+
+def test_a_type_that_cannot_be_moved_has_one_log_record(caplog: pytest.LogCaptureFixture) -> None:
+    known: set[type] = set()
+    for _ in range(2):
+        pytorch.to_device([object(), {1, 2}], "cpu", known)
+    assert known == {object, set}
+    assert len(caplog.messages) == 2
+
+
+def test_data_that_is_there_already_is_not_copied() -> None:
+    batch = (torch.ones(2), {"y": torch.zeros(1)})
+    assert pytorch.to_device(batch, "cpu") is batch
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (x, x), lambda x: {"a": x}])
+@pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
+def test_the_length_of_data_is_that_of_its_first_array(wrap: Any, kind: Any) -> None:
+    assert pytorch.data_length(wrap(kind((4, 2)))) == 4
+
+
+def test_a_trial_gets_arrays_as_tensors() -> None:
+    seen: list[Any] = []
+
+    class Arrays(Classifier):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            seen.append(type(batch["x"]))
+            return super().train_batch((batch["x"], batch["y"]), epoch_idx, batch_idx)
+
+    x, y = make_data(8).tensors
+    trial, context = make(trial_class=Arrays)
+    context.fit(trial, [{"x": x.numpy(), "y": y.numpy()}] * 2, max_length=pytorch.Batch(2), val_data=[(x, y)])
+    assert seen == [torch.Tensor] * 2

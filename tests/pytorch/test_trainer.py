@@ -20,7 +20,7 @@ from dovetail import Epochs, Records, checkpoint, pytorch
 from dovetail.core.train import read_metrics
 from dovetail.errors import CheckpointError, ConfigError, DataError
 from dovetail.pytorch import Batch, Epoch, PyTorchCallback, Trainer
-from dovetail.pytorch.context import MissingHyperparameterError
+from dovetail.pytorch.hyperparameters import MissingHyperparameterError
 
 StepMode = pytorch.LRScheduler.StepMode
 BATCHES = -(-NUM_TRAINED // 8)
@@ -540,7 +540,7 @@ class Recording(PyTorchCallback):
         self.log = log
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        self.log.append(f"startup {first_batch_idx} {checkpoint_uuid}")
+        self.log.append(f"startup {first_batch_idx} {checkpoint_uuid and Path(checkpoint_uuid).name}")
 
     def on_checkpoint_load_start(self, checkpoint: Any) -> None:
         self.log.append("load")
@@ -576,7 +576,7 @@ class Recording(PyTorchCallback):
         self.log.append(f"wrote {Path(checkpoint_dir).parent.name}")
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
-        self.log.append(f"uploaded {uuid}")
+        self.log.append(f"uploaded {Path(uuid).name}")
 
     def on_trial_shutdown(self) -> None:
         self.log.append("shutdown")
@@ -641,6 +641,69 @@ def test_hooks_in_their_order(tmp_path: Path) -> None:
         "uploaded ck_epoch_1_iter_3",
         "shutdown",
     ]
+
+
+class Collecting(PyTorchCallback):
+    """Keeps what is said about checkpoints."""
+
+    def __init__(self) -> None:
+        self.uploaded: list[str] = []
+        self.written: list[str] = []
+        self.resumed: list[str | None] = []
+
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        self.resumed.append(checkpoint_uuid)
+
+    def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
+        self.written.append(Path(checkpoint_dir).parent.name)
+
+    def on_checkpoint_upload_end(self, uuid: str) -> None:
+        self.uploaded.append(uuid)
+
+
+def test_each_checkpoint_is_reported_once_by_an_id_that_fit_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    periods = {"max_length": Epoch(3), "validation_period": Epoch(1), "checkpoint_period": Epoch(1)}
+    first = Collecting()
+    straight, context = make("here", change=lambda it: it.callbacks.update(log=first))
+    context.fit(straight, **periods)
+    names = ["ck_epoch_1_iter_6", "ck_epoch_2_iter_12", "ck_epoch_3_iter_18"]
+    assert first.uploaded == [str(tmp_path / "here" / "trial_0" / name) for name in names]
+    # Files of a callback go into the best checkpoint, too.
+    assert [name for name in first.written if name != "best_ck"] == names
+    assert "best_ck" in first.written
+
+    monkeypatch.chdir("/")
+    second = Collecting()
+    again, again_context = make(tmp_path / "there", change=lambda it: it.callbacks.update(log=second))
+    again_context.fit(again, **periods, latest_checkpoint=first.uploaded[0])
+    assert second.resumed == [first.uploaded[0]]
+    assert_same_weights(again.model, straight.model)
+
+
+def test_a_best_checkpoint_that_is_written_alone_is_reported(tmp_path: Path) -> None:
+    collecting = Collecting()
+    trial, context = make(tmp_path, change=lambda it: it.callbacks.update(log=collecting))
+    context.fit(trial, max_length=Batch(6), validation_period=Batch(3))
+    assert [Path(uuid).name for uuid in collecting.uploaded] == ["best_ck", "ck_epoch_1_iter_6"]
+    # The first of them has been replaced.
+    assert checkpoint.inspect(collecting.uploaded[0]).step in (3, 6)
+
+
+def test_a_hook_from_before_epochs_were_numbered_is_called_with_a_warning() -> None:
+    class Legacy(PyTorchCallback):
+        calls = 0
+
+        def on_training_epoch_start(self) -> None:  # type: ignore[override]  # as it was
+            self.calls += 1
+
+    legacy = Legacy()
+    trial, context = make(change=lambda it: it.callbacks.update(log=legacy))
+    with pytest.warns(FutureWarning, match=r"Legacy\.on_training_epoch_start\(\) .*: add epoch_idx") as caught:
+        context.fit(trial, max_length=Epoch(3))
+    assert (legacy.calls, len(caught)) == (3, 1)
 
 
 def test_a_failing_trial_is_shut_down_and_keeps_its_error() -> None:

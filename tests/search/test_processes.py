@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from dovetail.info import ATTEMPT
+from dovetail.runtime.cores import NO_CARDS
 from dovetail.search.processes import Attempt, Ended, LocalBackend, wrapped
 
 Until = Callable[[Callable[[], bool]], None]
@@ -195,6 +196,16 @@ def test_trials_get_cards_of_their_own(tmp_path: Path, until: Until, monkeypatch
         _end(backend, attempt, until)
     assert [(tmp_path / str(number) / "log.txt").read_text() for number in range(3)] == ["4\n", "5\n", "7\n"]
     assert (backend.capacity(1), backend.capacity(2), backend.capacity(8)) == (3, 1, 1)
+
+
+def test_a_trial_whose_file_hides_the_cards_gets_none(
+    attempt: Attempt, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    backend = LocalBackend()
+    backend.start(attempt, ["sh", "-c", "echo cards $CUDA_VISIBLE_DEVICES"], NO_CARDS, tmp_path, slots=1)
+    _end(backend, attempt, until)
+    assert (attempt.trial / "log.txt").read_text() == "cards\n"
 
 
 def test_trials_share_the_cores(

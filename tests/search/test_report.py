@@ -96,6 +96,21 @@ def test_the_page_has_a_row_for_every_trial(record: ExperimentRecord, tmp_path: 
     assert [having["data-trial"] for tag, having in page.tags if tag == "tr" and having] == list("012345")
 
 
+def test_the_page_says_that_the_metric_is_the_first_reported_one(tmp_path: Path) -> None:
+    config = {**CONFIG, "searcher": {"name": "random", "max_trials": 4}}
+    waiting = experiment(trial(0, {}), config=config)
+    text = Page(report(waiting, tmp_path / "report.html")[0]).text
+    assert "searcher random, by first reported metric" in text
+    assert "No trial has reported a metric." in text
+    with pytest.raises(ConfigError, match="experiment 3: no trial has reported a validation metric, so none is"):
+        best_config(waiting)
+    done = experiment(trial(0, {10: 2.0}), config=config, first_metric="mse")
+    text = Page(report(done, tmp_path / "report.html")[0]).text
+    assert "searcher random, by mse (first reported, smaller is better)" in text
+    assert "best mse (first reported, smaller is better)" in text
+    assert best_config(done)["searcher"] == {"name": "single"}
+
+
 def test_every_trial_is_in_the_three_pictures_of_trials(record: ExperimentRecord, tmp_path: Path) -> None:
     page = Page(report(record, tmp_path / "report.html")[0])
     for number in range(6):

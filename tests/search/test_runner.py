@@ -86,6 +86,54 @@ def test_a_trial_that_never_reports_the_metric_fails_and_says_how_to_report_it(
     assert "report_validation_metrics(batches, {'loss': value})" in trial.reason
 
 
+def test_without_a_metric_the_first_reported_number_is_compared(lab: Any) -> None:
+    script = """
+name = "other" if hparams["lr"] == 0.3 else "mse"
+for step in (1, 2):
+    values = {"epochs": step, "matrix": [1, 2], name: hparams["lr"] / step, "accuracy": 1 - hparams["lr"]}
+    write({"group": "validation", "steps_completed": step, "metrics": values})
+"""
+    record = lab.create(script, {"name": "grid", "metric": None}, hyperparameters=GRID)
+    assert (record.metric, record.metric_label) == ("", "first reported metric")
+    # One at a time: the first trial names the metric for all.
+    done = Runner(lab.store, record.id, LocalBackend(slots=1)).run()
+    assert [trial.state for trial in done.trials] == ["COMPLETED"] * 3
+    assert [trial.values for trial in done.trials] == [{1: 0.1, 2: 0.05}, {1: 0.2, 2: 0.1}, {}]
+    assert (done.metric, done.metric_label) == ("mse", "mse (first reported, smaller is better)")
+    assert done.best_trial is not None
+    assert (done.best_trial.number, done.best_trial.best) == (0, 0.05)
+    log = (done.directory / "runner.log").read_text()
+    assert "trial 3: its validation reports no number 'mse', which the searcher needs" in log
+
+
+@pytest.mark.parametrize("metrics", [{}, {"epochs": 1, "matrix": [1, 2]}])
+def test_without_a_metric_a_trial_must_report_some_number(lab: Any, metrics: dict[str, Any]) -> None:
+    script = f"write({{'group': 'validation', 'steps_completed': 1, 'metrics': {metrics}}})"
+    record = lab.create(script, {"name": "single", "metric": None})
+    (trial,) = Runner(lab.store, record.id).run().trials
+    assert trial.state == "ERROR"
+    assert trial.reason == (
+        "it reported no validation metric: report one by context.train.report_validation_metrics(batches, "
+        "{'loss': value}) of dovetail.core, or return it from evaluate_batch of a PyTorchTrial"
+    )
+
+
+def test_the_next_runner_knows_the_first_reported_metric(lab: Any, detached: Any, until: Until) -> None:
+    script = """
+name = ("mse", "late")[attempt]
+write({"group": "validation", "steps_completed": attempt + 1, "metrics": {name: 0.5, "mse": 0.25}})
+if attempt == 0:
+    wait()
+"""
+    record = lab.create(script, {"name": "single", "metric": None})
+    process = detached(record)
+    until(lambda: bool(lab.store.experiment(record.id).first_metric) and _is_waiting(lab.store, record))
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 0
+    done = Runner(lab.store, record.id).run()
+    assert (done.metric, done.trials[0].values) == ("mse", {1: 0.25, 2: 0.25})
+
+
 # Without the prelude, which reads the file of the trial.
 _REPORT = """
 import json, os, pathlib
@@ -910,6 +958,12 @@ def test_what_a_trial_did_while_nobody_watched_is_learnt(lab: Any, detached: Any
         (["python", "-m", "dovetail.launch", "a.py"], 2, [sys.executable, "-m", "dovetail.launch", "a.py"]),
         (["python", "-c", "pass"], 2, [sys.executable, "-c", "pass"]),
         (["bash", "train.sh"], 2, ["bash", "train.sh"]),
+        (["model_def:A"], 1, [sys.executable, "-m", "dovetail.launch", "--slots", "1", "model_def:A"]),
+        (["model_def:A"], 2, [sys.executable, "-m", "dovetail.launch", "--slots", "2", "model_def:A"]),
+        (["python3", "-u", "-m", "determined.launch.torch_distributed", "a.py", "x"], 2,
+         [sys.executable, "-u", "-m", "dovetail.launch", "--slots", "2", "a.py", "x"]),
+        (["python3", "-m", "determined.launch.torch_distributed", "-m", "a"], 1,
+         [sys.executable, "-m", "dovetail.launch", "--slots", "1", "--group", "-m", "a"]),
     ],
 )  # fmt: skip
 def test_the_command_of_a_trial(entrypoint: list[str], slots: int, expected: list[str]) -> None:

@@ -208,15 +208,17 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         read_experiment(tmp_path / "none.yaml")
 
 
-def test_the_grid_of_the_seed_lacks_a_metric() -> None:
-    assert refusals(GRID) == [
+def test_a_searcher_that_compares_trials_needs_a_metric() -> None:
+    assert refusals(GRID, "searcher.name=tpe", "searcher.max_trials=4") == [
         "experiment.yaml:7:1: searcher.metric: missing: the validation metric that trials are compared by, such as "
         "validation_loss"
     ]
 
 
-def test_the_grid_of_the_seed_runs_with_a_metric() -> None:
-    config = read(GRID, "searcher.metric=loss")
+@pytest.mark.parametrize(("overrides", "metric"), [((), ""), (("searcher.metric=loss",), "loss")])
+def test_the_grid_of_the_seed_is_read_as_printed(overrides: tuple[str, ...], metric: str) -> None:
+    config = read(GRID, *overrides)
+    assert config.searcher.metric == metric
     searcher = make_searcher(config.searcher, Space(config.hyperparameters), config.seed)
     sizes = [searcher.suggest(STUDY, number) for number in range(4)]
     assert [size and size.params for size in sizes] == [{"global_batch_size": size} for size in (16, 32, 64)] + [None]
@@ -329,11 +331,11 @@ searcher:
   metric: loss
   max_trials: many
 resources:
-  slots_per_trial: 0
+  slots_per_trial: -1
 """
     assert [problem.split(" (known")[0] for problem in refusals(text)] == [
         "experiment.yaml:1:1: entrypiont: unknown key: did you mean 'entrypoint'?",
-        "experiment.yaml:9:3: resources.slots_per_trial: expected a whole number from 1 to 4096, got 0",
+        "experiment.yaml:9:3: resources.slots_per_trial: expected a whole number from 0 to 4096, got -1",
         "experiment.yaml:3:3: hyperparameters.lr.maxval: missing",
         "experiment.yaml:7:3: searcher.max_trials: expected a whole number of at least 1, got 'many'",
         "experiment.yaml:1:1: entrypoint: missing: the command of a trial, such as python3 train.py",
@@ -351,10 +353,11 @@ def test_one_error_is_all_of_them() -> None:
     [
         (
             "entrypoint: model_def:MyTrial",
-            "expected a command such as python3 train.py: a trial class is trained by a ",
+            "searcher.max_length: missing: how long a trial of model_def:MyTrial trains, such as {epochs: 10}",
         ),
+        ("entrypoint: python3 -m determined.launch.horovod a.py", "there is no determined.launch.horovod here), got"),
         ("entrypoint: 'python3 \"train.py'", "expected a command (no closing quotation), got"),
-        ("entrypoint: []", "expected a command such as python3 train.py, got []"),
+        ("entrypoint: []", "expected a command such as python3 train.py, or a trial class such as model_def:MyTrial,"),
         ("entrypoint: [python3, 3]", "expected text as item 2, got ['python3', 3]"),
         ("max_restarts: -1", "expected a whole number of at least 0, got -1"),
         ("max_restarts: true", "expected a whole number of at least 0, got True"),
@@ -393,12 +396,83 @@ def test_both_spellings_of_the_command_are_one_too_many() -> None:
     assert problem.startswith("experiment.yaml:1:19: entrypoint_script: the same as entrypoint")
 
 
+@pytest.mark.parametrize("key", ["slots_per_trial", "slots"])
+def test_no_slots_are_one_process_without_graphics_cards(key: str) -> None:
+    config = read(f"{{entrypoint: a b, resources: {{{key}: 0}}, searcher: {{name: single, metric: loss}}}}")
+    assert (config.slots, config.environment) == (1, {"CUDA_VISIBLE_DEVICES": ""})
+    one = read(f"{{entrypoint: a b, resources: {{{key}: 1}}, searcher: {{name: single, metric: loss}}}}")
+    assert (one.slots, one.environment) == (1, {})
+
+
 def test_a_grid_without_a_count_is_told_at_the_range() -> None:
     text = (
         "entrypoint: a b\nhyperparameters:\n  n: {type: int, minval: 1, maxval: 2}\nsearcher: {name: grid, metric: x}"
     )
     (problem,) = refusals(text)
     assert problem.startswith("experiment.yaml:3:3: hyperparameters.n: a grid needs 'count'")
+
+
+CLASS = """\
+entrypoint: model_def:MyTrial
+searcher:
+  name: single
+  metric: loss
+  max_length: {epochs: 3}
+"""
+
+
+def test_a_trial_class_is_an_entrypoint_and_reads_its_scheduling_unit() -> None:
+    config = read(f"{CLASS}scheduling_unit: 10\n")
+    assert config.entrypoint == ["model_def:MyTrial"]
+    assert config.raw["scheduling_unit"] == 10
+    assert refusals(f"{CLASS}scheduling_unit: 0\n") == [
+        "experiment.yaml:6:1: scheduling_unit: expected a whole number of at least 1, got 0"
+    ]
+
+
+def test_a_trial_class_is_looked_up_in_the_folder_of_the_code(tmp_path: Path) -> None:
+    (tmp_path / "model_def.py").write_text("class MyTrail: pass\n")
+    (problem,) = refusals(CLASS, context_dir=tmp_path)
+    assert problem == (
+        "experiment.yaml:1:1: entrypoint: unknown class of an entrypoint in model_def.py 'MyTrial': "
+        "did you mean 'MyTrail'? (known: MyTrail)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("searcher", "is_enough"),
+    [
+        ("{name: random, max_trials: 2, max_length: 100}", True),
+        ("{name: random, max_trials: 2}", False),
+        ("{name: async_halving, metric: a, num_rungs: 2, max_trials: 2, max_time: 8, time_metric: epochs}", True),
+        ("{name: async_halving, metric: a, num_rungs: 2, max_trials: 2, max_time: 8, time_metric: hours}", False),
+    ],
+)
+def test_a_trial_class_needs_a_length(searcher: str, is_enough: bool) -> None:
+    text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\nmin_validation_period: {{epochs: 1}}\n"
+    if is_enough:
+        assert read(text).entrypoint == ["model_def:MyTrial"]
+    else:
+        (problem,) = refusals(text)
+        assert problem.startswith("experiment.yaml:2:1: searcher.max_length: missing: how long a trial of model_def:My")
+
+
+def test_a_search_that_can_end_no_trial_of_a_class_early_warns() -> None:
+    searcher = "{name: adaptive_asha, metric: a, max_trials: 2, max_length: {epochs: 8}}"
+    text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\n"
+    with pytest.warns(UserWarning, match="min_validation_period: not given, so that trials of model_def:MyTrial valid"):
+        read(text)
+    # Warnings are errors.
+    read(f"{text}min_validation_period: {{epochs: 1}}\n")
+    read(text.replace("model_def:MyTrial", "python3 train.py"))
+
+
+def test_a_job_does_not_train_a_class() -> None:
+    (problem,) = refusals("entrypoint: model_def:MyTrial", kind="job")
+    assert problem == (
+        "experiment.yaml:1:1: entrypoint: expected a command such as python3 predict.py: a job does not train "
+        "model_def:MyTrial"
+    )
 
 
 def test_keys_that_determined_knows_are_listed_in_one_warning() -> None:

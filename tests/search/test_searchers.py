@@ -261,6 +261,26 @@ def test_a_searcher_says_how_many_trials_may_run_at_a_time(name: str) -> None:
         assert make(name, max_concurrent_trials=3).max_concurrent_trials == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        # Two values of lr, three of depth, two of act.
+        ("grid", {}, 12),
+        ("random", {"max_trials": 40}, 40),
+        ("tpe", {"max_trials": 40}, 40),
+        ("pbt", {}, 4),
+        # As many as one must start for one of them to come to the last rung.
+        ("async_halving", {"max_trials": 40, "num_rungs": 3, "max_time": 16}, 16),
+        ("async_halving", {"max_trials": 10, "num_rungs": 3, "max_time": 16}, 10),
+        ("adaptive_asha", {"max_trials": 64, "max_time": 100}, 15),
+    ],
+)
+def test_no_limit_of_concurrent_trials_is_as_many_as_determined_starts(
+    name: str, options: dict[str, Any], expected: int
+) -> None:
+    assert make(name, max_concurrent_trials=0, **options).max_concurrent_trials == expected
+
+
 def test_what_is_not_a_number_counts_as_worst() -> None:
     rated = {}
     for values in ([0.5, math.nan], [0.5, math.inf], [0.5, 0.9]):
@@ -293,9 +313,16 @@ def refusals(**section: Any) -> list[str]:
 
 
 def test_a_missing_metric_is_explained() -> None:
-    assert refusals(name="grid") == [
+    assert refusals(name="tpe", max_trials=4) == [
         "searcher.metric: missing: the validation metric that trials are compared by, such as validation_loss"
     ]
+
+
+@pytest.mark.parametrize("name", ["single", "grid", "random"])
+def test_a_searcher_that_compares_no_trials_needs_no_metric(name: str) -> None:
+    options = {} if name != "random" else {"max_trials": 2}
+    assert read_searcher({"name": name, **options}).metric == ""
+    assert refusals(name=name, metric=3, **options) == ["searcher.metric: expected text, got 3"]
 
 
 def test_an_unknown_searcher_gets_the_nearest_name() -> None:

@@ -39,6 +39,20 @@ def test_logarithms_are_exact() -> None:
     assert adaptive_brackets(125, 125, mode="aggressive", divisor=5) == [(4, 125, 16)]
 
 
+@pytest.mark.parametrize(
+    ("mode", "brackets"),
+    [
+        ("aggressive", [(4, 64, 64)]),
+        ("standard", [(4, 45, 5), (3, 14, 5), (2, 5, 5)]),
+        ("conservative", [(4, 43, 4), (3, 14, 4), (2, 5, 4), (1, 2, 4)]),
+    ],
+)
+def test_brackets_without_a_limit_run_as_many_trials_as_in_determined(
+    mode: Any, brackets: list[tuple[int, int, int]]
+) -> None:
+    assert adaptive_brackets(64, 100, mode=mode, max_concurrent_trials=0) == brackets
+
+
 def test_brackets_may_be_named() -> None:
     assert [bracket.num_rungs for bracket in adaptive_brackets(64, 100, bracket_rungs=[2, 4])] == [4, 2]
 
@@ -72,19 +86,47 @@ def test_brackets_share_all_trials(
 
 def test_a_trial_goes_on_if_it_is_among_the_best_quarter_so_far() -> None:
     rule = AsyncHalving([Bracket(2, 9, 9)], max_time=4, divisor=4)
-    # One may go on until the eighth arrives, then two. Of equals the first is better.
+    # One may go on until the eighth arrives, then two. Of equals the newer is better.
     values = [0.5, 0.6, 0.4, 0.45, 0.4, 0.9, 0.3, 0.39, 0.35]
     assert [rule.report(number, 1, value) for number, value in enumerate(values)] == [
         True,
         False,
         True,
         False,
-        False,
+        True,
         False,
         True,
         True,
         True,
     ]
+
+
+@pytest.mark.parametrize(
+    ("divisor", "values", "expected"),
+    [
+        # Each new value is inserted before its equals, so that it is the best so far.
+        (4, [1.0, 1.0, 1.0, 1.0, 1.0], [True, True, True, True, True]),
+        (4, [0.5, 0.7, 0.5, 0.7, 0.6], [True, False, True, False, False]),
+        # Of four values two continue: 0.2 is at position 1, before the other 0.2.
+        (2, [0.1, 0.2, 0.3, 0.2], [True, False, False, True]),
+        (3, [-0.9, -0.9, -0.8, -0.9], [True, True, False, True]),
+    ],
+)
+def test_of_equal_values_the_newer_is_better_as_in_determined(
+    divisor: int, values: list[float], expected: list[bool]
+) -> None:
+    rule = AsyncHalving([Bracket(2, 9, 9)], max_time=4, divisor=divisor)
+    assert [rule.report(number, 4 // divisor, value) for number, value in enumerate(values)] == expected
+
+
+def test_trials_without_a_number_are_not_better_than_failed_ones() -> None:
+    space = Space({})
+    given = {"name": "async_halving", "metric": "loss", "num_rungs": 2, "max_trials": 9, "max_time": 4}
+    searcher = make_searcher(read_searcher({**given, "time_metric": "batches"}), space, seed=0)
+    for number in range(3):
+        searcher.suggest(STUDY, number)
+    searcher.on_exit(0, "ERROR")
+    assert [searcher.on_validation(number, 1, float("nan")) for number in (1, 2)] == [False, False]
 
 
 def test_one_report_may_pass_several_rungs() -> None:

@@ -790,3 +790,57 @@ def test_gradients_left_by_others_do_not_leak_in(problem: Problem) -> None:
     quiet(dirty).fit(problem.batches, max_length=Epochs(1))
     assert_same_weights(clean, dirty)
     assert weights(clean).keys() == weights(dirty).keys()
+
+
+# ------------------------------------------------------------------ losses with one element
+
+
+class OneElement(Trainer):
+    """Returns the loss as a tensor of shape `(1,)`, in training and in evaluation."""
+
+    shape: tuple[int, ...] = (1,)
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        x, y = batch
+        return {"loss": nn.functional.cross_entropy(self.model(x), y).reshape(self.shape)}
+
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        return self.train_step(batch)
+
+
+class NoDimension(OneElement):
+    shape = ()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 5}, {"nonfinite": "raise"}], ids=str)
+def test_a_loss_with_one_element_trains_as_one_without_dimensions(problem: Problem, options: dict[str, Any]) -> None:
+    found = []
+    for kind in (OneElement, NoDimension):
+        model = problem.model()
+        trainer = kind(model, optimizer=sgd(model), verbose=False, **options)
+        history = trainer.fit(problem.batches, problem.batches[:3], max_length=Epochs(2))
+        losses = [history.get_metric_values(name) for name in ("train_loss", "valid_loss")]
+        assert all(len(values) == 2 for values in losses)
+        found.append((losses, [value.tolist() for value in weights(model).values()]))
+    assert found[0] == found[1]
+
+
+def test_a_manual_step_may_differentiate_a_loss_with_one_element(problem: Problem) -> None:
+    class Manual(OneElement):
+        def train_step(self, batch: Any) -> Mapping[str, Any]:
+            output = super().train_step(batch)
+            self.context.backward(output["loss"])
+            self.context.step()
+            return output
+
+    class WithoutDimension(Manual):
+        shape = ()
+
+    found = []
+    for kind in (Manual, WithoutDimension):
+        model = problem.model()
+        trainer = kind(model, optimizer=sgd(model), verbose=False, accumulation_steps=2)
+        history = trainer.fit(problem.batches, max_length=Epochs(1))
+        found.append((history.get_metric_values("train_loss"), [it.tolist() for it in weights(model).values()]))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 1

@@ -538,3 +538,17 @@ def test_a_machine_without_a_compiler_is_named() -> None:
 
     with config.patch({"cpp.cxx": ("/nowhere/g++",)}):
         assert refusal(mean, linear()) == "there is no C++ compiler, such as g++"
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_loss_with_one_element_is_that_of_eager_training(problem: Problem) -> None:
+    compiled, eager = linear_for(problem), linear_for(problem)
+    eager.load_state_dict(compiled.state_dict())
+
+    def step(batch: Batch) -> dict[str, Any]:
+        return {"loss": cross_entropy(compiled(batch[0]), batch[1]).reshape(1)}
+
+    graph = WholeStep(step, [compiled], SGD(compiled.parameters(), lr=0.1), MAX_NORM)
+    expected = run(eager_step(eager, SGD(eager.parameters(), lr=0.1)), problem.batches)
+    assert_near(run(graph, problem.batches), expected)

@@ -26,6 +26,7 @@ from dovetail.cli.output import (
     describe_trial,
     hparams_text,
     make_table,
+    metric_fields,
     moment,
     open_store,
     print_facts,
@@ -36,7 +37,7 @@ from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TEST_MODE
 from dovetail.printing import printable, quiet
-from dovetail.units import counted
+from dovetail.units import counted, unit_name
 
 if TYPE_CHECKING:
     from dovetail.search.records import ExperimentRecord
@@ -77,7 +78,7 @@ def create(
     from dovetail.search.store import Store
 
     overrides = [*(settings or []), *([] if cluster is None else [f"resources.cluster={cluster}"])]
-    wanted = read_experiment(config, overrides)
+    wanted = read_experiment(config, overrides, context_dir=context_dir)
     if test:
         with warnings.catch_warnings():
             # They were said when it was first read.
@@ -92,7 +93,6 @@ def create(
 @app.command("list")
 def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
     """List all experiments, the oldest first."""
-    from dovetail.search.charts import shown
     from dovetail.search.records import ExperimentError
     from dovetail.search.report import duration
 
@@ -108,7 +108,7 @@ def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) ->
             record.name,
             state_text(record),
             str(len(record.trials)),
-            shown(record.best_trial and record.best_trial.best),
+            _best_cell(record),
             moment(record.created),
             str(duration(record.created, record.ended)),
         )
@@ -245,11 +245,11 @@ def best(
     if as_yaml:
         return print(to_yaml(config), end="")
     if as_json:
-        return print_json({**describe_trial(trial), "metric": record.metric, "checkpoint": checkpoint})
+        return print_json({**describe_trial(trial), **metric_fields(record), "checkpoint": checkpoint})
     return print_facts(
         {
             "trial": f"{trial.number} (id {trial.id})",
-            record.metric: f"{shown(trial.best)} after {counted(trial.best_at, 'batch', 'batches')}",
+            record.metric_label: f"{shown(trial.best)} after {counted(trial.best_at, 'batch', 'batches')}",
             "hyperparameters": hparams_text(trial.hparams),
             "checkpoint": "none" if checkpoint is None else str(checkpoint),
         }
@@ -276,6 +276,14 @@ def report(
         print(path)
     if len(written) == 1 and any(trial.values for trial in record.trials):
         print("images need matplotlib: pip install 'dovetail[plot]'", file=sys.stderr)
+
+
+def _best_cell(record: ExperimentRecord) -> str:
+    from dovetail.search.charts import shown
+
+    best = shown(record.best_trial and record.best_trial.best)
+    # The file names no metric, so the cell does.
+    return f"{best} {record.metric_label}" if record.first_metric and record.best_trial else best
 
 
 def _run(store: Store, record: ExperimentRecord, follow: bool) -> None:
@@ -334,6 +342,7 @@ def _ask(store: Store, experiment_id: int, wish: str) -> None:
 
 def _test_settings(config: ExperimentConfig) -> list[str]:
     """Return what makes an experiment one trial of one batch: the searcher's first one, which may not fail twice."""
+    from dovetail.config import trial_length
     from dovetail.search.searchers import make_searcher
     from dovetail.search.space import Space
 
@@ -342,13 +351,14 @@ def _test_settings(config: ExperimentConfig) -> list[str]:
     with quiet("optuna"):
         nothing_yet = optuna.create_study()
     first = make_searcher(config.searcher, space, config.seed).suggest(nothing_yet, 0)
-    searcher = config.raw["searcher"]
+    searcher, length = config.raw["searcher"], trial_length(config.raw)
     values: dict[str, Any] = {
         "name": f"{config.name} (test)",
         "hyperparameters": space.hparams({} if first is None else first.params),
         "searcher": {
             "name": "single",
             **{key: searcher[key] for key in ("metric", "smaller_is_better") if key in searcher},
+            **({} if length is None else {"max_length": {unit_name(length): length.length}}),
         },
         "environment": {"environment_variables": {**config.environment, TEST_MODE: "1"}},
         "max_restarts": 0,

@@ -128,11 +128,11 @@ def summary(record: ExperimentRecord) -> str:
     """Return an experiment in one line, without control characters."""
     counts = Counter(trial.state for trial in record.trials)
     trials = ", ".join(f"{count} {state.lower()}" for state, count in counts.items())
-    best = record.best_trial
+    best, name = record.best_trial, record.metric_label
     parts = [
         f"experiment {record.id} ({record.name}) {record.state}" + (f": {record.reason}" if record.reason else ""),
         counted(len(record.trials), "trial") + (f" ({trials})" if trials else ""),
-        *([] if best is None else [f"best {record.metric} {shown(best.best)} (trial {best.number}, id {best.id})"]),
+        *([] if best is None else [f"best {name} {shown(best.best)} (trial {best.number}, id {best.id})"]),
         str(duration(record.created, record.ended)),
     ]
     return printable(" · ".join(parts))

@@ -221,7 +221,8 @@ def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dic
     described: dict[str, Any] = {
         **_fields(record, "id", "name", "state", "is_running", "reason"),
         "searcher": record.config["searcher"].get("name"),
-        **_fields(record, "metric", "smaller_is_better"),
+        **metric_fields(record),
+        **_fields(record, "smaller_is_better"),
         "num_trials": len(record.trials),
         "best_trial": best and best.number,
         "best_trial_id": best and best.id,
@@ -231,6 +232,11 @@ def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dic
     if whole:
         described |= {"config": record.config, "trials": [describe_trial(trial) for trial in record.trials]}
     return described
+
+
+def metric_fields(record: ExperimentRecord) -> dict[str, Any]:
+    """Return what `--json` prints of the metric that trials are compared by; it may be the first reported one."""
+    return {"metric": record.metric or None, "is_first_metric": not record.config["searcher"].get("metric")}
 
 
 def describe_trial(record: TrialRecord, *, whole: bool = False) -> dict[str, Any]:

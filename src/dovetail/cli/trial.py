@@ -19,6 +19,7 @@ from dovetail.cli.output import (
     describe_trial,
     hparams_text,
     make_table,
+    metric_fields,
     moment,
     open_store,
     plain,
@@ -48,9 +49,10 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
 
     opened = open_store(home, store)
     record = opened.trial(id)
-    metric = opened.experiment(record.experiment_id).metric
+    experiment = opened.experiment(record.experiment_id)
+    metric = experiment.metric_label
     if as_json:
-        return print_json({**describe_trial(record, whole=True), "metric": metric})
+        return print_json({**describe_trial(record, whole=True), **metric_fields(experiment)})
     return print_facts(
         {
             "trial": f"{record.number} of experiment {record.experiment_id}",

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
 
 from dovetail.compat.options import with_options
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.history import History
+from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import trainer as main
+from dovetail.trainers.addons.best_weights import TrainerPart
 from dovetail.trainers.attributes import reject_option_names
+from dovetail.trainers.context import Plan, Stage, TrainingContext
+from dovetail.trainers.devices import as_device
+from dovetail.trainers.optimization import RATES
 from dovetail.trainers.options import OPTION_NAMES
 from dovetail.trainers.schedules.applied import set_lr
+from dovetail.units import TrainUnit, check_count
 
 __all__ = ["Trainer"]
 
@@ -73,14 +82,53 @@ _READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# The keys of `get_trainer_params`. `load_checkpoint` restores the second group besides the state of the run: the state
+# of the optimizer has the numbers of the first, and no class is built by a name from a file.
+_STATE = ("learning_rate", "momentum", "weight_decay", "loss_function", "optim_function", "cur_epoch", "iter_per_epoch")
+_SETTINGS = ("num_epochs", "save_every", "print_every", "batch_size", "val_batch_size", "shuffle")
+
+# Methods that subclasses override there, and that do not exist here.
+_INSTEAD = {
+    "_init_optimizer": "override get_optimizer(model) and get_loss_criterion(), or pass optimizer= and criterion=",
+    "_init_dataloaders": "pass train_dataset=, val_dataset= and test_dataset=, which also take a DataLoader",
+    "_init_device": "pass device_id= or device=",
+    "_init_history": "the history needs no size; further numbers that train_step returns are in it, too",
+    "_send_to_device": "the trainer moves its model; pass device_id= or device=",
+    "apply_lr_schedule": "pass lr_scheduler=, a schedule with at(count)",
+    "apply_mtm_schedule": "pass mtm_scheduler=, a schedule with at(count)",
+}
+
+_WRITTEN = (
+    "the trainer writes its own histories: return the loss from train_step, or in an own train_epoch call "
+    "self.history.extend_losses([loss.item()])"
+)
+
+
+class _Values(list[float]):
+    """A history: a list to read."""
+
+    def __setitem__(self, *item: Any) -> NoReturn:
+        raise ConfigError(_WRITTEN)
+
+
+def _length_of(name: str, meaning: str) -> property:
+    """Return a property that is the length of a history."""
+
+    def refuse(trainer: Any, value: Any) -> NoReturn:
+        raise ConfigError(_WRITTEN)
+
+    return property(lambda trainer: len(getattr(trainer, name)), refuse, doc=meaning)
+
+
 @with_options(OPTION_NAMES, _READS)
 class Trainer(main.Trainer):
     """A trainer with lernomatic's names.
 
     Every option is an attribute that can be read and assigned; an assignment goes to `trainer.options`.
-    `learning_rate`, `momentum` and `weight_decay` are those of the first parameter group, and assigning them sets
-    every group. `num_epochs` and the batch sizes are those of the present configuration, and the data sets those in
-    use.
+    `learning_rate`, `momentum` and `weight_decay` are read from the first parameter group, and an assignment sets
+    every group. `num_epochs` and the batch sizes are read from the present configuration, and the data sets are the
+    ones in use. `load_checkpoint` also restores `num_epochs`, `batch_size`, `val_batch_size`, `shuffle`, `save_every`
+    and `print_every`; `fit(resume=…)` keeps the present values.
 
     Example:
         >>> import torch
@@ -99,39 +147,109 @@ class Trainer(main.Trainer):
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
+    # The best accuracy that was assigned, and the number of accuracies known at that time.
+    _best_acc: tuple[float, int] = (0.0, 0)
+    _has_new_best: bool = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        reject_lost_overrides(cls, _INSTEAD)
         reject_option_names(cls)
 
     @property
     def cur_epoch(self) -> int:
-        """Epochs done."""
+        """Epochs done, from which `train` continues; an assignment starts a new pass over the data."""
         return self.context.progress.epoch
+
+    @cur_epoch.setter
+    def cur_epoch(self, epoch: int) -> None:
+        check_count("cur_epoch", epoch, 0)
+        if self.context.run.trainer is not None:
+            raise ConfigError("cur_epoch: the trainer is running and counts epochs itself; assign it before a run")
+        self.context.progress.epoch, self.context.progress.batch = epoch, 0
+
+    @property
+    def start_epoch(self) -> int:
+        """The epoch from which `train` continues: `cur_epoch`."""
+        return self.cur_epoch
+
+    @start_epoch.setter
+    def start_epoch(self, epoch: int) -> None:
+        self.cur_epoch = epoch
 
     @property
     def best_acc(self) -> float:
-        """The best validation accuracy so far, 0 before the first."""
-        return max(self.acc_history, default=0.0)
+        """The best validation accuracy so far, 0 before the first; only a better one writes `best_<name>`."""
+        value, known = self._best_acc
+        return max([value, *self.acc_history[known:]])
+
+    @best_acc.setter
+    def best_acc(self, accuracy: float) -> None:
+        self._best_acc, self._has_new_best = (float(accuracy), len(self.acc_history)), True
+        self._share_best()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model and of the batches that steps receive."""
+        return self.context.device
+
+    @device.setter
+    def device(self, device: str | int | torch.device) -> None:
+        wanted = as_device(device)
+        if wanted.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device: expected the CPU or a CUDA device, got {str(wanted)!r}; pass device= instead")
+        self.options.device_id = -1 if wanted.type == "cpu" else wanted.index or 0
+
+    @property
+    def optimizer(self) -> Any:
+        """The first optimizer, made now if it is not there yet; None without a model."""
+        return super().optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self.options.optim_function = optimizer
+
+    @property
+    def criterion(self) -> Any:
+        """The loss, which a run builds; an assignment is one to the option `loss_function`."""
+        return vars(self)["criterion"]
+
+    @criterion.setter
+    def criterion(self, loss: Any) -> None:
+        # None, and what is set while a trainer runs, come from the trainer itself.
+        if loss is None or self.context.run.trainer is not None:
+            vars(self)["criterion"] = loss
+        else:
+            self.options.loss_function = loss
 
     @property
     def loss_history(self) -> list[float]:
         """The loss of every training batch."""
-        return list(self.history.losses)
+        return _Values(self.history.losses)
 
     @property
     def val_loss_history(self) -> list[float]:
         """The loss of every validation."""
-        return self.context.history.get_metric_values("valid_loss")
+        return _Values(self.context.history.get_metric_values("valid_loss"))
 
     @property
     def acc_history(self) -> list[float]:
         """The accuracy of every validation."""
-        return self.context.history.get_metric_values("valid_accuracy")
+        return _Values(self.context.history.get_metric_values("valid_accuracy"))
+
+    loss_iter = _length_of("loss_history", "The number of training batches so far.")
+    val_loss_iter = _length_of("val_loss_history", "The number of validations so far.")
+    acc_iter = _length_of("acc_history", "The number of validations with an accuracy so far.")
+
+    @property
+    def iter_per_epoch(self) -> int:
+        """The training batches of an epoch; 0 if there are no data, or if their number is not known."""
+        return 0 if self.train_loader is None else self._data.num_batches("train", self.train_loader) or 0
 
     @property
     def cur_loss(self) -> float:
         """The loss of the last training batch; NaN before the first."""
-        return self.loss_history[-1] if self.history.losses else math.nan
+        return self.history.losses[-1] if self.history.losses else math.nan
 
     @property
     def cur_acc(self) -> float:
@@ -140,18 +258,54 @@ class Trainer(main.Trainer):
 
     @property
     def train_loader(self) -> Any:
-        """The training batches."""
-        return self._loader("train")
+        """The training batches; None if there are no data. Batches can be assigned."""
+        return self._stage_loader("train")
+
+    @train_loader.setter
+    def train_loader(self, loader: Any) -> None:
+        self.set_train_dataset(loader)
 
     @property
     def val_loader(self) -> Any:
-        """The validation batches."""
-        return self._loader("valid")
+        """The validation batches; None if there are no data. Batches can be assigned."""
+        return self._stage_loader("valid")
+
+    @val_loader.setter
+    def val_loader(self, loader: Any) -> None:
+        self.set_val_dataset(loader)
 
     @property
     def test_loader(self) -> Any:
-        """The test batches."""
-        return self._loader("test")
+        """The test batches; None if there are no data. Batches can be assigned."""
+        return self._stage_loader("test")
+
+    @test_loader.setter
+    def test_loader(self, loader: Any) -> None:
+        self.set_test_dataset(loader)
+
+    def test_epoch(self) -> Mapping[str, float] | None:
+        """Return the metrics of the test data; `train` calls it after every epoch if there are test data.
+
+        The metrics are in the history: `test_loss`, `test_accuracy`. An override may return None.
+        """
+        return self.evaluate(stage="test")
+
+    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Return the plan of a `fit`; its best checkpoints start from an assigned `best_acc`."""
+        plan = super().plan(**wishes)
+        self._share_best()
+        return plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the trainer, with the settings that `load_checkpoint` restores."""
+        return super().state_dict() | {"trainer_params": {name: getattr(self.options, name) for name in _SETTINGS}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict`, with its settings unless a running `fit` resumes."""
+        if self.context.run.trainer is None:
+            saved = state.get("trainer_params", {})
+            self._set_options({name: saved[name] for name in _SETTINGS if name in saved})
+        super().load_state_dict(state)
 
     def set_learning_rate(self, rate: float, param_zero: bool = True) -> None:
         """Set the rate of the first parameter group, or of all."""
@@ -220,6 +374,55 @@ class Trainer(main.Trainer):
         """Return the model."""
         return self.model
 
+    def get_model_params(self) -> dict[str, Any] | None:
+        """Return the weights of the model; None without a model."""
+        return None if self.model is None else dict(self.model.state_dict())
+
+    def get_trainer_params(self) -> dict[str, Any]:
+        """Return the settings of the run by name: lengths, rates, names of loss and optimizer, batch sizes."""
+        return {name: getattr(self, name) for name in (*_STATE, *_SETTINGS)}
+
+    def set_trainer_params(self, params: Mapping[str, Any]) -> None:
+        """Assign the settings that `get_trainer_params` returned; what is equal already stays untouched."""
+        for name in params:
+            if name not in (*_STATE, *_SETTINGS):
+                raise UnknownNameError("trainer parameter", name, (*_STATE, *_SETTINGS))
+        self._set_options({name: params[name] for name in params if name in OPTION_NAMES})
+        if "cur_epoch" in params and params["cur_epoch"] != self.cur_epoch:
+            self.cur_epoch = params["cur_epoch"]
+
+    def get_lr_scheduler(self, config: Mapping[str, Any] | None = None, optimizer: Any = None) -> Any:
+        """Return `lr_scheduler`; for an optimizer, the scheduler that the trainer builds for it."""
+        return self.lr_scheduler if optimizer is None else super().get_lr_scheduler(config or {}, optimizer)
+
+    def set_lr_scheduler(self, lr_scheduler: Any) -> None:
+        """Set `lr_scheduler`, which counts from now on."""
+        self.options.lr_scheduler = lr_scheduler
+
+    def get_mtm_scheduler(self) -> Any:
+        """Return `mtm_scheduler`."""
+        return self.options.mtm_scheduler
+
+    def set_mtm_scheduler(self, mtm_scheduler: Any) -> None:
+        """Set `mtm_scheduler`, which counts from now on."""
+        self.options.mtm_scheduler = mtm_scheduler
+
+    def get_num_epochs(self) -> int:
+        """Return `num_epochs`."""
+        return int(self.num_epochs)
+
+    def get_cur_epoch(self) -> int:
+        """Return `cur_epoch`."""
+        return self.cur_epoch
+
+    def get_cur_epoch_loss(self) -> list[float]:
+        """Return the losses of the last `iter_per_epoch` training batches."""
+        return self.loss_history[-self.iter_per_epoch :] if self.iter_per_epoch else []
+
+    def get_cur_val_loss(self) -> float:
+        """Return the loss of the last validation; NaN before the first."""
+        return self.val_loss_history[-1] if self.val_loss_history else math.nan
+
     def set_batch_size(self, number: int) -> None:
         """Set `batch_size`."""
         self.options.batch_size = number
@@ -228,7 +431,46 @@ class Trainer(main.Trainer):
         """Set `num_epochs`."""
         self.options.num_epochs = number
 
+    def _train_here(self, trainset: Any, sampler: Any) -> float:
+        tests = _TestEpochs(self)
+        self.context.callbacks.add(tests)
+        try:
+            return super()._train_here(trainset, sampler)
+        finally:
+            self.context.callbacks.remove(tests)
+
+    def _stage_loader(self, stage: Stage) -> Any:
+        return None if self.context.run.data.get(stage) is None else self._loader(stage)
+
+    def _set_options(self, values: Mapping[str, Any]) -> None:
+        """Assign the options that differ: an assignment of the same optimizer would build a new one."""
+        for name, value in values.items():
+            # An option may name what is in use otherwise: 0 for `val_batch_size`, a name for a strategy. The rates that
+            # are in use are the optimizer's alone.
+            present = [getattr(self, name), *([] if name in RATES else [getattr(self.options, name)])]
+            if value not in present:
+                setattr(self.options, name, value)
+
+    def _share_best(self) -> None:
+        """Give an assigned `best_acc` to the writer of checkpoints, if it compares accuracies."""
+        saver = self.context.run.saver
+        if self._has_new_best and saver is not None and self.options.best_metric in (None, "valid_accuracy"):
+            saver.best, self._has_new_best = self._best_acc[0], False
+
     def _groups(self) -> list[dict[str, Any]]:
-        if self.optimizer is None:
+        optimizer: Optimizer | None = self.optimizer
+        if optimizer is None:
             raise ConfigError("the trainer has no model yet, and so no optimizer")
-        return self.optimizer.param_groups
+        return optimizer.param_groups
+
+
+class _TestEpochs(TrainerPart):
+    """Calls `test_epoch` after every epoch of `train` if there are test data, and records its metrics."""
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        if context.run.data.get("test") is None:
+            return
+        progress = context.progress
+        if means := self._trainer.test_epoch():
+            position = {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates}
+            context.history.record("test", means, **position)

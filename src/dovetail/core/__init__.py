@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.core.checkpoint import CheckpointContext, storage_directory
+from dovetail.core.checkpoint import CheckpointContext, DownloadMode, storage_directory
 from dovetail.core.context import Context, init
 from dovetail.core.distributed import DistributedContext
 from dovetail.core.preempt import PreemptContext, PreemptMode
@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointContext",
     "Context",
     "DistributedContext",
+    "DownloadMode",
     "EarlyExitReason",
     "ExitedReason",
     "PreemptContext",

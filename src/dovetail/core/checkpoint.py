@@ -7,6 +7,7 @@ and renamed. Files are copied and compared, never opened for what is in them.
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 import shutil
@@ -51,6 +52,16 @@ _Selector = Callable[[str], bool]
 
 # A name, and nothing that leads elsewhere. Ids are UUIDs; those that people give to folders are welcome, too.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")
+
+
+class DownloadMode(enum.Enum):
+    """How the processes of one machine share a download in Determined.
+
+    Here storage is a folder that every process reads by itself: in either mode no process waits for another one.
+    """
+
+    LocalWorkersShareDownload = "LOCAL_WORKERS_SHARE_DOWNLOAD"
+    NoSharedDownload = "NO_SHARED_DOWNLOAD"
 
 
 class CheckpointContext:
@@ -158,17 +169,44 @@ class CheckpointContext:
             sweep(DISK, self.directory)
 
     @contextmanager
-    def restore_path(self, storage_id: str) -> Iterator[Path]:
+    def restore_path(
+        self,
+        storage_id: str,
+        download_mode: DownloadMode = DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: _Selector | None = None,
+    ) -> Iterator[Path]:
         """Lend the folder with the files of a checkpoint, to be read only, after comparing each with its checksum.
+
+        Args:
+            storage_id: The checkpoint.
+            download_mode: Any `DownloadMode`.
+            selector: Has no effect, and is warned about: the folder has all files. `download` copies selected ones.
 
         Raises:
             CheckpointError: It is not there, or a file of it is damaged or missing.
         """
+        DownloadMode(download_mode)
+        if selector is not None:
+            warnings.warn(
+                "restore_path: the selector has no effect, because the folder has all files; download(selector=…) "
+                "copies selected ones",
+                UserWarning,
+                # contextlib calls this body from the `with` statement.
+                stacklevel=3,
+            )
         place = self._place(storage_id)
         verify_stored_files(place)
         yield place / FILES
 
-    def download(self, storage_id: str, ckpt_dir: _Path, *, selector: _Selector | None = None) -> None:
+    def download(
+        self,
+        storage_id: str,
+        ckpt_dir: _Path,
+        download_mode: DownloadMode = DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: _Selector | None = None,
+    ) -> None:
         """Copy the files of a checkpoint into a folder, comparing each with its checksum.
 
         Several processes may do so into the same folder at once: each file appears there whole.
@@ -176,11 +214,13 @@ class CheckpointContext:
         Args:
             storage_id: The checkpoint.
             ckpt_dir: The folder; made if it is not there. Other files in it stay.
+            download_mode: Any `DownloadMode`; every process copies the files that it selects.
             selector: Is given each path inside of the checkpoint, and says which ones to copy.
 
         Raises:
             CheckpointError: It is not there, or a file of it is damaged or missing.
         """
+        DownloadMode(download_mode)
         place, target = self._place(storage_id), Path(ckpt_dir)
         files = read_stored_files(place).files
         target.mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,12 @@ from typing import Any
 from dovetail.core.checkpoint import CheckpointContext, storage_directory
 from dovetail.core.distributed import DistributedContext
 from dovetail.core.preempt import PreemptContext, PreemptMode
-from dovetail.core.train import EarlyExitReason, TensorboardMode, TrainContext
+from dovetail.core.train import AlertLevel, EarlyExitReason, TensorboardMode, TrainContext
 from dovetail.errors import InvalidHP
 from dovetail.info import TrialInfo, get_cluster_info
 
 _MISSING = {
+    "experimental": "there is no master that links a trial to a model of its registry",
     "searcher": "a script runs to its own length here, and reports its metrics by train.report_validation_metrics",
     "profiler": "torch.profiler writes into train.get_tensorboard_path()",
 }
@@ -53,13 +54,23 @@ class Context:
         raise AttributeError(f"the core context has no {name!r}{instead}")
 
     def __enter__(self) -> Context:
-        self.preempt.start()
+        self.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, InvalidHP):
             self.train.report_early_exit(EarlyExitReason.INVALID_HP)
         self.close(error)
+
+    def start(self) -> None:
+        """Install the signal handlers, as the start of a `with` block does."""
+        self.preempt.start()
+
+    def alert(
+        self, title: str | None = None, description: str | None = None, level: AlertLevel | None = "info"
+    ) -> None:
+        """Log an alert and record it, as `train.alert` does."""
+        self.train.alert(title, description, level)
 
     def close(self, error: BaseException | None = None) -> None:
         """Restore the signal handlers and leave the group; the other processes are told the error, if any."""

@@ -29,6 +29,12 @@ class DistributedContext:
         local_size: How many there are on its machine.
         cross_rank: The number of its machine.
         cross_size: How many machines there are.
+        chief_ip: The address of the machine of rank 0, for processes that no launcher of torch has started; None is
+            enough on one machine. A launcher's `MASTER_ADDR` comes first.
+        pub_port: The port at that address.
+        pull_port: Has no effect, and is warned about: messages of both directions use one port.
+        port_offset: Is added to the port, so that two runs can share a machine.
+        force_tcp: True or False; messages between processes always use TCP.
 
     Example:
         >>> alone = DistributedContext()
@@ -42,6 +48,11 @@ class DistributedContext:
     local_size: int = 1
     cross_rank: int = 0
     cross_size: int = 1
+    chief_ip: str | None = None
+    pub_port: int = 12360
+    pull_port: int | None = None
+    port_offset: int = 0
+    force_tcp: bool = False
     _group: Group | None = field(default=None, init=False)
     _is_owner: bool = field(default=False, init=False)
 
@@ -49,10 +60,15 @@ class DistributedContext:
         for name, limit in (("rank", self.size), ("local_rank", self.local_size), ("cross_rank", self.cross_size)):
             if not 0 <= getattr(self, name) < limit:
                 raise ConfigError(f"{name}: expected a number from 0 to {limit - 1}, got {getattr(self, name)}")
+        if self.pull_port is not None:
+            warnings.warn("pull_port has no effect: all messages use pub_port", UserWarning, stacklevel=3)
 
     @classmethod
-    def from_torch_distributed(cls) -> DistributedContext:
+    def from_torch_distributed(cls, chief_ip: str | None = None) -> DistributedContext:
         """Return the ranks that `torchrun` or a process group of torch has given to this process.
+
+        Args:
+            chief_ip: Not needed: the processes meet at the launcher's `MASTER_ADDR`.
 
         Raises:
             ConfigError: There is neither.
@@ -74,6 +90,7 @@ class DistributedContext:
             local_size=local_size,
             cross_rank=_number("GROUP_RANK", rank // local_size),
             cross_size=max(1, size // local_size),
+            chief_ip=chief_ip,
         )
 
     @classmethod
@@ -82,14 +99,19 @@ class DistributedContext:
         return cls.from_torch_distributed() if is_launched() else cls()
 
     @classmethod
-    def from_horovod(cls, hvd: object, *_: object) -> NoReturn:
+    def from_horovod(cls, hvd: object, chief_ip: str | None = None) -> NoReturn:
         """Refuse: Horovod is not used here."""
         raise ConfigError(f"from_horovod: {_INSTEAD}")
 
     @classmethod
-    def from_deepspeed(cls, *_: object) -> NoReturn:
+    def from_deepspeed(cls, chief_ip: str | None = None) -> NoReturn:
         """Refuse: DeepSpeed's launcher is not used here."""
         raise ConfigError(f"from_deepspeed: {_INSTEAD}")
+
+    @classmethod
+    def from_tf_config(cls) -> NoReturn:
+        """Raise: TensorFlow is not used here."""
+        raise ConfigError(f"from_tf_config: {_INSTEAD}")
 
     @property
     def is_chief(self) -> bool:
@@ -191,7 +213,7 @@ class DistributedContext:
         # Another object may have left the group for the whole process.
         if self._group is None or not dist.is_initialized():
             self._is_owner = not dist.is_initialized()
-            group = Group.join(local_device(self.local_rank))
+            group = Group.join(local_device(self.local_rank), None if is_launched() else self._place())
             if (group.rank, group.size) != (self.rank, self.size):
                 raise ConfigError(
                     f"this process is rank {group.rank} of {group.size}, but its DistributedContext says rank "
@@ -199,6 +221,15 @@ class DistributedContext:
                 )
             self._group = group
         return self._group
+
+    def _place(self) -> tuple[str, int, int]:
+        """Return where processes meet that no launcher has started: the address, the rank and the size."""
+        if self.chief_ip is None and self.local_size != self.size:
+            raise ConfigError(
+                f"chief_ip: {self.size} processes on several machines need the address of the machine of rank 0; give "
+                "chief_ip, or start them by 'torchrun'"
+            )
+        return f"tcp://{self.chief_ip or '127.0.0.1'}:{self.pub_port + self.port_offset}", self.rank, self.size
 
 
 _INSTEAD = "expected processes that torch starts; use DistributedContext.from_torch_distributed()"

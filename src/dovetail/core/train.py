@@ -6,6 +6,8 @@ Every report is one line of `metrics.jsonl`, an object with the time and one of
     {"progress": 0.5}
     {"status": "downloading"}
     {"exited": "INVALID_HP"}
+    {"alert": {"title": "slow", "description": "one batch took 90 s", "level": "warn"}}
+    {"metadata": {"dataset": "digits"}}
 
 A process that is killed loses the line that it was writing, at most. One that goes on from a checkpoint reports again
 what came after it: of two lines about the same group and step the later one counts.
@@ -19,22 +21,25 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.info import TrialInfo
 
 METRICS = "metrics.jsonl"
 """The name of the file in the trial's folder."""
 
 _logger = logging.getLogger("dovetail.core")
-_ROW_KEYS = ("group", "progress", "status", "exited")
+_ROW_KEYS = ("group", "progress", "status", "exited", "alert", "metadata")
 _ACCEPTED = "numbers, tensors, arrays, text, and lists and dicts of them"
+
+AlertLevel = Literal["debug", "info", "warn", "error"]
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 
 
 class EarlyExitReason(enum.Enum):
@@ -85,9 +90,22 @@ class TrainContext:
         self._info = info
         self._is_open = False
 
-    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report metrics of the group `"training"`."""
-        self.report_metrics("training", steps_completed, metrics)
+    def report_training_metrics(
+        self,
+        steps_completed: int,
+        metrics: Mapping[str, Any],
+        batch_metrics: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Report metrics of the group `"training"`.
+
+        Args:
+            steps_completed: The number of steps so far.
+            metrics: The metrics by name.
+            batch_metrics: The metrics of each batch since the last report; they are recorded under `batch_metrics`.
+                None means that they are not recorded.
+        """
+        batches = None if batch_metrics is None else [_checked(batch, "batch_metrics") for batch in batch_metrics]
+        self._report("training", steps_completed, metrics, batches)
 
     def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Report metrics of the group `"validation"`."""
@@ -104,17 +122,7 @@ class TrainContext:
         Raises:
             ConfigError: A value cannot be written as JSON.
         """
-        if not isinstance(group, str) or not group:
-            raise ConfigError(f"group: expected a name, got {group!r}")
-        if isinstance(steps_completed, bool) or not isinstance(steps_completed, int) or steps_completed < 0:
-            raise ConfigError(f"steps_completed: expected a number of steps from 0 on, got {steps_completed!r}")
-        if not isinstance(metrics, Mapping):
-            raise ConfigError(f"metrics: expected values by name, got {type(metrics).__name__}")
-        plain = _plain(metrics, "metrics")
-        self._write({"group": group, "steps_completed": steps_completed, "metrics": plain})
-        if self._is_chief:
-            shown = ", ".join(f"{name} {value}" for name, value in plain.items())
-            _logger.info("%s metrics at step %d: %s", group, steps_completed, shown)
+        self._report(group, steps_completed, metrics)
 
     def report_progress(self, progress: float) -> None:
         """Report how much of the work is done, from 0 to 1."""
@@ -133,6 +141,39 @@ class TrainContext:
         self._write({"status": str(status)})
         if self._is_chief:
             _logger.info("status: %s", status)
+
+    def alert(
+        self, title: str | None = None, description: str | None = None, level: AlertLevel | None = "info"
+    ) -> None:
+        """Log an alert and record it.
+
+        Determined sends alerts to webhooks. Here every process logs its alerts, and the chief also records them.
+
+        Args:
+            title: A short text; None means no title.
+            description: A longer text; None means no description.
+            level: `"debug"`, `"info"`, `"warn"` or `"error"`; None means `"info"`.
+        """
+        level = level or "info"
+        if level not in _LEVELS:
+            raise UnknownNameError("level of an alert", level, _LEVELS)
+        text = {"title": str(title or ""), "description": str(description or ""), "level": level}
+        self._write({"alert": text})
+        # Python shows no record below WARNING by default, and only the chief's alerts are in the file, too.
+        severity = _LEVELS[level] if self._is_chief else max(_LEVELS[level], logging.WARNING)
+        _logger.log(severity, "alert: %s", ": ".join(filter(None, (text["title"], text["description"]))))
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the metadata of the trial, which any program may use, and return it as it is recorded."""
+        plain = _checked(metadata, "metadata")
+        self._write({"metadata": plain})
+        return plain
+
+    def get_metadata(self) -> dict[str, Any] | None:
+        """Return what `set_metadata` has recorded last, also in an earlier run of the trial; None if nothing has."""
+        path = self.directory / METRICS
+        rows = read_metrics(path) if path.exists() else []
+        return next((row["metadata"] for row in reversed(rows) if "metadata" in row), None)
 
     def get_experiment_best_validation(self) -> float | None:
         """Return the best value of the searcher's metric that this trial has reported; None where there is none.
@@ -154,6 +195,45 @@ class TrainContext:
         path = self.directory / "tensorboard"
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def upload_tensorboard_files(
+        self,
+        selector: Callable[[Path], bool] | None = None,
+        mangler: Callable[[Path, int], Path] | None = None,
+    ) -> None:
+        """Log where the files of TensorBoard are: nothing is uploaded, because they stay in the trial's folder.
+
+        Args:
+            selector: Must be None: all files stay.
+            mangler: Must be None: all files keep their names.
+
+        Raises:
+            ConfigError: A selector or a mangler was given.
+        """
+        if selector is not None or mangler is not None:
+            raise ConfigError(
+                "upload_tensorboard_files: expected neither a selector nor a mangler, because no file is uploaded or "
+                "renamed here: write only the wanted files into get_tensorboard_path()"
+            )
+        _logger.info("the files of TensorBoard stay in %s", self.get_tensorboard_path())
+
+    def _report(
+        self,
+        group: str,
+        steps_completed: int,
+        metrics: Mapping[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if not isinstance(group, str) or not group:
+            raise ConfigError(f"group: expected a name, got {group!r}")
+        if isinstance(steps_completed, bool) or not isinstance(steps_completed, int) or steps_completed < 0:
+            raise ConfigError(f"steps_completed: expected a number of steps from 0 on, got {steps_completed!r}")
+        plain = _checked(metrics, "metrics")
+        row = {"group": group, "steps_completed": steps_completed, "metrics": plain}
+        self._write(row if batch_metrics is None else {**row, "batch_metrics": batch_metrics})
+        if self._is_chief:
+            shown = ", ".join(f"{name} {value}" for name, value in plain.items())
+            _logger.info("%s metrics at step %d: %s", group, steps_completed, shown)
 
     def _write(self, row: Mapping[str, Any]) -> None:
         if not self._is_chief:
@@ -187,8 +267,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise DataError(f"{os.fspath(path)}:{number}: not valid JSON: {error}") from error
         if not isinstance(row, dict) or not any(key in row for key in _ROW_KEYS):
             raise DataError(f"{os.fspath(path)}:{number}: expected a report with one of {', '.join(_ROW_KEYS)}")
-        if "metrics" in row:
-            row["metrics"] = _numbers(row["metrics"])
+        for key in row.keys() & {"metrics", "batch_metrics", "metadata"}:
+            row[key] = _numbers(row[key])
         rows.append(row)
     return rows
 
@@ -202,6 +282,14 @@ def _end_at_a_line(path: Path) -> None:
 
 
 _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _checked(values: Any, name: str) -> dict[str, Any]:
+    """Return values by name as JSON has them."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name}: expected values by name, got {type(values).__name__}")
+    plain: dict[str, Any] = _plain(values, name)
+    return plain
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -60,10 +60,22 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         >>> map_tensors(torch.neg, {"x": torch.ones(2), "name": "a"})
         {'x': tensor([-1., -1.]), 'name': 'a'}
     """
-    if isinstance(batch, Tensor):
-        return function(batch)
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Return `batch` with `function` applied to everything in it that is no structure.
+
+    The very same object is returned when nothing changed. A packed sequence is one leaf.
+
+    Example:
+        >>> map_leaves(lambda leaf: leaf * 2, {"x": [1, 2], "name": "a"})
+        {'x': [2, 4], 'name': 'aa'}
+    """
     parts = _parts(batch)
-    mapped = [map_tensors(function, part) for part in parts]
+    if not parts:
+        return function(batch)
+    mapped = [map_leaves(function, part) for part in parts]
     if all(new is old for new, old in zip(mapped, parts, strict=True)):
         return batch
     return _with_parts(batch, mapped)

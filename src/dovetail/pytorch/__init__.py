@@ -8,10 +8,11 @@ from dovetail.pytorch.adapter import TrialTrainer
 from dovetail.pytorch.batch_process import TorchBatchProcessor, TorchBatchProcessorContext, torch_batch_process
 from dovetail.pytorch.callback import PyTorchCallback
 from dovetail.pytorch.context import PyTorchTrialContext, init
-from dovetail.pytorch.data import DataLoader, TorchData
+from dovetail.pytorch.data import DataLoader, TorchData, data_length, to_device
 from dovetail.pytorch.loading import load_trial_from_checkpoint_path
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducer
+from dovetail.pytorch.tensorboard import TorchWriter
 from dovetail.pytorch.trainer import Trainer
 from dovetail.pytorch.trial import PyTorchTrial
 from dovetail.units import Batch, Batches, Epoch, Epochs, Record, Records, TrainUnit
@@ -34,11 +35,14 @@ __all__ = [
     "TorchBatchProcessor",
     "TorchBatchProcessorContext",
     "TorchData",
+    "TorchWriter",
     "TrainUnit",
     "Trainer",
     "TrialTrainer",
+    "data_length",
     "init",
     "load_trial_from_checkpoint_path",
     "samplers",
+    "to_device",
     "torch_batch_process",
 ]

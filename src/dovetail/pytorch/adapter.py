@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import warnings
 import weakref
@@ -22,10 +23,11 @@ from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, Profiler
 from dovetail.checkpoint.manifest import USER
 from dovetail.core import ExitedReason, TrainContext
-from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
-from dovetail.pytorch.callback import PyTorchCallback
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.pytorch.callback import PyTorchCallback, checked_callbacks, start_epoch
 from dovetail.pytorch.context import PyTorchTrialContext, section
 from dovetail.pytorch.data import DataLoader
+from dovetail.pytorch.profiling import TorchProfiler
 from dovetail.pytorch.reducer import as_scalar, described, reduce_validation
 from dovetail.pytorch.trial import PyTorchTrial, check_methods, defines, takes_index
 from dovetail.trainers import loop
@@ -162,7 +164,7 @@ class TrialTrainer(SingleProcessTrainer):
             context.precision = _OwnScaler(trial_context.scaler)
         if context.stage == "train":
             self._metrics = {}
-            self.trial_callbacks = _checked(self.trial.build_callbacks())
+            self.trial_callbacks = checked_callbacks(self.trial.build_callbacks())
             batches, name = self._origin()
             for callback in self.trial_callbacks.values():
                 callback.on_trial_startup(batches, name)
@@ -239,7 +241,7 @@ class TrialTrainer(SingleProcessTrainer):
         epoch = context.progress.epoch
         if context.progress.batch == 0:
             for callback in callbacks:
-                callback.on_training_epoch_start(epoch)
+                start_epoch(callback, epoch)
         means = super().train_epoch()
         if not context.run.interrupted:
             for bound in context.schedulers:
@@ -289,7 +291,10 @@ class TrialTrainer(SingleProcessTrainer):
         return {name: float(value) for name, value in metrics.items() if _is_number(value)}
 
     def to_device(self, batch: Any) -> Any:
-        return super().to_device(batch) if self.trial_context.experimental.moves_batches else batch
+        if not self.trial_context.experimental.moves_batches:
+            return batch
+        # Arrays, and objects with a method `to`, are moved for trials alone.
+        return self.trial_context.to_device(super().to_device(batch))
 
     def batch_length(self, batch: Any) -> int:
         """Return the number of samples that the trial counts in a batch."""
@@ -297,6 +302,7 @@ class TrialTrainer(SingleProcessTrainer):
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         progress = self.context.progress
+        self.trial_context.apply_early_stop()
         if self.context.run.batch.is_idle:
             with self.trial_context.reducers.set_aside():
                 output = self.trial.train_batch(batch, progress.epoch, progress.batches)
@@ -430,7 +436,7 @@ class TrialTrainer(SingleProcessTrainer):
             source = store.latest(saver.directory) if saver is not None and saver.directory.is_dir() else None
         if source is None:
             return self.context.progress.batches, None
-        return store.inspect(source).step or 0, source.name
+        return store.inspect(source).step or 0, os.path.abspath(source)
 
     def _view(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state by the names that callbacks of trials know."""
@@ -451,7 +457,7 @@ class TrialTrainer(SingleProcessTrainer):
         if self.wishes.profiles:
             made.append(Profiler((context.directory or Path()) / "profile"))
         if context.profiler_settings is not None:
-            made.append(_TorchProfiler(context))
+            made.append(TorchProfiler(context))
         return made
 
 
@@ -505,8 +511,9 @@ class _Workload(Callback):
             callback.on_checkpoint_write_end(str(own))
         if not any(own.iterdir()):
             own.rmdir()
-        for callback in callbacks:
-            callback.on_checkpoint_upload_end(path.name)
+        if not self._is_followed(context, path):
+            for callback in callbacks:
+                callback.on_checkpoint_upload_end(os.path.abspath(path))
 
     @property
     def is_between_reports(self) -> bool:
@@ -524,6 +531,13 @@ class _Workload(Callback):
         if is_over or any(unit.due(self._before, now) for unit in self._with_epoch):
             self._end(context)
             self._before = now
+
+    def _is_followed(self, context: TrainingContext, path: Path) -> bool:
+        """Whether a checkpoint is the best one, and a periodic one of the same batch is written next."""
+        run = context.run
+        if run.plan is None or run.saver is None or path != run.saver.best_path:
+            return False
+        return run.saver.owes or run.stop_reason is not None or run.plan.max_length.reached(context.progress)
 
     def _begin(self, context: TrainingContext) -> None:
         self._before = context.progress.copy()
@@ -565,66 +579,12 @@ class _OwnScaler(Precision):
         """Leave the scale alone: the trial updates it."""
 
 
-class _TorchProfiler(Callback):
-    """A profiler of torch, as the trial has set it up."""
-
-    def __init__(self, context: PyTorchTrialContext) -> None:
-        self._context = context
-        self._profiler: Any = None
-
-    def on_train_start(self, context: TrainingContext) -> None:
-        from torch.profiler import profile, tensorboard_trace_handler
-
-        assert self._context.profiler_settings is not None
-        args, kwargs = self._context.profiler_settings
-        kwargs = {"on_trace_ready": tensorboard_trace_handler(str(self._context.get_tensorboard_path())), **kwargs}
-        self._profiler = profile(*args, **kwargs)
-        self._profiler.start()
-
-    def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        self._profiler.step()
-
-    def on_train_end(self, context: TrainingContext) -> None:
-        self._stop()
-
-    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.stop()
-
-
 def _searcher_metric(config: Mapping[str, Any]) -> dict[str, Any]:
     searcher = section(config, "searcher")
     if "metric" not in searcher:
         return {}
     mode = "min" if searcher.get("smaller_is_better", True) else "max"
     return {"best_metric": f"valid_{searcher['metric']}", "best_mode": mode}
-
-
-def _checked(callbacks: Any) -> dict[str, PyTorchCallback]:
-    if not isinstance(callbacks, Mapping) or not all(isinstance(it, PyTorchCallback) for it in callbacks.values()):
-        raise ConfigError(f"build_callbacks: expected PyTorchCallback objects by name, got {callbacks!r}")
-    hooks = [name for name in vars(PyTorchCallback) if not name.startswith("_")]
-    for callback in callbacks.values():
-        kind = type(callback)
-        for name in dir(kind):
-            if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
-                raise UnknownNameError(f"hook of {kind.__name__}, a PyTorchCallback,", name, hooks, _HOOKS)
-    return dict(callbacks)
-
-
-# What other versions of Determined and other libraries call them.
-_HOOKS = {
-    "on_checkpoint_end": "on_checkpoint_write_end",
-    "on_train_epoch_start": "on_training_epoch_start",
-    "on_train_epoch_end": "on_training_epoch_end",
-    "on_train_start": "on_training_start",
-    "on_train_end": "on_trial_shutdown",
-    "on_fit_end": "on_trial_shutdown",
-}
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

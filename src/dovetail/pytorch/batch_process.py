@@ -20,8 +20,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dovetail import checkpoint, core
 from dovetail.core.distributed import local_device
-from dovetail.data import DataLoader, Share, to_device
+from dovetail.data import DataLoader, Share
 from dovetail.errors import ConfigError, DataError, misspelled_methods
+from dovetail.pytorch.data import to_device
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.runtime.signals import Interrupted
 
@@ -50,10 +51,32 @@ class TorchBatchProcessorContext:
         self.output_path = output_path
         self._reducers = Reducers()
         self._wrapped: list[MetricReducer] = []
+        self._warned_types: set[type] = set()
 
-    def to_device(self, data: Any) -> Any:
-        """Return a batch of any structure with its tensors on the device."""
-        return to_device(data, self.device)
+    def get_hparams(self) -> dict[str, Any]:
+        """Return the hyperparameters that the launcher or the experiment has given.
+
+        Raises:
+            ConfigError: There is neither.
+        """
+        if self._core.info is None:
+            raise ConfigError(
+                "get_hparams: there are no hyperparameters, because nothing has launched this script as a trial; use "
+                "'python -m dovetail.launch --config FILE' or an experiment"
+            )
+        return self._core.info.hparams
+
+    def get_distributed_rank(self) -> int:
+        """Return the number of this process."""
+        return self.distributed.rank
+
+    def get_distributed_size(self) -> int:
+        """Return how many processes share the dataset."""
+        return self.distributed.size
+
+    def to_device(self, data: Any, warned_types: set[type] | None = None) -> Any:
+        """Return data of any structure on the device, as `pytorch.to_device` does."""
+        return to_device(data, self.device, self._warned_types if warned_types is None else warned_types)
 
     def prepare_model_for_inference(self, model: nn.Module) -> nn.Module:
         """Return the model on the device and in evaluation mode."""

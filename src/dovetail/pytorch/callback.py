@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+from dovetail.errors import ConfigError, UnknownNameError
 
 
 class PyTorchCallback:
@@ -22,7 +26,7 @@ class PyTorchCallback:
 
         Args:
             first_batch_idx: Batches that were trained before.
-            checkpoint_uuid: The name of the checkpoint that training goes on from, or None.
+            checkpoint_uuid: The path of the checkpoint that training resumes from, or None.
         """
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
@@ -68,7 +72,15 @@ class PyTorchCallback:
         """
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
-        """After a checkpoint is where it belongs, with its name."""
+        """After a checkpoint is where it belongs.
+
+        It is called once for each batch that a checkpoint belongs to, even if that is written twice, as the periodic
+        and as the best one.
+
+        Args:
+            uuid: The path of the checkpoint, which `fit(latest_checkpoint=…)` accepts. The best one has the same path
+                each time, if no other is written at its batch.
+        """
 
     def on_trial_shutdown(self) -> None:
         """Once, at the very end, whether or not training failed."""
@@ -79,3 +91,43 @@ class PyTorchCallback:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+
+def checked_callbacks(callbacks: Any) -> dict[str, PyTorchCallback]:
+    """Return what `build_callbacks` has returned; raise if it is something else, or has a hook that nothing calls."""
+    if not isinstance(callbacks, Mapping) or not all(isinstance(it, PyTorchCallback) for it in callbacks.values()):
+        raise ConfigError(f"build_callbacks: expected PyTorchCallback objects by name, got {callbacks!r}")
+    hooks = [name for name in vars(PyTorchCallback) if not name.startswith("_")]
+    for callback in callbacks.values():
+        kind = type(callback)
+        for name in dir(kind):
+            if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
+                raise UnknownNameError(f"hook of {kind.__name__}, a PyTorchCallback,", name, hooks, _HOOKS)
+        if not _takes_epoch(callback):
+            warnings.warn(
+                f"{kind.__name__}.on_training_epoch_start() without parameters is deprecated: add epoch_idx",
+                FutureWarning,
+                stacklevel=2,
+            )
+    return dict(callbacks)
+
+
+def start_epoch(callback: PyTorchCallback, epoch: int) -> None:
+    """Call `on_training_epoch_start`, also one from before it had a parameter."""
+    hook: Any = callback.on_training_epoch_start
+    hook(*[epoch] * _takes_epoch(callback))
+
+
+def _takes_epoch(callback: PyTorchCallback) -> bool:
+    return bool(inspect.signature(callback.on_training_epoch_start).parameters)
+
+
+# What other versions of Determined and other libraries call them.
+_HOOKS = {
+    "on_checkpoint_end": "on_checkpoint_write_end",
+    "on_train_epoch_start": "on_training_epoch_start",
+    "on_train_epoch_end": "on_training_epoch_end",
+    "on_train_start": "on_training_start",
+    "on_train_end": "on_trial_shutdown",
+    "on_fit_end": "on_trial_shutdown",
+}

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from dovetail.config import hyperparameters, locate
 from dovetail.core import DistributedContext, storage_directory
 from dovetail.core.distributed import local_device
-from dovetail.data import to_device
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TrialInfo, get_cluster_info, note_hparams_read, unnoticed_hparams
+from dovetail.pytorch.data import to_device
+from dovetail.pytorch.hyperparameters import Hyperparameters, TrainingView, filled
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.trainers.randomness import seed_everything
@@ -77,7 +78,7 @@ def init(
     if hparams is None:
         hparams = {} if info is not None and exp_conf is None else hyperparameters(config)
     if info is not None:
-        hparams = _filled(unnoticed_hparams(info), hparams)
+        hparams = filled(unnoticed_hparams(info), hparams)
     if seed is None:
         seed = info.trial_seed if info is not None else None
     if seed is None:
@@ -101,7 +102,7 @@ def init(
         averages_aggregated=bool(optimizations.get("average_aggregated_gradients", True)),
         seed=seed,
         info=info,
-        checkpoint_root=_checkpoint_root(checkpoint_dir, info, config),
+        checkpoint_root=checkpoint_root(checkpoint_dir, info, config),
         logs_tensorboard=enable_tensorboard_logging,
         verbose=verbose,
     )
@@ -166,6 +167,8 @@ class PyTorchTrialContext:
         self._training: TrainingContext | None = None
         self._writer: Any = None
         self._initial_batch = 0
+        self._warned_types: set[type] = set()
+        self._stops_early = False
 
     def __enter__(self) -> PyTorchTrialContext:
         return self
@@ -304,6 +307,13 @@ class PyTorchTrialContext:
         self.scaler = scaler
         return scaler
 
+    def configure_apex_amp(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: Apex is no longer maintained; torch itself has mixed precision."""
+        raise ConfigError(
+            "configure_apex_amp: Apex is not supported; call context.experimental.use_amp(), or wrap_scaler with a "
+            "scaler of torch"
+        )
+
     def wrap_reducer(
         self,
         reducer: MetricReducer | Callable[[list[Any]], Any],
@@ -358,8 +368,8 @@ class PyTorchTrialContext:
         self._run("step_optimizer").step(optimizer, zero_grad=auto_zero_grads)
 
     def to_device(self, data: Any) -> Any:
-        """Return data with every tensor on the device."""
-        return to_device(data, self.device)
+        """Return data of any structure on the device, as `pytorch.to_device` does."""
+        return to_device(data, self.device, self._warned_types)
 
     def is_epoch_start(self) -> bool:
         """Whether the running batch is the first of its epoch."""
@@ -384,18 +394,31 @@ class PyTorchTrialContext:
         return self._initial_batch
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Ask training to end after the running update, in every process."""
+        """Request that training ends after the running update, in every process.
+
+        A request before training, such as one in the constructor of a trial, ends it after the first update.
+        """
         if not isinstance(stop_requested, bool):
             raise ConfigError(f"set_stop_requested: expected True or False, got {stop_requested!r}")
-        if stop_requested:
-            self._run("set_stop_requested").stop("the trial asked for it")
+        if self._training is None or self._training.run.trainer is None:
+            self._stops_early = stop_requested
+        elif stop_requested:
+            self._training.stop("the trial asked for it")
         elif self.get_stop_requested():
             raise ConfigError("set_stop_requested: a request to stop cannot be taken back")
 
     def get_stop_requested(self) -> bool:
         """Whether training is asked to end."""
-        run = self._run("get_stop_requested").run
-        return run.stop_reason is not None or run.stop_request is not None
+        if self._training is None or self._training.run.trainer is None:
+            return self._stops_early
+        run = self._training.run
+        return self._stops_early or run.stop_reason is not None or run.stop_request is not None
+
+    def apply_early_stop(self) -> None:
+        """Request the stop that was requested before training, if there was one; the trainer calls this in a step."""
+        if self._stops_early:
+            self._stops_early = False
+            self.set_stop_requested(True)
 
     # ------------------------------------------------------------------ settings
 
@@ -516,6 +539,10 @@ class PyTorchTrialContext:
         return self._training
 
 
+TrialContext = PyTorchTrialContext
+"""The name that trials annotate with, whatever their framework is."""
+
+
 class Experimental:
     """Switches of a trial, as `context.experimental`."""
 
@@ -541,59 +568,9 @@ class Experimental:
     def disable_dataset_reproducibility_checks(self) -> None:
         """Do nothing: any loader is welcome here."""
 
-    def configure_apex_amp(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: Apex is no longer maintained."""
-        raise ConfigError("configure_apex_amp: Apex is not supported; call context.experimental.use_amp() instead")
 
-
-class TrainingView:
-    """What a training script asks for first, as `context.training`."""
-
-    def __init__(self, context: PyTorchTrialContext) -> None:
-        self._context = context
-
-    @property
-    def hparams(self) -> Hyperparameters:
-        """Hyperparameters by name."""
-        return self._context.hparams
-
-
-class MissingHyperparameterError(UnknownNameError, KeyError):
-    """A trial asks for a hyperparameter that nobody gave."""
-
-    __str__ = Exception.__str__
-
-
-class Hyperparameters(dict[str, Any]):
-    """A dictionary whose missing keys are explained.
-
-    Example:
-        >>> Hyperparameters(learning_rate=0.1)["learning_rat"]
-        Traceback (most recent call last):
-        ...
-        dovetail.pytorch.context.MissingHyperparameterError: ...
-    """
-
-    def __missing__(self, name: str) -> Any:
-        error = MissingHyperparameterError("hyperparameter", str(name), self)
-        error.args = (
-            f"{error.args[0]}; give it by init(hparams={{{name!r}: …}}), by --hparam {name}=… of dovetail.launch, or "
-            "in the hyperparameters of the configuration",
-        )
-        raise error
-
-
-def _filled(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with those of the defaults that they lack, also inside mappings of both."""
-    nested = {
-        name: _filled(value, defaults[name])
-        for name, value in hparams.items()
-        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping)
-    }
-    return {**defaults, **hparams, **nested}
-
-
-def _checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: Mapping[str, Any]) -> Path | None:
+def checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: Mapping[str, Any]) -> Path | None:
+    """Return the folder with the folders of trials; None means that nothing is kept."""
     if given is None:
         return None
     if given != "auto":

@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sized
 from itertools import count, islice
 from typing import Any, TypeVar, Union, cast
 
+import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 
 from dovetail import data
+from dovetail.data.batches import map_leaves
 from dovetail.errors import DataError
+
+_logger = logging.getLogger("dovetail.pytorch")
 
 T_co = TypeVar("T_co", covariant=True)
 
 TorchData = Union[Tensor, NDArray[Any], dict[str, Any], list[Any], tuple[Any, ...]]  # noqa: UP007 - used at run time
 """A batch: a tensor, an array, or a dict, list or tuple of them, nested at will."""
+
+
+data_length = data.batch_length
+"""The number of samples in a batch, by the name that it has in Determined."""
+
+
+def to_device(data: Any, device: torch.device | str, warned_types: set[type] | None = None) -> Any:
+    """Return data of any structure on a device: arrays as tensors there, and whatever else has a method `to`.
+
+    What cannot be moved stays, with a log record for every type of it. Text, Python's numbers and None have no device.
+
+    Args:
+        data: A tensor, an array, or a structure that holds some.
+        device: The device.
+        warned_types: The types that have their log record already; new ones are added. None means none of them has.
+
+    Example:
+        >>> to_device({"image": np.zeros(2), "name": "a"}, "cpu")
+        {'image': tensor([0., 0.], dtype=torch.float64), 'name': 'a'}
+    """
+    target, known = torch.device(device), set[type]() if warned_types is None else warned_types
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.device == target:
+            return leaf
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
+            return torch.from_numpy(leaf).to(target)
+        move = getattr(leaf, "to", None)
+        if callable(move):
+            return move(target)
+        if not isinstance(leaf, _WITHOUT_DEVICE) and type(leaf) not in known:
+            known.add(type(leaf))
+            _logger.warning("a %s in the data cannot be moved to the device, and stays", type(leaf).__name__)
+        return leaf
+
+    return map_leaves(moved, data)
+
+
+# Empty structures are leaves, too.
+_WITHOUT_DEVICE = (str, bytes, int, float, complex, np.generic, type(None), list, tuple, dict)
 
 
 class DataLoader(data.DataLoader[T_co]):

@@ -13,7 +13,8 @@ from torch import nn
 from dovetail import checkpoint as store
 from dovetail.core import DistributedContext
 from dovetail.errors import CheckpointError, ConfigError
-from dovetail.pytorch.context import Hyperparameters, PyTorchTrialContext
+from dovetail.pytorch.context import PyTorchTrialContext
+from dovetail.pytorch.hyperparameters import Hyperparameters
 from dovetail.pytorch.trial import PyTorchTrial
 
 _Trial = TypeVar("_Trial", bound=PyTorchTrial)

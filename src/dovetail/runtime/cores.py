@@ -12,6 +12,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
+NO_CARDS = {"CUDA_VISIBLE_DEVICES": ""}
+"""The environment variable that hides all graphics cards from a process."""
+
+
 def graphics_cards() -> list[str]:
     """Return the names of the graphics cards that this process may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

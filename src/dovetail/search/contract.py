@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dovetail.extras import require
-from dovetail.search.records import TrialRecord, TrialState
+from dovetail.search.records import TrialRecord, TrialState, best_step
 from dovetail.search.searchers.base import Searcher, Suggestion
 from dovetail.search.space import Space
-from dovetail.search.store import Store, best_step
+from dovetail.search.store import Store
 
 _SEED = 3
 # A searcher that never ends does not hang a test.

@@ -11,10 +11,21 @@ import os
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dovetail.search.processes import Attempt
+from dovetail.search.reports import number
+
+if TYPE_CHECKING:
+    from dovetail.search.searchers.base import SearcherConfig
 
 _PROBE = ".access-time"
+# What reports have besides metrics.
+_TIMES = ("batches", "epochs", "records")
+_REPORTED_BY = (
+    "context.train.report_validation_metrics(batches, {{{metric!r}: value}}) of dovetail.core, or return it from "
+    "evaluate_batch of a PyTorchTrial"
+)
 
 
 def reset_access_time(path: Path) -> None:
@@ -38,8 +49,35 @@ def sentence_about_hparams(names: Set[str]) -> str:
     )
 
 
+def first_metric(metrics: Mapping[str, Any]) -> str:
+    """Return the first metric of a report that is a number, for experiments that name none; empty if there is none.
+
+    Example:
+        >>> first_metric({"epochs": 3, "matrix": [1, 2], "loss": 0.5, "accuracy": 0.9})
+        'loss'
+    """
+    return next((name for name in metrics if name not in _TIMES and number(metrics, name) is not None), "")
+
+
+def sentence_about_time(metric: str, searcher: SearcherConfig) -> str:
+    """Return what is wrong with trials that report a metric without the time at which the searcher compares them."""
+    named = f"report_validation_metrics(batches, {{{metric!r}: …, {searcher.time_metric!r}: …}})"
+    return (
+        f"trials report {metric!r} without a number {searcher.time_metric!r}, by which the searcher "
+        f"{searcher.name} compares them, so that none of them is stopped early: report it with the metric, by {named}, "
+        "or give searcher.max_length in batches"
+    )
+
+
 def sentence_about_metric(metric: str, reported: Mapping[str, Set[str]]) -> str:
-    """Return what is wrong with a trial that has reported other metrics than the searcher's, and what to do."""
+    """Return what is wrong with a trial that has reported other metrics than the searcher's, and what to do.
+
+    Args:
+        metric: The searcher's metric; empty if any would do.
+        reported: The names of what the trial has reported, by group.
+    """
+    if not metric:
+        return f"it reported no validation metric: report one by {_REPORTED_BY.format(metric='loss')}"
     elsewhere = sorted(group for group, names in reported.items() if metric in names and group != "validation")
     if elsewhere:
         found = f"it reported {metric!r} in the group {elsewhere[0]!r} only"
@@ -49,8 +87,7 @@ def sentence_about_metric(metric: str, reported: Mapping[str, Set[str]]) -> str:
         found = "it reported no validation metrics"
     return (
         f"it never reported the searcher's metric {metric!r} ({found}): report it by "
-        f"context.train.report_validation_metrics(batches, {{{metric!r}: value}}) of dovetail.core, or return it from "
-        "evaluate_batch of a PyTorchTrial"
+        f"{_REPORTED_BY.format(metric=metric)}"
     )
 
 

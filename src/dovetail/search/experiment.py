@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from dovetail.errors import InvalidHP, add_note
 from dovetail.extras import require
 from dovetail.search.processes import Backend
-from dovetail.search.records import ExperimentRecord, TrialRecord, TrialState
-from dovetail.search.runner import Observer, Runner, verdict
+from dovetail.search.records import ExperimentRecord, TrialRecord, TrialState, best_step
+from dovetail.search.runner import Observer, Runner
 from dovetail.search.schema import ExperimentConfig, read_experiment
 from dovetail.search.searchers import make_searcher, read_searcher
+from dovetail.search.searchers.base import verdict
 from dovetail.search.space import Space
-from dovetail.search.store import Store, best_step, trial_record
+from dovetail.search.store import Store, trial_record
 
 if TYPE_CHECKING:
     import optuna
@@ -76,7 +77,7 @@ class Experiment:
         Raises:
             ConfigErrors: All that is wrong with it.
         """
-        config = read_experiment(path, overrides)
+        config = read_experiment(path, overrides, context_dir=context_dir)
         return cls(config, Path(path).read_text(encoding="utf-8"), Path(context_dir))
 
     def create(self, store: Store | None = None) -> ExperimentRecord:
@@ -248,5 +249,6 @@ class _Printer:
         for trial in record.trials:
             if self._seen.get(trial.number) != trial.state:
                 self._seen[trial.number] = trial.state
-                best = "" if trial.best is None else f", best {record.metric} {trial.best:g} after {trial.best_at}"
-                print(f"trial {trial.id} {trial.state} {trial.hparams}{best}")
+                name, best = record.metric_label, trial.best
+                text = "" if best is None else f", best {name} {best:g} after {trial.best_at}"
+                print(f"trial {trial.id} {trial.state} {trial.hparams}{text}")

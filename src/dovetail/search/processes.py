@@ -30,7 +30,7 @@ from typing import Literal, Protocol, cast
 import psutil
 
 from dovetail.info import ATTEMPT, HPARAMS_READ, PREEMPTED
-from dovetail.runtime.cores import graphics_cards, num_cores, threads_per_process
+from dovetail.runtime.cores import NO_CARDS, graphics_cards, num_cores, threads_per_process
 
 Wish = Literal["pause", "stop", "cancel"]
 """Why a trial is asked to exit: `stop` comes from the searcher, the others from the user."""
@@ -185,7 +185,7 @@ class LocalBackend(Backend):
     r"""Runs trials on this machine.
 
     A slot is a graphics card where there are any, else a core of the processor. Each trial gets its own cards, by
-    `CUDA_VISIBLE_DEVICES`, and their share of the cores, by `OMP_NUM_THREADS`, unless that is set already.
+    `CUDA_VISIBLE_DEVICES`, and their share of the cores, by `OMP_NUM_THREADS`, unless the experiment sets these.
 
     Args:
         slots: How many there are; None counts them.
@@ -217,7 +217,8 @@ class LocalBackend(Backend):
         fit = self.capacity(slots)
         threads = threads_per_process(slots * min(fit, self._concurrent or fit))
         variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **env, ATTEMPT: str(attempt.folder)}
-        if self._cards:
+        # Set by the experiment's file, the variable stays: `slots_per_trial: 0` hides all cards.
+        if self._cards and not NO_CARDS.keys() & env.keys():
             taken = {card for cards in self._cards_of.values() for card in cards}
             free = [card for card in self._cards if card not in taken]
             self._cards_of[attempt.folder] = free[:slots] or self._cards[:slots]

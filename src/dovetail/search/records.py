@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -81,6 +83,7 @@ class ExperimentRecord:
         is_running: Whether a runner runs it now.
         trials: Its trials, by number.
         warnings: Sentences about what makes the search less than it should be, for people.
+        first_metric: The first number that a validation reported, if the configuration names no metric; else None.
     """
 
     id: int
@@ -94,11 +97,20 @@ class ExperimentRecord:
     is_running: bool = False
     trials: tuple[TrialRecord, ...] = ()
     warnings: tuple[str, ...] = ()
+    first_metric: str | None = None
 
     @property
     def metric(self) -> str:
-        """The metric that the searcher compares."""
-        return str(self.config["searcher"]["metric"])
+        """The metric that trials are compared by; empty if the configuration names none and no trial has reported."""
+        return str(self.config["searcher"].get("metric") or self.first_metric or "")
+
+    @property
+    def metric_label(self) -> str:
+        """The metric for people, marked as the first reported one if the configuration names none."""
+        if self.config["searcher"].get("metric"):
+            return self.metric
+        goal = "smaller" if self.smaller_is_better else "larger"
+        return f"{self.metric} (first reported, {goal} is better)" if self.metric else "first reported metric"
 
     @property
     def smaller_is_better(self) -> bool:
@@ -134,3 +146,10 @@ class JobRecord:
     exit_code: int | None = None
     started: datetime | None = None
     ended: datetime | None = None
+
+
+def best_step(values: Mapping[int, float], smaller_is_better: bool) -> int | None:
+    """Return where the best value is, the first of several; None where none is a number."""
+    sign = 1 if smaller_is_better else -1
+    numbers = {step: value for step, value in values.items() if not math.isnan(value)}
+    return min(numbers, key=lambda step: (sign * numbers[step], step), default=None)

@@ -20,13 +20,14 @@ from typing import Any
 
 import yaml
 
-from dovetail.config import parse_scalar
+from dovetail.config import parse_scalar, trial_length
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.printing import page_text as escape
 from dovetail.printing import quiet
 from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Scale, shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
+from dovetail.units import unit_name
 
 # Fewer say nothing about which hyperparameter matters.
 _ENOUGH = 5
@@ -68,9 +69,13 @@ def best_config(record: ExperimentRecord) -> dict[str, Any]:
     """
     best = record.best_trial
     if best is None:
-        raise ConfigError(f"experiment {record.id}: no trial has reported {record.metric!r}, so none is the best")
+        wanted = repr(record.metric) if record.metric else "a validation metric"
+        raise ConfigError(f"experiment {record.id}: no trial has reported {wanted}, so none is the best")
     kept = ("metric", "smaller_is_better", "max_length")
     searcher = {key: value for key, value in record.config["searcher"].items() if key in kept}
+    if "max_length" not in searcher and (length := trial_length(record.config)) is not None:
+        # `single` has no max_time.
+        searcher["max_length"] = {unit_name(length): length.length}
     return {**record.config, "hyperparameters": best.hparams, "searcher": {"name": "single", **searcher}}
 
 
@@ -158,9 +163,10 @@ def _measured(record: ExperimentRecord) -> list[TrialRecord]:
 
 def _charts(record: ExperimentRecord) -> dict[str, tuple[str, _Chart | str]]:
     """Return the title of each picture, and the picture or the reason why there is none."""
+    name = record.metric or record.metric_label
     return {
-        "curves": (f"{record.metric} of every trial", _curves(record)),
-        "best": (f"Best {record.metric} so far", _best(record)),
+        "curves": (f"{name} of every trial", _curves(record)),
+        "best": (f"Best {name} so far", _best(record)),
         "importance": ("Importance of hyperparameters", _importance(record)),
         "parallel": ("Hyperparameters and what came of them", _parallel(record)),
     }
@@ -184,13 +190,17 @@ def _curves(record: ExperimentRecord) -> LineChart | str:
         for trial in record.trials
         if (points := tuple((steps, value) for steps, value in trial.values.items() if math.isfinite(value)))
     ]
-    return LineChart("batches", record.metric, tuple(lines)) if lines else f"No trial has reported {record.metric}."
+    return LineChart("batches", record.metric, tuple(lines)) if lines else _nothing(record)
+
+
+def _nothing(record: ExperimentRecord) -> str:
+    return f"No trial has reported {record.metric or 'a metric'}."
 
 
 def _best(record: ExperimentRecord) -> LineChart | str:
     quality, best = _quality(record), best_so_far(record)
     if not best:
-        return f"No trial has reported {record.metric}."
+        return _nothing(record)
     stairs = Line("best so far", tuple(best.items()), 1.0, style="stairs")
     dots = [
         Line(_label(record, trial), ((trial.number, trial.best or 0.0),), quality[trial.number], trial.number, "dots")
@@ -210,7 +220,7 @@ def _parallel(record: ExperimentRecord) -> ParallelChart | str:
     trials = _measured(record)
     columns = varied(trials)
     if not columns:
-        return f"No two trials with a value of {record.metric} differ in their hyperparameters."
+        return f"No two trials with a value of {record.metric or 'a metric'} differ in their hyperparameters."
     columns[record.metric] = [trial.best for trial in trials]
     placed = {name: _dimension(name, column, _is_log(record, name)) for name, column in columns.items()}
     quality = _quality(record)
@@ -264,7 +274,8 @@ def _importance(record: ExperimentRecord) -> BarChart | str:
     trials = [trial for trial in _measured(record) if trial.state == "COMPLETED"]
     columns = varied(trials)
     if len(trials) < _ENOUGH:
-        return f"Needs at least {_ENOUGH} completed trials with a value of {record.metric}; there are {len(trials)}."
+        name = record.metric or "a metric"
+        return f"Needs at least {_ENOUGH} completed trials with a value of {name}; there are {len(trials)}."
     if not columns:
         return "The completed trials do not differ in their hyperparameters."
     if importlib.util.find_spec("optuna") is None:
@@ -325,6 +336,7 @@ def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str
     script = template.partition("<script>")[2].partition("</script>")[0]
     searcher = record.config["searcher"]
     goal = "smaller" if record.smaller_is_better else "larger"
+    by = f"{record.metric}: {goal} is better" if searcher.get("metric") else record.metric_label
     description = record.config.get("description")
     sections = {name: _section(name, title, chart) for name, (title, chart) in charts.items()}
     # Beside the importance, where there is room; the parallel coordinates take a whole row.
@@ -337,7 +349,7 @@ def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str
         state=escape(record.state),
         reason=escape(f" ({record.reason})" if record.reason else ""),
         warnings="".join(f'<p class="warning">Warning: {escape(sentence)}</p>' for sentence in record.warnings),
-        searcher=escape(f"searcher {searcher.get('name', 'single')}, by {record.metric}: {goal} is better"),
+        searcher=escape(f"searcher {searcher.get('name', 'single')}, by {by}"),
         description=f"<p>{escape(str(description), lines=True)}</p>" if description else "",
         facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(record).items()),
         charts="\n".join(sections.values()),
@@ -352,7 +364,7 @@ def _facts(record: ExperimentRecord) -> dict[str, str]:
     best = record.best_trial
     over = sum(trial.state in ("COMPLETED", "STOPPED") for trial in record.trials)
     return {
-        f"best {record.metric}": shown(best and best.best),
+        f"best {record.metric_label}": shown(best and best.best),
         "best trial": "–" if best is None else f"{best.number} (id {best.id})",
         "trials": f"{over} of {len(record.trials)} finished" if over < len(record.trials) else str(over),
         "batches": f"{sum(trial.steps for trial in record.trials):,}",

@@ -22,7 +22,7 @@ LARGEST_STEP = 2**31 - 1
 """The largest number of batches that every database stores."""
 
 _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_KEYS = ("group", "progress", "status", "exited")
+_KEYS = ("group", "progress", "status", "exited", "alert", "metadata")
 _DEEPEST = 32
 _LONGEST_LINE = 16 << 20
 _LARGEST_INTEGER = 2**63 - 1

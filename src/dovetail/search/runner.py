@@ -35,17 +35,25 @@ from dovetail.info import TrialInfo, write_info
 from dovetail.runtime.signals import collect_signals
 from dovetail.search.checkpoints import latest_checkpoint, remove_surplus
 from dovetail.search.databases import file_url
-from dovetail.search.evidence import has_read_hparams, reset_access_time, sentence_about_hparams, sentence_about_metric
+from dovetail.search.evidence import (
+    first_metric,
+    has_read_hparams,
+    reset_access_time,
+    sentence_about_hparams,
+    sentence_about_metric,
+    sentence_about_time,
+)
 from dovetail.search.failures import last_words, log_size, newest_checkpoint, tell_log
 from dovetail.search.processes import Attempt, Backend, Ended, Wish
-from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState
+from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState, best_step
 from dovetail.search.reports import LARGEST_STEP, METRICS, Reports, number, shortened
 from dovetail.search.schema import read_experiment
-from dovetail.search.searchers import Searcher, SearcherConfig, Suggestion, make_searcher
+from dovetail.search.searchers import Searcher, Suggestion, make_searcher
+from dovetail.search.searchers.base import verdict
 from dovetail.search.secrets import masked
 from dovetail.search.space import Space
 from dovetail.search.starting import backend_for, command_of, trial_seed, variables_of
-from dovetail.search.store import STORE, WISHES, Store, best_step, experiment_record
+from dovetail.search.store import STORE, WISHES, Store, experiment_record
 from dovetail.units import counted
 
 Observer = Callable[[ExperimentRecord], None]
@@ -158,6 +166,7 @@ class Runner:
         self._wish: Literal["pause", "cancel", "kill"] | None = None
         self._is_exhausted = False
         self._warnings = list(record.warnings)
+        self._metric = record.metric
         memory = self.store.memory(self.experiment_id)
         if memory:
             self._searcher.load_state_dict(memory["searcher"])
@@ -253,9 +262,13 @@ class Runner:
         if group != "validation":
             return False
         searcher = self._config.searcher
-        value = number(metrics, searcher.metric)
+        if not self._metric and (name := first_metric(metrics)):
+            self._metric = name
+            self.store.set_first_metric(self.experiment_id, name)
+        value = number(metrics, self._metric)
         if value is None:
-            self._complain(trial, f"its validation reports no number {searcher.metric!r}, which the searcher needs")
+            missing = repr(self._metric) if self._metric else "at all"
+            self._complain(trial, f"its validation reports no number {missing}, which the searcher needs")
             return False
         if trial.values.get(steps) != value:
             trial.fresh[steps] = value
@@ -265,7 +278,7 @@ class Runner:
             self._complain(
                 trial, f"its validation reports no number {searcher.time_metric!r}, which the searcher needs"
             )
-            self._warn(_sentence_about_time(searcher))
+            self._warn(sentence_about_time(self._metric, searcher))
             return False
         # A resumed trial repeats the reports after its checkpoint; the searcher has received them before.
         if steps <= trial.told or trial.verdict is not None:
@@ -316,8 +329,10 @@ class Runner:
         # On a cluster another machine reads the file.
         if names and self._config.cluster is None and not has_read_hparams(trial.folder, trial.folder / "info.json"):
             found.append(sentence_about_hparams(names))
-        if not (trial.values or trial.fresh):
-            found.append(sentence_about_metric(self._config.searcher.metric, trial.reported))
+        given = self._config.searcher.metric
+        # Without a given metric, a trial may report others than the trial that reported first.
+        if not (trial.values or trial.fresh) and (given or not self._metric or not trial.reported.get("validation")):
+            found.append(sentence_about_metric(given, trial.reported))
         return "; ".join(found) or None
 
     def _has_failed(self, trial: _Trial, attempt: Attempt, ended: Ended) -> bool:
@@ -652,21 +667,6 @@ class _Trial:
     @property
     def folder(self) -> Path:
         return self.record.directory
-
-
-def verdict(searcher: SearcherConfig, time: float) -> Literal["STOPPED", "COMPLETED"]:
-    """Return what a trial ends as that its searcher has seen enough of: at `max_time` nothing is left to train."""
-    longest = searcher.options.get("max_time")
-    return "COMPLETED" if longest is not None and time >= longest else "STOPPED"
-
-
-def _sentence_about_time(searcher: SearcherConfig) -> str:
-    named = f"report_validation_metrics(batches, {{{searcher.metric!r}: …, {searcher.time_metric!r}: …}})"
-    return (
-        f"trials report {searcher.metric!r} without a number {searcher.time_metric!r}, by which the searcher "
-        f"{searcher.name} compares them, so that none of them is stopped early: report it with the metric, by {named}, "
-        "or give searcher.max_length in batches"
-    )
 
 
 def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:

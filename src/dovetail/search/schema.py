@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +26,15 @@ from dovetail.checks import (
     unit,
     whole,
 )
-from dovetail.config import Config, load_config
+from dovetail.config import Config, load_config, trial_length
 from dovetail.errors import ConfigError
+from dovetail.runtime.cores import NO_CARDS
+from dovetail.search.entrypoints import is_trial_class, parse_entrypoint, trial_class_problem
 from dovetail.search.searchers.base import SearcherConfig
 from dovetail.search.searchers.registry import IGNORED as _IGNORED_BY_SEARCHERS
-from dovetail.search.searchers.registry import read_searcher, searchers, unit_name
+from dovetail.search.searchers.registry import read_searcher, searchers
 from dovetail.search.space import Space
-from dovetail.units import Batches, TrainUnit
+from dovetail.units import Batches, TrainUnit, unit_name
 
 Policy = Literal["best", "all", "none"]
 
@@ -65,14 +66,14 @@ class ExperimentConfig:
 
     Attributes:
         name: For people; the name of the file when it has none.
-        entrypoint: The command of a trial, in words.
+        entrypoint: The command of a trial, in words, or its class as one word such as `model_def:MyTrial`.
         searcher: Which trials to run; of a job, `single` without a metric.
         hyperparameters: As in the file: `Space(config.hyperparameters)`.
         description: For people.
         labels: For people.
         project: For people.
         workspace: For people.
-        slots: Processes of a trial.
+        slots: Processes of a trial. `slots_per_trial: 0` is one process that sees no graphics card.
         cluster: `ray`, `local` or an address such as `ray://host:10001`; None is this machine, without a cluster.
         max_restarts: How often a trial that fails is started again.
         min_validation_period: How often trials validate; 0 is as the script says.
@@ -120,6 +121,7 @@ def read_experiment(
     source: str | os.PathLike[str] | Mapping[str, Any],
     overrides: Sequence[str] = (),
     kind: Literal["trial", "job"] = "trial",
+    context_dir: str | os.PathLike[str] | None = None,
 ) -> ExperimentConfig:
     """Return what a configuration means.
 
@@ -129,6 +131,7 @@ def read_experiment(
         source: A YAML file, or its values; values from `load_config` know their places.
         overrides: Settings such as `searcher.max_trials=4`, the value written as in a file.
         kind: Whether it is of an experiment or of a job, which has no hyperparameters and no searcher.
+        context_dir: The folder with the code, in which a trial class is looked up; None means that it is not.
 
     Raises:
         ConfigErrors: All that is wrong, each with its place.
@@ -143,15 +146,28 @@ def read_experiment(
     misset = [problem for setting in overrides for problem in override(config, setting, given)]
     problems = Problems(config, given)
     problems.extend(misset)
-    reader = _Reader(config, problems, kind)
+    reader = _Reader(config, problems, kind, None if context_dir is None else Path(context_dir))
     found = reader.read(Path(path).stem if path is not None else "experiment")
     problems.raise_any()
+    where = f"{os.fspath(path)}: " if path is not None else ""
     if reader.ignored:
-        where = f"{os.fspath(path)}: " if path is not None else ""
         warnings.warn(
             f"{where}keys that mean nothing here are ignored: {', '.join(reader.ignored)}", UserWarning, stacklevel=2
         )
+    if kind == "trial" and _ends_none_early(found):
+        warnings.warn(
+            f"{where}min_validation_period: not given, so that trials of {found.entrypoint[0]} validate at their end "
+            f"only, and the searcher {found.searcher.name} ends none of them early",
+            UserWarning,
+            stacklevel=2,
+        )
     return found
+
+
+def _ends_none_early(config: ExperimentConfig) -> bool:
+    """Whether a searcher that ends trials early gets no validation before their end."""
+    compares_at_times = "max_time" in config.searcher.options
+    return is_trial_class(config.entrypoint) and compares_at_times and not config.min_validation_period.value
 
 
 def _load(source: str | os.PathLike[str]) -> Config:
@@ -162,24 +178,6 @@ def _load(source: str | os.PathLike[str]) -> Config:
 
 
 # Accepted keys and values
-
-
-def _entrypoint(value: Any) -> list[str]:
-    """Accept a command, as text or in words."""
-    if isinstance(value, str):
-        try:
-            words = shlex.split(value)
-        except ValueError as error:
-            raise Refused(f"expected a command ({str(error).lower()})") from error
-    else:
-        words = list_of(text)(value)
-    if not words or not words[0] or any("\0" in word for word in words):
-        raise Refused("expected a command such as python3 train.py")
-    if len(words) == 1 and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", words[0]):
-        raise Refused(
-            "expected a command such as python3 train.py: a trial class is trained by a script that calls fit"
-        )
-    return words
 
 
 def _variables(value: Any) -> dict[str, str]:
@@ -220,8 +218,8 @@ _JOB_KEYS: dict[str, Key] = {
     "labels": Key(list_of(text), []),
     "project": Key(text, ""),
     "workspace": Key(text, ""),
-    "entrypoint": Key(_entrypoint, None),
-    "entrypoint_script": Key(_entrypoint, None),
+    "entrypoint": Key(parse_entrypoint, None),
+    "entrypoint_script": Key(parse_entrypoint, None),
     "resources": _SECTION,
     "data": _SECTION,
     "reproducibility": _SECTION,
@@ -237,6 +235,7 @@ _TRIAL_KEYS: dict[str, Key] = {
     "min_checkpoint_period": Key(unit(0), _NEVER),
     "checkpoint_policy": Key(one_of("best", "all", "none"), "best"),
     "perform_initial_validation": Key(flag, False),
+    "scheduling_unit": Key(whole(1), None),
     "checkpoint_storage": Key(_text_or_mapping, {}),
     "optimizations": _SECTION,
     "profiling": _SECTION,
@@ -244,8 +243,8 @@ _TRIAL_KEYS: dict[str, Key] = {
 
 _SECTIONS: dict[str, dict[str, Key]] = {
     "resources": {
-        "slots_per_trial": Key(whole(1, 4096), None),
-        "slots": Key(whole(1, 4096), None),
+        "slots_per_trial": Key(whole(0, 4096), None),
+        "slots": Key(whole(0, 4096), None),
         "cluster": Key(text, None),
     },
     "reproducibility": {"experiment_seed": Key(whole(0, 2**32 - 1), 0)},
@@ -283,7 +282,7 @@ _IGNORED: dict[str, tuple[str, ...]] = {
             "pbs",
             "preemption_timeout",
         ),
-        *("records_per_epoch", "retention_policy", "scheduling_unit", "security", "slurm", "tensorboard_storage"),
+        *("records_per_epoch", "retention_policy", "security", "slurm", "tensorboard_storage"),
     ),
     "resources": (
         *("agent_label", "devices", "is_single_node", "max_slots", "native_parallel", "priority", "resource_manager"),
@@ -310,11 +309,12 @@ _IGNORED: dict[str, tuple[str, ...]] = {
 class _Reader:
     """Reads one configuration, and notes all that is wrong with it."""
 
-    def __init__(self, config: Mapping[str, Any], problems: Problems, kind: str) -> None:
+    def __init__(self, config: Mapping[str, Any], problems: Problems, kind: str, folder: Path | None) -> None:
         self.ignored: list[str] = []
         self._config = config
         self._problems = problems
         self._is_job = kind == "job"
+        self._folder = folder
 
     def read(self, default_name: str) -> ExperimentConfig:
         """Return what the configuration means, as far as it means anything."""
@@ -327,17 +327,18 @@ class _Reader:
         }
         name = top["name"] or default_name
         searcher = SearcherConfig("single", "") if self._is_job else self._searcher(top)
+        slots = self._slots(within["resources"])
         units = {"max_length": searcher.max_length, **{key: top.get(key) for key in _PERIODS}}
         return ExperimentConfig(
             name=name,
             entrypoint=self._entrypoint(top),
             searcher=searcher,
             hyperparameters=top.get("hyperparameters", {}),
-            slots=self._slots(within["resources"]),
+            slots=max(slots, 1),
             cluster=within["resources"]["cluster"],
             checkpoint_storage=self._storage(top.get("checkpoint_storage", {})),
             seed=within["reproducibility"]["experiment_seed"],
-            environment=within["environment"]["environment_variables"],
+            environment=({} if slots else NO_CARDS) | within["environment"]["environment_variables"],
             profiling=within.get("profiling", {}).get("enabled", False),
             raw=self._raw(name, units, within),
             **{name: top[name] for name in _PLAIN if name in top},
@@ -359,13 +360,38 @@ class _Reader:
             self._problems.add(("entrypoint_script",), "the same as entrypoint: expected one of them, got both")
         if not names:
             self._problems.add(("entrypoint",), "missing: the command of a trial, such as python3 train.py")
-        return top["entrypoint"] or top["entrypoint_script"] or []
+        words: list[str] = top["entrypoint"] or top["entrypoint_script"] or []
+        if is_trial_class(words):
+            self._check_trial_class((names[0],), words[0])
+        elif top.get("scheduling_unit") is not None:
+            # A script passes its reporting period to `fit`.
+            self.ignored.insert(0, "scheduling_unit")
+        return words
+
+    def _check_trial_class(self, place: tuple[str], name: str) -> None:
+        if self._is_job:
+            self._problems.add(place, f"expected a command such as python3 predict.py: a job does not train {name}")
+            return
+        problem = None if self._folder is None else trial_class_problem(name, self._folder)
+        if problem is not None:
+            self._problems.add(place, problem)
+        try:
+            has_length = trial_length(self._config) is not None
+        except ConfigError:
+            # The reader of the searcher has named the mistake.
+            return
+        if not has_length:
+            self._problems.add(
+                ("searcher", "max_length"),
+                f"missing: how long a trial of {name} trains, such as {{epochs: 10}}, because no script gives it",
+            )
 
     def _slots(self, resources: Mapping[str, Any]) -> int:
         per_trial, slots = resources["slots_per_trial"], resources["slots"]
         if per_trial is not None and slots is not None:
             self._problems.add(("resources", "slots"), "the same as slots_per_trial: expected one of them, got both")
-        return per_trial or slots or 1
+        given = per_trial if per_trial is not None else slots
+        return 1 if given is None else int(given)
 
     def _searcher(self, top: Mapping[str, Any]) -> SearcherConfig:
         found: list[Problem] = []

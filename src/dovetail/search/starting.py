@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from dovetail.errors import ConfigError
 from dovetail.info import VARIABLE
 from dovetail.runtime.seeds import derive_seed
+from dovetail.search.entrypoints import TORCH_LAUNCHER, is_trial_class, split_python
 from dovetail.search.processes import Backend, LocalBackend
 from dovetail.search.schema import ExperimentConfig
 from dovetail.search.secrets import masked_url
@@ -17,23 +17,28 @@ from dovetail.search.store import HOME
 
 
 def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
-    """Return the command of a trial: this Python for `python`, and a launcher for several slots.
+    """Return the command of a trial: this Python for `python`, and a launcher for a trial class or several slots.
 
     Example:
         >>> command_of(["python3", "-u", "train.py"], slots=2)[1:]
         ['-u', '-m', 'dovetail.launch', '--slots', '2', 'train.py']
+        >>> command_of(["model_def:MyTrial"], slots=1)[1:]
+        ['-m', 'dovetail.launch', '--slots', '1', 'model_def:MyTrial']
         >>> command_of(["./train.sh"], slots=2)
         ['./train.sh']
     """
-    program, *rest = entrypoint
-    if not re.fullmatch(r"python(3(\.\d+)?)?", program):
-        return list(entrypoint)
-    options = []
-    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
-        options += [rest.pop(0) for _ in range(2 if rest[0] in ("-W", "-X") else 1)]
+    launcher = ["-m", "dovetail.launch", "--slots", str(slots)]
+    if is_trial_class(entrypoint):
+        return [sys.executable, *launcher, *entrypoint]
+    python, rest = split_python(entrypoint)
+    if not python:
+        return rest
+    options = python[1:]
+    if rest[:2] == ["-m", TORCH_LAUNCHER]:
+        # One process has the variables of a group as well: scripts for that launcher read them.
+        return [sys.executable, *options, *launcher, *(["--group"] if slots == 1 else []), *rest[2:]]
     launches = rest[:1] in (["-c"], ["-"]) or rest[:2] in (["-m", "dovetail.launch"], ["-m", "torch.distributed.run"])
-    launcher = ["-m", "dovetail.launch", "--slots", str(slots)] if slots > 1 and rest and not launches else []
-    return [sys.executable, *options, *launcher, *rest]
+    return [sys.executable, *options, *(launcher if slots > 1 and rest and not launches else []), *rest]
 
 
 def variables_of(config: ExperimentConfig, home: Path, info: Path) -> dict[str, str]:

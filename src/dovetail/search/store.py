@@ -40,6 +40,7 @@ from dovetail.search.records import (
     JobRecord,
     TrialRecord,
     TrialState,
+    best_step,
 )
 from dovetail.search.secrets import masked, write_private
 from dovetail.search.snapshot import take_snapshot
@@ -67,6 +68,7 @@ _RECORD = "dovetail"
 _TOLD = ("experiment_id", "hparams", "source", "state", "restarts", "reason", "steps", "progress", "status")
 _STATE = "state"
 _WARNINGS = "warnings"
+_FIRST_METRIC = "first_metric"
 _MEMORY = "dovetail:runner"
 
 
@@ -259,6 +261,10 @@ class Store:
     def set_warnings(self, experiment_id: int, warnings: Sequence[str]) -> None:
         """Replace the warnings about an experiment that commands and reports show."""
         self.storage.set_study_user_attr(experiment_id, _WARNINGS, list(warnings))
+
+    def set_first_metric(self, experiment_id: int, name: str) -> None:
+        """Store the metric that trials are compared by, for an experiment whose configuration names none."""
+        self.storage.set_study_user_attr(experiment_id, _FIRST_METRIC, name)
 
     def wish(self, experiment_id: int, wish: str) -> None:
         """Store a request for the runner of an experiment: `pause`, `cancel` or `kill`."""
@@ -457,6 +463,7 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
         is_running=is_taken(directory / "lock"),
         trials=tuple(trial_record(trial, place, smaller) for trial in trials if _RECORD in trial.system_attrs),
         warnings=tuple(attributes.get(_WARNINGS, ())),
+        first_metric=attributes.get(_FIRST_METRIC),
     )
 
 
@@ -486,13 +493,6 @@ def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> Tr
         source=told["source"],
         values=values,
     )
-
-
-def best_step(values: Mapping[int, float], smaller_is_better: bool) -> int | None:
-    """Return where the best value is, the first of several; None where none is a number."""
-    sign = 1 if smaller_is_better else -1
-    numbers = {step: value for step, value in values.items() if not math.isnan(value)}
-    return min(numbers, key=lambda step: (sign * numbers[step], step), default=None)
 
 
 def _smaller_is_better(attributes: Mapping[str, Any]) -> bool:

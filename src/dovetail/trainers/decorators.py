@@ -11,6 +11,7 @@ from types import FunctionType, MethodType
 from typing import Any, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import base, foreign
 from dovetail.trainers.attributes import why_no_attribute
 from dovetail.trainers.capabilities import (
@@ -65,13 +66,14 @@ class TrainerDecorator(Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        reject_lost_overrides(cls, foreign.DECORATOR_HOOKS)
         # `super().run(…)` in a layer is the decorated trainer's, also for names that only trainers of `compat` have.
         for part in cls.__mro__[: cls.__mro__.index(TrainerDecorator)]:
             methods = {name for name, value in vars(part).items() if isinstance(value, FunctionType)}
             for name in methods & foreign.ATTRIBUTES.keys() - vars(TrainerDecorator).keys():
                 setattr(TrainerDecorator, name, _Inner(name))
 
-    trainer: base.Trainer
+    trainer: Trainer
 
     def __init__(self, trainer: base.Trainer, **unknown: Any) -> None:
         if not isinstance(trainer, base.Trainer):
@@ -80,7 +82,7 @@ class TrainerDecorator(Trainer):
             raise UnknownNameError("keyword", name, _keywords(type(self)))
         self.context = trainer.context
         # From here on, undeclared attributes belong to the decorated trainer.
-        self.trainer = trainer
+        self.trainer = cast(Trainer, trainer)
 
     @property
     def core(self) -> Trainer:
@@ -374,7 +376,7 @@ class FSDPTrainer(ShardedDataParallel, TrainerDecorator):
     """
 
 
-def build_trainer(name: str, *args: Any, **kwargs: Any) -> base.Trainer:
+def build_trainer(name: str, *args: Any, **kwargs: Any) -> Trainer:
     """Return a trainer by the names of its layers.
 
     Args:
@@ -402,7 +404,7 @@ def build_trainer(name: str, *args: Any, **kwargs: Any) -> base.Trainer:
         kwargs["mode"] = kwargs.pop("compile_mode", "step" if layers == (CompiledTrainer,) else "model")
     given = [{key: kwargs.pop(key) for key in sorted(_keywords(layer) & kwargs.keys())} for layer in layers]
     kwargs |= trainer_mode
-    trainer: base.Trainer = SingleProcess(*args, **kwargs)
+    trainer: Trainer = SingleProcess(*args, **kwargs)
     for layer, settings in zip(layers, given, strict=True):
         trainer = layer(trainer, **settings)
     return trainer

@@ -62,7 +62,7 @@ def check_output(output: Any, *, optimized: bool) -> None:
     if optimized:
         return
     loss = output["loss"]
-    if loss.ndim != 0:
+    if loss.numel() != 1:
         raise ConfigError(
             f"train_step: the loss must be one number, got a tensor of shape {tuple(loss.shape)}; take its mean()"
         )

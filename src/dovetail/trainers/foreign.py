@@ -9,6 +9,7 @@ _LOADER = "give fit a DataLoader that has it"
 _LAYERS = "to train in several processes wrap the trainer, DDPTrainer(Trainer(…), num_processes=2)"
 _UPDATES = "give fit a length, max_length=Updates(…)"
 _EPOCHS = "give fit a length, max_length=Epochs(…)"
+_TENSORBOARD = "give the trainer a callback, callbacks=[Tracker(TensorBoardLogger(folder))]"
 _OF_TRAINER = "it is an option of the trainer, Trainer(…, {}=…)"
 
 OPTIONS: Mapping[str, str] = {
@@ -57,6 +58,7 @@ OPTIONS: Mapping[str, str] = {
     "strategy": _LAYERS,
     "torch_compile": "to compile wrap the trainer, CompiledTrainer(Trainer(…))",
     "logger": "give it as a callback, callbacks=[Tracker(…)]",
+    "tb_writer": _TENSORBOARD,
     "report_to": "give it as a callback, callbacks=[Tracker(…)]",
     "log_every_n_steps": "print_every",
     "logging_steps": "print_every",
@@ -79,9 +81,13 @@ _COMPAT: Mapping[str, str] = {
     "lernomatic.Trainer": "cur_epoch best_acc loss_history val_loss_history acc_history cur_loss cur_acc train_loader "
     "val_loader test_loader set_learning_rate set_train_dataset set_val_dataset set_test_dataset save_history "
     "load_history load_model_checkpoint get_cur_loss get_cur_acc get_val_loss_history get_acc_history "
-    "get_learning_rate get_momentum set_momentum get_model set_batch_size set_num_epochs",
+    "get_learning_rate get_momentum set_momentum get_model set_batch_size set_num_epochs start_epoch loss_iter "
+    "val_loss_iter acc_iter iter_per_epoch test_epoch get_model_params get_trainer_params set_trainer_params "
+    "set_lr_scheduler get_mtm_scheduler set_mtm_scheduler get_num_epochs get_cur_epoch get_cur_epoch_loss "
+    "get_cur_val_loss",
     "zae_engine.Trainer": "run toggle inference metric_on_epoch_end check_better apply_weights get_loss_history "
-    "progress_checker log_train log_test train_metrics test_metrics loss_buffer weight_buffer mode scheduler",
+    "progress_checker log_train log_test train_metrics test_metrics loss_buffer weight_buffer mode scheduler logging "
+    "log_reset print_log loader valid_loader valid_batch_size n_data n_valid_data",
     "plato.Trainer": "train_run_start train_run_end train_epoch_start train_epoch_end train_step_start train_step_end "
     "perform_forward_and_backward_passes process_outputs train_model test_model test set_client_id client_id "
     "run_history current_epoch current_round sampler callback_handler zeros",
@@ -93,6 +99,16 @@ _COMPAT: Mapping[str, str] = {
 # What is no attribute of a trainer, and what to use instead.
 ATTRIBUTES: Mapping[str, str] = {
     **{name: f"it is a name of dovetail.compat.{kind}" for kind, names in _COMPAT.items() for name in names.split()},
+    "set_tb_writer": _TENSORBOARD,
+    "tb_writer": _TENSORBOARD,
+    **dict.fromkeys(("freeze_to", "unfreeze_to"), "write parameter.requires_grad_(False) for parameters of the model"),
+    **dict.fromkeys(
+        ("apply_lr_schedule", "apply_mtm_schedule"),
+        "write self.scheduler_step('update'), once after self.context.step()",
+    ),
+    "run_batch": "write trainer.run(1, [batch]), or trainer.inference([batch]) for outputs alone",
+    "run_epoch": "write trainer.run(1, loader)",
+    "web_logger": "write trainer.tracker.log({name: value}); trainer.tracker.loggers has the loggers",
     "register": "write trainer.context.run.register(name, object)",
     "set_option": "write trainer.options.name = value",
     "reset": "write dovetail.trainers.reuse.reset(trainer)",
@@ -119,6 +135,14 @@ HOOKS: Mapping[str, str] = {
         )
     },
     **{name: _HOOK.format("zae_engine") for name in ("metric_on_epoch_end", "check_better")},
+}
+
+# What a decorator for PyMarlin overrides, and nothing here calls.
+DECORATOR_HOOKS: Mapping[str, str] = {
+    "train_dl": "override train_epoch, or a verb of one batch such as train_step",
+    "validate_dl": "override val_epoch or test_step",
+    "process_global_step": "override clip_gradients or optimizer_step",
+    "_forward_backward": "override train_step or backward",
 }
 
 FIT: Mapping[str, str] = {

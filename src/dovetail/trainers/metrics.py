@@ -107,13 +107,18 @@ class Meter:
         return len(self._pending)
 
     def add(self, output: Mapping[str, Any], num_samples: int) -> None:
-        """Take in the scalars of one batch; `num_items` is a weight, no metric; what is no scalar is left out."""
+        """Take in the scalars of one batch, and a loss with one element.
+
+        `num_items` is a weight, no metric. Other tensors, such as outputs for a single sample, are left out.
+        """
         for name, value in output.items():
             if name == "num_items":
                 continue
             if isinstance(value, Tensor):
                 if value.ndim == 0:
                     self._pending.append((name, value.detach(), num_samples))
+                elif name == "loss" and value.numel() == 1:
+                    self._pending.append((name, value.detach().reshape(()), num_samples))
             elif isinstance(value, _NUMBERS):
                 self._pending.append((name, float(value), num_samples))
 

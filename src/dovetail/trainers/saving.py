@@ -101,6 +101,11 @@ class Saver:
             other.best, other.best_of = self.best, self.best_of
         return other
 
+    @property
+    def best_path(self) -> Path:
+        """The path of the best checkpoint."""
+        return self.directory / f"best_{self.name}"
+
     def path(self, progress: Progress) -> Path:
         """Return where the periodic checkpoint of a moment lies."""
         return self.directory / f"{self.name}_epoch_{progress.epoch}_iter_{progress.batches}"
@@ -188,7 +193,7 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
     saver.owes = due and not (final and saver.saved_at == _place(progress))
     if saver.keep_best and saver.improved:
         saver.improved = False
-        save(trainer, saver.directory / f"best_{saver.name}")
+        save(trainer, saver.best_path)
     if saver.owes:
         saver.owes, saver.saved_at = False, None
         if _write(trainer, saver.path(progress)):

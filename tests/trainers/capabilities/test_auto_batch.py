@@ -152,6 +152,17 @@ def test_parts_count_by_their_items(limits: dict[str, int], accumulation: int) -
     assert_close(found, expected)
 
 
+def with_one_element(trainer: Any, batch: Any) -> Mapping[str, Any]:
+    return {"loss": nn.functional.cross_entropy(trainer.model(batch[0]), batch[1]).reshape(1)}
+
+
+@pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
+def test_a_loss_with_one_element_is_cut_as_one_without_dimensions(limits: dict[str, int]) -> None:
+    whole, cut = make(Trainer, model_of()), make(Fitting, model_of(**limits), train_step=with_one_element)
+    assert_close(gradients_of(cut), gradients_of(whole))
+    assert list(cut.context.history.losses) == pytest.approx(list(whole.context.history.losses), abs=1e-12)
+
+
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
 def test_the_loss_and_the_records_are_those_of_the_whole_batch(limits: dict[str, int]) -> None:
     whole, cut = make(Trainer, model_of()), make(Fitting, model_of(**limits))

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from dovetail.compat.options import with_options
+from dovetail.data import as_loader, to_device
 from dovetail.errors import ConfigError
 from dovetail.history import History
+from dovetail.overrides import is_ours, reject_lost_overrides
 from dovetail.trainers import loop
 from dovetail.trainers import trainer as main
 from dovetail.trainers.addons.best_weights import BestWeights, TrainerPart
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.options import as_mode
-from dovetail.units import Epochs
+from dovetail.units import Epochs, Progress
+
+# Methods of zae-engine's trainer that subclasses override there, and that do not exist here.
+_INSTEAD = {
+    "run_epoch": "override train_epoch or val_epoch, or give a callback",
+    "run_batch": "override a verb: train_step, backward, clip_gradients, optimizer_step or after_step",
+}
+
+# Methods that exist here, but that the loop does not call.
+_UNCALLED = {
+    "print_log": "give a callback with on_report",
+    "_to_device": "override to_device(batch)",
+}
 
 
 @with_options(("log_bar", "scheduler_step_on_batch", "gradient_clip"))
@@ -34,11 +51,21 @@ class Trainer(BestWeights, main.Trainer):
 
     _has_defaults = True
     _run_log: _RunLog | None = None
+    _run_loaders: tuple[Any, Any] = (None, None)
 
     if TYPE_CHECKING:
         log_bar: bool
         scheduler_step_on_batch: bool
         gradient_clip: float
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        reject_lost_overrides(cls, _INSTEAD)
+        for name in _UNCALLED.keys() & vars(cls).keys():
+            if not is_ours(cls):
+                warnings.warn(
+                    f"{cls.__name__}.{name}: the loop does not call it; {_UNCALLED[name]}", UserWarning, stacklevel=2
+                )
 
     @property
     def mode(self) -> str:
@@ -63,6 +90,7 @@ class Trainer(BestWeights, main.Trainer):
             valid_loader: Validation data, or None.
         """
         log = self._logged()
+        self._run_loaders = (loader, valid_loader)
         if self.mode == "test":
             log.log_test.clear()
             self.test_metrics.update(self.evaluate(loader))
@@ -75,10 +103,14 @@ class Trainer(BestWeights, main.Trainer):
         self.mode = mode or ("test" if self.mode == "train" else "train")
 
     def inference(self, loader: Any) -> list[Any]:
-        """Return the `"output"` of `test_step` for every batch; logs and counters stay unchanged."""
+        """Return the `"output"` of `test_step` for every batch.
+
+        `log_test` has what the steps returned; `log_train`, metrics, mode and counters stay unchanged.
+        """
         trainer, context = self._run_layer, self.context
+        self._logged().log_test.clear()
         outputs = []
-        with loop.looking(trainer, "predict", loader):
+        with self._in_mode("test"), loop.looking(trainer, "predict", loader):
             for batch in trainer.batches("predict"):
                 output = trainer.test_step(trainer.to_device(batch))
                 for on_test_step_end in context.callbacks.on_test_step_end:
@@ -106,7 +138,78 @@ class Trainer(BestWeights, main.Trainer):
     def get_loss_history(self, mode: str = "train") -> list[float]:
         """Return the loss of every training batch, or with `"test"` of every validation."""
         history = self.context.history
-        return list(history.losses) if mode == "train" else history.get_metric_values("valid_loss")
+        return list(history.losses) if as_mode(mode) == "train" else history.get_metric_values("valid_loss")
+
+    def logging(self, step_dict: Mapping[str, Any]) -> None:
+        """Append the values of a step to `log_train`, or in mode `"test"` to `log_test`; `run` calls it per step."""
+        log = self.log_train if self.mode == "train" else self.log_test
+        for name, value in step_dict.items():
+            log[name].append(_on_host(value))
+
+    def log_reset(self, epoch_end: bool = False) -> None:
+        """Clear both logs; `run` calls it before each epoch.
+
+        Args:
+            epoch_end: True to clear `train_metrics` and `test_metrics`, too.
+        """
+        log = self._logged()
+        log.log_train.clear()
+        log.log_test.clear()
+        if epoch_end:
+            log.train_metrics.clear()
+            log.test_metrics.clear()
+
+    def print_log(self, cur_batch: int, num_batch: int) -> dict[str, str]:
+        """Return the means of the log of the present mode as text, with the batch and the learning rate.
+
+        Args:
+            cur_batch: The number of the batch, counted from 1.
+            num_batch: The batches of the pass.
+        """
+        log = self.log_train if self.mode == "train" else self.log_test
+        rate = 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+        # Outputs of the model have no mean that is worth a display.
+        means = {name: f"{_mean(values):.6f}" for name, values in log.items() if values and "output" not in name}
+        return {"Batch": f"{cur_batch}/{num_batch}", "LR": f"{rate:.3e}", **means}
+
+    @property
+    def loader(self) -> Any:
+        """The data that `run` was given last; None before."""
+        return self._run_loaders[0]
+
+    @property
+    def valid_loader(self) -> Any:
+        """The validation data that `run` was given last; None if there were none."""
+        return self._run_loaders[1]
+
+    @property
+    def batch_size(self) -> int | None:
+        """The samples in a batch of `loader`; None before `run`, and for batches that are no `DataLoader`."""
+        return None if self.loader is None else _batch_size_of(self.loader, self._batch_size("train"))
+
+    @property
+    def valid_batch_size(self) -> int | None:
+        """The samples in a batch of `valid_loader`; 0 if there is none, None before `run`."""
+        if self.valid_loader is None:
+            return None if self.loader is None else 0
+        return _batch_size_of(self.valid_loader, self._batch_size("valid"))
+
+    @property
+    def n_data(self) -> int | None:
+        """The samples of `loader`; None before `run`, and if their number is not known."""
+        return None if self.loader is None else _num_samples(self.loader)
+
+    @property
+    def n_valid_data(self) -> int | None:
+        """The samples of `valid_loader`; 0 if there is none, None before `run`."""
+        if self.valid_loader is None:
+            return None if self.loader is None else 0
+        return _num_samples(self.valid_loader)
+
+    def val_epoch(self) -> Mapping[str, float] | None:
+        """Run one validation pass in mode `"test"`."""
+        with self._in_mode("test"):
+            return super().val_epoch()
 
     @property
     def progress_checker(self) -> ProgressChecker:
@@ -120,7 +223,7 @@ class Trainer(BestWeights, main.Trainer):
 
     @property
     def log_test(self) -> dict[str, list[Any]]:
-        """What `test_step` returned in the last validation of `run`, by name, batch by batch."""
+        """What `test_step` returned in the last validation of `run` or in `inference`, by name, batch by batch."""
         return self._logged().log_test
 
     @property
@@ -133,6 +236,28 @@ class Trainer(BestWeights, main.Trainer):
         """The validation metrics of the last epoch of `run`."""
         return self._logged().test_metrics
 
+    def _to_cpu(self, *values: Any) -> Any:
+        """Return a value on the host, without its gradient; several as a tuple."""
+        moved = tuple(map(_on_host, values))
+        return moved[0] if len(moved) == 1 else moved
+
+    def _to_device(self, *values: Any, **named: Any) -> Any:
+        """Return a value on the device of the trainer; several as a tuple, values with names as a dictionary."""
+        if named:
+            return to_device(named, self.context.device)
+        moved = to_device(values, self.context.device)
+        return moved[0] if len(moved) == 1 else moved
+
+    @contextmanager
+    def _in_mode(self, mode: str) -> Iterator[None]:
+        """Set the mode and restore the present one afterwards."""
+        before = self.mode
+        self.mode = mode
+        try:
+            yield
+        finally:
+            self.mode = before
+
     def _logged(self) -> _RunLog:
         if self._run_log is None:
             self._run_log = _RunLog(self)
@@ -144,14 +269,18 @@ class Trainer(BestWeights, main.Trainer):
 class ProgressChecker:
     """Steps and epochs of a trainer, counted from 1: the numbers of the running ones.
 
+    Args:
+        context: The context of the trainer; None for a separate counter.
+
     Example:
-        >>> checker = ProgressChecker(TrainingContext())
+        >>> checker = ProgressChecker()
+        >>> checker.update_step()
         >>> checker.get_step(), checker.get_epoch()
-        (1, 1)
+        (2, 1)
     """
 
-    def __init__(self, context: TrainingContext) -> None:
-        self._progress = context.progress
+    def __init__(self, context: TrainingContext | None = None) -> None:
+        self._progress = Progress() if context is None else context.progress
 
     def get_step(self) -> int:
         """Return the number of the running batch."""
@@ -179,7 +308,7 @@ class ProgressChecker:
 
 
 class _RunLog(TrainerPart):
-    """What the steps of `run` returned, copied to the host."""
+    """The values that the steps of `run` returned, copied to the host."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -189,38 +318,44 @@ class _RunLog(TrainerPart):
         self.test_metrics: dict[str, float] = {}
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        self.log_train.clear()
+        self._trainer.log_reset()
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        _keep(self.log_train, output)
+        self._trainer.logging(output)
 
     def on_validation_start(self, context: TrainingContext) -> None:
         self.log_test.clear()
 
     def on_test_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        if context.stage != "predict":
-            _keep(self.log_test, output)
+        with self._trainer._in_mode("test"):
+            self._trainer.logging(output)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         trainer = self._trainer
-        mode = trainer.mode
         for stage, prefix, into in (("train", "train_", self.train_metrics), ("test", "valid_", self.test_metrics)):
             found = {name[len(prefix) :]: value for name, value in metrics.items() if name.startswith(prefix)}
             if not found:
                 continue
-            trainer.toggle(stage)
-            try:
+            with trainer._in_mode(stage):
                 further = dict(trainer.metric_on_epoch_end() or {})
-            finally:
-                trainer.toggle(mode)
             into.update({**found, **further})
             for name, value in further.items():
                 context.history.update_metric(prefix + name, value)
 
 
-def _keep(log: dict[str, list[Any]], output: Mapping[str, Any]) -> None:
-    for name, value in output.items():
-        log[name].append(_on_host(value))
+def _batch_size_of(data: Any, default: int) -> int | None:
+    loader = as_loader(data, batch_size=default)
+    return loader.batch_size if isinstance(loader, DataLoader) else None
+
+
+def _num_samples(data: Any) -> int | None:
+    loader = as_loader(data, batch_size=1)
+    return len(loader.dataset) if isinstance(loader, DataLoader) and isinstance(loader.dataset, Sized) else None
+
+
+def _mean(values: list[Any]) -> float:
+    """Return the mean of all numbers in the logged values of one name."""
+    return float(torch.cat([torch.as_tensor(value, dtype=torch.double).flatten() for value in values]).mean())
 
 
 def _on_host(value: Any) -> Any:

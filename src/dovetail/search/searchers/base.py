@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.errors import misspelled_methods
 from dovetail.search.records import TrialState
@@ -27,7 +27,7 @@ class SearcherConfig:
 
     Attributes:
         name: A name of `searchers`.
-        metric: The validation metric that trials are compared by; empty for a job.
+        metric: The validation metric that trials are compared by; empty for a job, and if the file names none.
         smaller_is_better: Its direction.
         time_metric: The argument `time` of `on_validation`: `batches`, `epochs` or another reported number.
         max_length: How long trials train, where the file says so.
@@ -42,6 +42,12 @@ class SearcherConfig:
     max_length: TrainUnit | None = None
     source_trial_id: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def verdict(searcher: SearcherConfig, time: float) -> Literal["STOPPED", "COMPLETED"]:
+    """Return what a trial ends as that its searcher has seen enough of: at `max_time` nothing is left to train."""
+    longest = searcher.options.get("max_time")
+    return "COMPLETED" if longest is not None and time >= longest else "STOPPED"
 
 
 @dataclass(frozen=True)

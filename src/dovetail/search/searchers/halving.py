@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -53,7 +53,8 @@ def adaptive_brackets(
         mode: From one bracket of many rungs (`aggressive`) to brackets of every number of rungs.
         divisor: One of so many trials continues.
         max_rungs: At most.
-        max_concurrent_trials: Of all brackets.
+        max_concurrent_trials: Of all brackets; 0 gives each bracket as many as the last one has trials, and at least
+            `divisor`, as in Determined.
         bracket_rungs: The numbers of rungs, in place of those that the mode means.
 
     Example:
@@ -70,6 +71,8 @@ def adaptive_brackets(
     while sum(trials) > max_trials:
         trials[trials.index(max(trials))] -= 1
     share, rest = divmod(max_concurrent_trials, len(rungs))
+    if max_concurrent_trials == 0:
+        share = max(trials[-1], divisor)
     return [
         Bracket(count, number, max(share + (index < rest), 1))
         for index, (count, number) in enumerate(zip(rungs, trials, strict=True))
@@ -167,8 +170,10 @@ class AsyncHalving(StoppingRule):
     def _enter(self, number: int, trial: _Trial, value: float) -> tuple[int, int]:
         """Insert a value into the next rung of a trial; return its position there and the number of values."""
         rung = self._rungs[trial.bracket][trial.rung]
-        # Of equal values the older is the better.
-        position = bisect_right(rung, value, key=lambda entry: entry[0])
+        # Of equal values the newer is the better, as in Determined. A failed trial, or a metric that is no number, is
+        # behind all others: otherwise a trial with NaN would continue wherever others have failed.
+        place = bisect_right if value >= WORST else bisect_left
+        position = place(rung, value, key=lambda entry: entry[0])
         rung.insert(position, [value, number])
         return position, len(rung)
 

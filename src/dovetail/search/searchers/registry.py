@@ -16,7 +16,7 @@ from dovetail.search.searchers.halving import AsyncHalving, Bracket, adaptive_br
 from dovetail.search.searchers.pbt import PopulationBasedTraining
 from dovetail.search.searchers.sampled import CmaSampler, GridSampler, OptunaSampler, RandomSampler
 from dovetail.search.space import Space
-from dovetail.units import TrainUnit
+from dovetail.units import unit_name
 
 Make = Callable[[SearcherConfig, Space, int], Searcher]
 
@@ -29,6 +29,7 @@ class SearcherKind:
         make: Returns the searcher for a configuration, a space and a seed.
         options: The keys of the section `searcher` besides those of every searcher.
         problems: Says what is wrong with a configuration that no option says alone, by the keys from the top.
+        compares: Whether the searcher compares trials, so that the configuration must name the metric.
 
     Example:
         >>> def few(config, space, seed):
@@ -41,6 +42,7 @@ class SearcherKind:
     make: Make
     options: Mapping[str, Key] = field(default_factory=dict)
     problems: Callable[[SearcherConfig, Space], Iterator[Problem]] = lambda config, space: iter(())
+    compares: bool = True
 
 
 def make_searcher(config: SearcherConfig, space: Space, seed: int) -> Searcher:
@@ -86,7 +88,7 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
     kind = searchers.get(name) if isinstance(name, str) and name in searchers.names() else None
     if kind is not None:
         options = kind.options
-        keys = {**COMMON, **options}
+        keys = {**COMMON, **options} | ({} if kind.compares else {"metric": Key(text, "")})
     else:
         # Without a known searcher only the names of its options are checked.
         options = {
@@ -126,11 +128,6 @@ def _resolve_time(section: Mapping[str, Any], values: dict[str, Any], problems: 
     ):
         if values[name] is None and section.get(name) is None:
             problems.append(Problem((name,), f"missing: {hint}"))
-
-
-def unit_name(length: TrainUnit) -> str:
-    """Return what a file calls the unit of a length."""
-    return type(length).__name__.lower()
 
 
 COMMON = {
@@ -179,7 +176,7 @@ def _sampled(sampler: Callable[[SearcherConfig, Space, int], Sampler]) -> Make:
     """Return how to make a searcher whose trials all train to their end."""
 
     def make(config: SearcherConfig, space: Space, seed: int) -> Searcher:
-        return Composed(sampler(config, space, seed), NeverStop(), **_bounds(config))
+        return Composed(sampler(config, space, seed), NeverStop(), **_bounds(config, config.options["max_trials"]))
 
     return make
 
@@ -190,8 +187,10 @@ def _halved(brackets: Callable[[Mapping[str, Any]], list[Bracket]]) -> Make:
     def make(config: SearcherConfig, space: Space, seed: int) -> Searcher:
         options = config.options
         sampler = {"random": _random, "tpe": _tpe}[options["sampler"]](config, space, seed)
-        rule = AsyncHalving(brackets(options), options["max_time"], options["divisor"])
-        return Composed(sampler, rule, **_bounds(config))
+        made = brackets(options)
+        rule = AsyncHalving(made, options["max_time"], options["divisor"])
+        together = sum(bracket.max_concurrent_trials for bracket in made)
+        return Composed(sampler, rule, **_bounds(config, together))
 
     return make
 
@@ -202,7 +201,7 @@ def _single(config: SearcherConfig, space: Space, seed: int) -> Searcher:
 
 def _grid(config: SearcherConfig, space: Space, seed: int) -> Searcher:
     sampler = GridSampler(space)
-    bounds = {**_bounds(config), "max_trials": len(sampler)}
+    bounds = {**_bounds(config, len(sampler)), "max_trials": len(sampler)}
     return Composed(sampler, NeverStop(), **bounds, replaces_invalid=False)
 
 
@@ -210,14 +209,17 @@ def _pbt(config: SearcherConfig, space: Space, seed: int) -> Searcher:
     return PopulationBasedTraining(space, seed, smaller_is_better=config.smaller_is_better, **config.options)
 
 
-def _bounds(config: SearcherConfig) -> dict[str, Any]:
-    """Return the arguments of every composed searcher."""
+def _bounds(config: SearcherConfig, unlimited: int) -> dict[str, Any]:
+    """Return the arguments of every composed searcher; `max_concurrent_trials: 0` means the number `unlimited`."""
     named = {name: config.options[name] for name in ("max_trials", "max_concurrent_trials") if name in config.options}
+    named["max_concurrent_trials"] = named.get("max_concurrent_trials") or unlimited
     return {**named, "smaller_is_better": config.smaller_is_better}
 
 
 def _one_bracket(options: Mapping[str, Any]) -> list[Bracket]:
-    return [Bracket(options["num_rungs"], options["max_trials"], options["max_concurrent_trials"])]
+    # Without a limit as many as are needed for one of them to come to the last rung, as in Determined.
+    enough = min(options["divisor"] ** (options["num_rungs"] - 1), options["max_trials"])
+    return [Bracket(options["num_rungs"], options["max_trials"], options["max_concurrent_trials"] or enough)]
 
 
 def _adaptive(options: Mapping[str, Any]) -> list[Bracket]:
@@ -238,7 +240,7 @@ def _cma_problems(config: SearcherConfig, space: Space) -> Iterator[Problem]:
         )
 
 
-_CONCURRENT = {"max_concurrent_trials": Key(whole(1), 16)}
+_CONCURRENT = {"max_concurrent_trials": Key(whole(0), 16)}
 _TRIALS = {"max_trials": Key(whole(1), hint="how many trials to run"), **_CONCURRENT}
 _STARTUP = {"num_startup_trials": Key(whole(1), 10)}
 _TIME = {"max_time": Key(whole(1), None), "time_metric": Key(text, None)}
@@ -263,7 +265,7 @@ _HYPERBAND = {**_TRIALS, **_TIME, "divisor": Key(_DIVISOR, 3), **_SAMPLER, "max_
 _PBT = {
     **_TIME,
     "max_trials": Key(whole(1), None),
-    "max_concurrent_trials": Key(whole(1), None),
+    "max_concurrent_trials": Key(whole(0), None),
     "population_size": Key(whole(2, _LARGEST), 16),
     "num_rounds": Key(whole(1, 10_000), 10),
     "truncate_fraction": Key(number(0, 0.5), 0.2),
@@ -274,9 +276,9 @@ _PBT = {
 
 def _built_in() -> dict[str, SearcherKind]:
     return {
-        "single": SearcherKind(_single),
-        "grid": SearcherKind(_grid, _CONCURRENT, lambda config, space: space.grid_problems()),
-        "random": SearcherKind(_sampled(_random), _TRIALS),
+        "single": SearcherKind(_single, compares=False),
+        "grid": SearcherKind(_grid, _CONCURRENT, lambda config, space: space.grid_problems(), compares=False),
+        "random": SearcherKind(_sampled(_random), _TRIALS, compares=False),
         "tpe": SearcherKind(_sampled(_tpe), {**_TRIALS, **_STARTUP}),
         "gp": SearcherKind(_sampled(_gp), {**_TRIALS, **_STARTUP}),
         "cmaes": SearcherKind(_sampled(_cma), _CMA, _cma_problems),

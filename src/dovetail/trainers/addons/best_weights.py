@@ -34,12 +34,12 @@ class BestWeights(Mounted):
     weight_buffer: dict[str, Any] | None = None
     _best_weights: _BestWeights | None = None
 
-    def check_better(self, epoch: int, loss: float) -> bool:
-        """Keep a copy of the weights if `loss` is smaller than ever, and return whether it is."""
-        if not loss < self.loss_buffer:
+    def check_better(self, cur_epoch: int, cur_loss: float) -> bool:
+        """Keep a copy of the weights if the loss is smaller than ever, and return whether it is."""
+        if not cur_loss < self.loss_buffer:
             return False
-        self.loss_buffer = loss
-        self.weight_buffer = {"epoch": epoch, "weight": _copied(self.model.state_dict())}
+        self.loss_buffer = cur_loss
+        self.weight_buffer = {"epoch": cur_epoch, "weight": _copied(self.model.state_dict())}
         return True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -52,9 +52,9 @@ class StateManagerAddon(AddOnBase, BestWeights):
         super().__init__(*args, **kwargs)
         self._follow_best()
 
-    def check_better(self, epoch: int, loss: float) -> bool:
+    def check_better(self, cur_epoch: int, cur_loss: float) -> bool:
         """Write the weights, too, when they are the best so far."""
-        is_better = super().check_better(epoch, loss)
+        is_better = super().check_better(cur_epoch, cur_loss)
         if is_better:
             self.save_model(self.save_path / f"model{_SUFFIXES[self.save_format]}")
         return is_better

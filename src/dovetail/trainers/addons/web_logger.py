@@ -11,10 +11,10 @@ from dovetail.trainers.addons.core import AddOnBase
 
 
 class _WebLoggerAddon(AddOnBase):
-    """What the web loggers share: the keyword, and one tracker for all of them that are mounted.
+    """Base of the web loggers: the keyword, and one tracker for all of them that are mounted.
 
-    However many are mounted, and with whatever else in between, this class comes once in the order of classes, after
-    all of them: each finds its own settings, and none takes away those of another.
+    This class occurs once in the order of classes, after all web loggers, however many are mounted. It therefore reads
+    the settings of all of them.
     """
 
     service: ClassVar[str] = ""
@@ -34,7 +34,13 @@ class _WebLoggerAddon(AddOnBase):
                     f"web_logger: {kind.__name__} needs its settings as {{{service!r}: {{…}}}}, "
                     f"got {web_logger.get(service)!r}"
                 )
-        self.tracker = Tracker(*(kind._make_logger(**web_logger[service]) for service, kind in mounted.items()))
+        settings = {service: dict(web_logger[service]) for service in mounted}
+        # What `wandb.init` calls `config` are hyperparameters of the run, which the tracker gives to every logger.
+        config = settings.get("wandb", {}).pop("config", {})
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"web_logger: wandb: config: expected hyperparameters by name, got {config!r}")
+        loggers = (kind._make_logger(**settings[service]) for service, kind in mounted.items())
+        self.tracker = Tracker(*loggers, hyperparameters=config)
         super().__init__(*args, **kwargs)
         self.context.callbacks.add(self.tracker)
 
@@ -47,8 +53,8 @@ class WandBLoggerAddon(_WebLoggerAddon):
     """Tracks training with Weights & Biases.
 
     Args:
-        web_logger: `{"wandb": {…}}` with the arguments of `dovetail.tracking.WandBLogger`. Where another web logger is
-            mounted, too, its settings are in the same dictionary.
+        web_logger: `{"wandb": {…}}` with the arguments of `dovetail.tracking.WandBLogger`, and `config` with further
+            hyperparameters. If another web logger is mounted, too, its settings are in the same dictionary.
 
     Attributes:
         tracker: The tracker, for figures and numbers of your own; one for all web loggers.

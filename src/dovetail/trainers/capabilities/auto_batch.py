@@ -419,13 +419,19 @@ def _joined(outputs: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> dic
         values = [output[name] for output in outputs]
         if name == "num_items":
             joined[name] = sum(values)
-        elif (isinstance(first, Tensor) and first.ndim == 0) or isinstance(first, (int, float)):
+        elif _is_number(first, may_have_dimensions=name == "loss"):
             weights = items if name == "loss" else lengths
             total = sum(weights)
             joined[name] = sum(value * (weight / total) for value, weight in zip(values, weights, strict=True))
         else:
             joined[name] = concat(values)
     return joined
+
+
+def _is_number(value: Any, *, may_have_dimensions: bool) -> bool:
+    if not isinstance(value, Tensor):
+        return isinstance(value, (int, float))
+    return value.ndim == 0 or (may_have_dimensions and value.numel() == 1)
 
 
 def _items(output: Mapping[str, Any], length: int) -> Any:

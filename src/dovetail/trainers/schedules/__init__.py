@@ -6,6 +6,7 @@ training loop of your own, sees only that.
 """
 
 from dovetail.trainers.schedules.applied import ScheduleLR
+from dovetail.trainers.schedules.base import LRSchedule, Schedule
 from dovetail.trainers.schedules.chain import (
     CosineAnnealingScheduler,
     SchedulerBase,
@@ -29,9 +30,7 @@ from dovetail.trainers.schedules.values import (
     LinearDecayScheduler,
     LogDecay,
     LogDecayScheduler,
-    LRSchedule,
     MtmScheduler,
-    Schedule,
     StepScheduler,
     Triangular,
     Triangular2,

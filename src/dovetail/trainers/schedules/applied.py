@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dovetail.trainers.schedules.values import Schedule
+    from dovetail.trainers.schedules.base import Schedule
 
 
 class ScheduleLR(LRScheduler):
-    """A `Schedule` at work on an optimizer.
+    """The torch scheduler that applies a `Schedule` to an optimizer.
 
     The value is absolute: it is set in every parameter group, whatever its own learning rate was; a group
     with the key `lr_scale` gets the learning rate times that. Momentum is `momentum`, or the first of `betas`.
@@ -59,13 +59,16 @@ class ScheduleLR(LRScheduler):
         super().__init__(optimizer)
 
     def step(self, metrics: Tensor | float | None = None) -> None:
-        """Go on to the next value.
+        """Set the next value.
 
         Args:
             metrics: The newest validation accuracy, for a schedule that depends on it; None if there is none.
         """
         # All of torch's own step is replaced. It warns when no update has come before; here nothing
         # would be lost, as a value depends on the count alone.
+        if self.schedule.lr_history is not None and self.last_epoch >= 0:
+            # The value of the update that has just been made; the first call, by torch's constructor, follows none.
+            self.schedule.record(self.schedule.value(self.last_epoch))
         if metrics is not None:
             self.schedule.observe(float(metrics))
         self._step_count += 1
@@ -86,10 +89,12 @@ class ScheduleLR(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what was observed, as plain numbers."""
+        history = self.schedule.lr_history
         return {
             "last_epoch": self.last_epoch,
             "step_count": self._step_count,
             "schedule": self.schedule.state_dict(),
+            **({} if history is None else {"num_recorded": len(history)}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -97,6 +102,9 @@ class ScheduleLR(LRScheduler):
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
         self.schedule.load_state_dict(state_dict["schedule"])
+        if self.schedule.lr_history is not None:
+            # Otherwise the record would keep the steps of a dry run, which are undone.
+            del self.schedule.lr_history[state_dict.get("num_recorded", 0) :]
         self._apply()
 
     def _apply(self) -> None:

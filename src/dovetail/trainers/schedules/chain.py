@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -14,25 +14,41 @@ from torch.optim.lr_scheduler import LRScheduler
 from dovetail.errors import ConfigError
 
 
-class SchedulerBase(LRScheduler, ABC):
+class SchedulerBase(LRScheduler):
     """A torch scheduler of known length, whose learning rates are a function of the step.
+
+    A subclass defines `lrs_at`, or `get_lr` in the manner of torch, which reads `last_epoch` or `_step_count`.
 
     Args:
         optimizer: The optimizer whose learning rates are set.
         total_iters: The length; afterwards the last learning rates hold.
         eta_min: The smallest learning rate.
+        last_epoch: The steps before the first one, counted as torch does; -1 for a new schedule.
+
+    Raises:
+        ConfigError: The length is not above 0.
+        TypeError: The class defines neither method.
     """
 
-    def __init__(self, optimizer: Optimizer, total_iters: int, eta_min: float = 0.0) -> None:
+    def __init__(self, optimizer: Optimizer, total_iters: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
+        kind = type(self)
+        if kind.lrs_at is SchedulerBase.lrs_at and kind.get_lr is SchedulerBase.get_lr:
+            raise TypeError(f"{kind.__name__}: expected a class that defines lrs_at(step) or get_lr()")
         if total_iters <= 0:
             raise ConfigError(f"{type(self).__name__}: total_iters: expected a number above 0, got {total_iters!r}")
         self.total_iters = total_iters
         self.eta_min = eta_min
-        super().__init__(optimizer)
+        super().__init__(optimizer, last_epoch)
 
-    @abstractmethod
     def lrs_at(self, step: int) -> list[float | Tensor]:
         """Return the learning rate of every parameter group after `step` steps, at most `total_iters`."""
+        # Reached if the class defines `get_lr`: called with the counters of that step.
+        before = self.last_epoch, self._step_count
+        self.last_epoch, self._step_count = step, step + 1
+        try:
+            return self.get_lr()
+        finally:
+            self.last_epoch, self._step_count = before
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the current learning rate of every parameter group."""
@@ -94,6 +110,11 @@ class SchedulerChain(SchedulerBase):
             raise ConfigError("SchedulerChain: expected schedulers of one optimizer, got several optimizers")
         self.schedulers = schedulers
         super().__init__(optimizer, sum(scheduler.total_iters for scheduler in schedulers))
+
+    @property
+    def next_iters(self) -> list[int]:
+        """The steps after which the next scheduler follows: one number less than there are schedulers."""
+        return list(accumulate(scheduler.total_iters for scheduler in self.schedulers[:-1]))
 
     def lrs_at(self, step: int) -> list[float | Tensor]:
         """Return the learning rate of every parameter group after `step` steps."""

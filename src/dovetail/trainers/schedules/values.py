@@ -3,124 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import ClassVar, Literal
-
-from torch.optim import Optimizer
+from dataclasses import dataclass, field
 
 from dovetail.errors import ConfigError
-from dovetail.extras import require
-from dovetail.trainers.schedules.applied import ScheduleLR
-from dovetail.units import check_count
-
-
-@dataclass(kw_only=True)
-class Schedule(ABC):
-    """A value that changes as training goes on. A subclass says how, in `at`.
-
-    Example:
-        >>> class HalfLife(Schedule):
-        ...     def at(self, count):
-        ...         return 0.5 ** (count / self.stepsize)
-        >>> HalfLife(stepsize=10).get_lr(20)
-        0.25
-
-    Args:
-        stepsize: Half the length of a cycle, for a schedule that has cycles.
-        start_iter: The count at which the schedule begins; until then its first value holds.
-
-    Attributes:
-        unit: What the argument of `get_lr` is.
-        key: What the value is for.
-        needs_accuracy: Whether the schedule wants to `observe` every validation accuracy.
-    """
-
-    unit: ClassVar[Literal["update", "epoch", "accuracy"]] = "update"
-    key: ClassVar[Literal["lr", "momentum"]] = "lr"
-    needs_accuracy: ClassVar[bool] = False
-
-    stepsize: float = 1000
-    start_iter: float = 0
-
-    def __post_init__(self) -> None:
-        for name in _LENGTHS.intersection(option.name for option in fields(self)):
-            if not (length := getattr(self, name)) > 0:
-                raise ConfigError(f"{type(self).__name__}: {name}: expected a number above 0, got {length!r}")
-
-    @abstractmethod
-    def at(self, count: float) -> float:
-        """Return the value `count` updates (or epochs) after `start_iter`, without any change of state."""
-
-    def value(self, count: float) -> float:
-        """Return the value after `count` updates (or epochs) of training, without any change of state."""
-        return self.at(max(0, count - self.start_iter))
-
-    def get_lr(self, x: float) -> float:
-        """Return the value at `x`, which counts in `unit`."""
-        return self.value(x)
-
-    def observe(self, accuracy: float) -> None:
-        """Take note of a validation accuracy.
-
-        Raises:
-            ConfigError: The schedule does not depend on accuracy.
-        """
-        raise ConfigError(f"{type(self).__name__} does not depend on accuracy, but was given {accuracy}")
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what the schedule has observed."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go back to what had been observed when `state` was taken."""
-        if state:
-            raise ConfigError(f"{type(self).__name__} observes nothing, but was given the state {dict(state)}")
-
-    def bind(self, optimizer: Optimizer) -> ScheduleLR:
-        """Return a torch scheduler that applies this schedule to `optimizer`, from its first update on."""
-        return ScheduleLR(optimizer, self)
-
-    def plot(self, path: str | os.PathLike[str], num: int) -> None:
-        """Draw the first `num` updates (or epochs) into an image file.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        if self.unit == "accuracy":
-            raise ConfigError(f"{type(self).__name__} cannot be drawn: accuracies are not known before training")
-        figure = require("matplotlib.figure", "plot").Figure(figsize=(6, 3.4), dpi=144, layout="constrained")
-        axes = figure.subplots()
-        check_count("num", num)
-        counts = range(0, num + 1, math.ceil(num / 2000))
-        axes.plot(counts, [self.value(count) for count in counts], color="#0072B2", linewidth=1.7)
-        axes.set_title(type(self).__name__, loc="left", fontweight="bold")
-        axes.set(xlabel=self.unit, ylabel=self.key)
-        axes.grid(color="#E3E3E3", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-
-
-@dataclass(kw_only=True)
-class LRSchedule(Schedule):
-    """A learning rate between `lr_min` and `lr_max`: the ends of a cycle, or floor and start of a decay."""
-
-    lr_min: float = 1e-4
-    lr_max: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.lr_min <= self.lr_max:
-            raise ConfigError(
-                f"{type(self).__name__}: expected 0 <= lr_min <= lr_max, got {self.lr_min} and {self.lr_max}"
-            )
-
-    def _between(self, height: float) -> float:
-        return self.lr_min + (self.lr_max - self.lr_min) * height
+from dovetail.trainers.schedules.base import LRSchedule, Schedule
 
 
 @dataclass(kw_only=True)
@@ -313,6 +200,10 @@ class EpochSet(LRSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.schedule, Mapping):
+            raise ConfigError(
+                f"EpochSet: expected a mapping of epochs to values, {{0: 0.1, 5: 0.01}}, got {self.schedule!r}"
+            )
         if 0 not in self.schedule or not all(type(epoch) is int for epoch in self.schedule):
             raise ConfigError(f"EpochSet: expected epochs, with 0 among them, as keys, got {dict(self.schedule)}")
 
@@ -420,7 +311,7 @@ class DecayWhenAcc(_DecayWithAccuracy):
     def get_lr(self, x: float) -> float:
         """Observe the accuracy `x` and return the value that it leads to."""
         self.observe(x)
-        return self.value(0)
+        return super().get_lr(0)
 
 
 @dataclass(kw_only=True)
@@ -441,7 +332,7 @@ class TriangularDecayWhenAcc(_DecayWithAccuracy):
         """Observe the accuracy, if there is one, and return the value after `x` updates."""
         if accuracy is not None:
             self.observe(accuracy)
-        return self.value(x)
+        return super().get_lr(x)
 
 
 @dataclass(kw_only=True)
@@ -490,10 +381,6 @@ DecayWhenAccScheduler = DecayWhenAcc
 DecayWhenEpochScheduler = DecayWhenEpoch
 DecayToEpochScheduler = DecayToEpoch
 TriangularMtmScheduler = TriangularMtm
-
-_LENGTHS = frozenset(
-    {"stepsize", "lr_decay_every", "num_iters", "num_iter", "step_per_epoch", "num_epochs", "decay_length"}
-)
 
 
 def _triangle(count: float, stepsize: float) -> float:

@@ -133,9 +133,9 @@ def sizes_of(fake: Tensor, most: int) -> frozenset[int]:
 def loss_of(outputs: Any) -> Tensor:
     """Return the loss of a step, or refuse what cannot be differentiated."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.requires_grad:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise CannotCompileError("the step returns no loss that is one number and depends on the parameters")
-    return loss
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def lift_constants(traced: GraphModule) -> list[Tensor]:

@@ -1,0 +1,63 @@
+"""Hyperparameters of a trial, whose missing names are explained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from dovetail.pytorch.context import PyTorchTrialContext
+
+
+class MissingHyperparameterError(UnknownNameError, KeyError):
+    """A hyperparameter that a trial reads is missing."""
+
+    __str__ = Exception.__str__
+
+
+class Hyperparameters(dict[str, Any]):
+    """A dictionary whose missing keys are explained.
+
+    Example:
+        >>> Hyperparameters(learning_rate=0.1)["learning_rat"]
+        Traceback (most recent call last):
+        ...
+        dovetail.pytorch.hyperparameters.MissingHyperparameterError: ...
+    """
+
+    def __missing__(self, name: str) -> Any:
+        error = MissingHyperparameterError("hyperparameter", str(name), self)
+        error.args = (
+            f"{error.args[0]}; give it by init(hparams={{{name!r}: …}}), by --hparam {name}=… of dovetail.launch, or "
+            "in the hyperparameters of the configuration",
+        )
+        raise error
+
+
+def filled(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with those of the defaults that they lack, also inside mappings of both.
+
+    Example:
+        >>> filled({"net": {"width": 8}}, {"net": {"depth": 2}, "seed": 1})
+        {'net': {'depth': 2, 'width': 8}, 'seed': 1}
+    """
+    nested = {
+        name: filled(value, defaults[name])
+        for name, value in hparams.items()
+        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping)
+    }
+    return {**defaults, **hparams, **nested}
+
+
+class TrainingView:
+    """What a training script asks for first, as `context.training`."""
+
+    def __init__(self, context: PyTorchTrialContext) -> None:
+        self._context = context
+
+    @property
+    def hparams(self) -> Hyperparameters:
+        """Hyperparameters by name."""
+        return self._context.hparams

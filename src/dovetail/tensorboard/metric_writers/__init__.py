@@ -1,0 +1,1 @@
+"""Writers for TensorBoard by the names that they have in Determined."""
