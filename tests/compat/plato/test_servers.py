@@ -15,7 +15,7 @@ import torch
 from federation import Blobs, make_model, make_trainer
 from torch.utils.data import TensorDataset
 
-from dovetail.algorithms import FedAdam, FedAtt, FedProx
+from dovetail.algorithms import FedAdam, FedAtt, FedPer, FedProx
 from dovetail.callbacks import Callback
 from dovetail.compat.plato.algorithms import fedavg as algorithm
 from dovetail.compat.plato.callbacks.client import ClientCallback
@@ -31,6 +31,7 @@ from dovetail.compat.plato.servers import base as servers_base
 from dovetail.compat.plato.servers import fedavg
 from dovetail.compat.plato.servers import fedavg_personalized as personalized_server
 from dovetail.errors import ConfigError, FederationError
+from dovetail.federated.servers.reading import read_federated
 from dovetail.servers import fedavg as ours
 
 Weights = Mapping[str, torch.Tensor]
@@ -551,6 +552,19 @@ def test_a_personalized_server_ends_with_a_round_for_each_client() -> None:
     assert server.personalized is not None
     assert sorted(server.personalized.metrics) == [1, 2, 3, 4]
     assert trained == [*((1, it) for it in server.records[0].selected), *((2, it) for it in (1, 2, 3, 4))]
+
+
+def test_layers_of_a_file_stay_with_the_clients_of_a_personalized_server() -> None:
+    layers = {"type": "fedavg_personalized", "local_layer_names": ["3"]}
+    config = read_federated(
+        {"clients": {"total_clients": 4, "per_round": 2}, "trainer": {"rounds": 2}, "algorithm": layers}
+    )
+    server = personalized_server.Server(config=config)
+    server.run(personalized_client.Client())
+    expected = ours.Server(algorithm=FedPer(local_layer_names=["3"]), rounds=2, total_clients=4, per_round=2)
+    expected.run()
+    assert same(server.weights, expected.weights)
+    assert torch.equal(server.weights["3.weight"], server._initial_model.state_dict()["3.weight"])
 
 
 def test_base_modules_have_the_classes_from_which_others_derive() -> None:
