@@ -87,7 +87,6 @@ LONG_FILES = {
     "testing/strategies.py": 506,
     "trainers/capabilities/data_parallel.py": 507,
     "trainers/capabilities/privacy.py": 578,
-    "trainers/loop.py": 535,
     "trainers/single_process.py": 515,
     "trainers/strategies/training_step.py": 570,
     "trainers/whole_step/step.py": 550,

@@ -782,6 +782,34 @@ def test_an_error_keeps_its_type_and_says_where(problem: Problem) -> None:
     assert trainer.context.progress.epoch == 3
 
 
+@pytest.mark.parametrize(
+    ("period", "place"),
+    [(Epochs(1), "while validating after epoch 1"), (Batches(5), "while validating: epoch 1, batch 5")],
+)
+def test_an_error_in_a_validation_names_the_validation(problem: Problem, period: Any, place: str) -> None:
+    class Failing(Trainer):
+        def test_step(self, batch: Any) -> Mapping[str, Any]:
+            raise RuntimeError("broken")
+
+    trainer = Failing(problem.model(), "cpu", verbose=False)
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        trainer.fit(problem.batches, problem.batches, max_length=Epochs(2), validation_period=period)
+    assert caught.value.__notes__ == [place]
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        trainer.evaluate(problem.batches)
+    assert caught.value.__notes__ == ["while testing"]
+
+
+def test_an_error_before_the_first_epoch_says_so(problem: Problem) -> None:
+    class Failing(Callback):
+        def on_train_start(self, context: TrainingContext) -> None:
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        Trainer(problem.model(), "cpu", verbose=False, callbacks=[Failing]).fit(problem.batches)
+    assert caught.value.__notes__ == ["while training before the first epoch"]
+
+
 def test_gradients_left_by_others_do_not_leak_in(problem: Problem) -> None:
     clean, dirty = problem.model(), problem.model()
     for parameter in dirty.parameters():

@@ -30,7 +30,7 @@ from dovetail.pytorch.data import DataLoader
 from dovetail.pytorch.profiling import TorchProfiler
 from dovetail.pytorch.reducer import as_scalar, described, reduce_validation
 from dovetail.pytorch.trial import PyTorchTrial, check_methods, defines, takes_index
-from dovetail.trainers import loop
+from dovetail.trainers import loop, run_scope
 from dovetail.trainers.base import Trainer as AnyTrainer
 from dovetail.trainers.context import BoundScheduler, Plan, Stage, TrainingContext
 from dovetail.trainers.metrics import Meter
@@ -378,7 +378,7 @@ class TrialTrainer(SingleProcessTrainer):
         trainer = cast(AnyTrainer, self.context.run.trainer)
         metrics: dict[str, Any] = {}
         if self.context.process.is_main:
-            with loop.looking(trainer, "valid"):
+            with run_scope.custom_evaluation(trainer, "valid"):
                 metrics = dict(self.trial.evaluate_full_dataset(self._loader("valid")))
         return cast("dict[str, Any]", self._exchange(metrics)[0])
 

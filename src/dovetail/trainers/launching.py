@@ -34,7 +34,7 @@ from dovetail.runtime.relay import (
     set_circumstances,
 )
 from dovetail.runtime.signals import Interrupted
-from dovetail.trainers import loop
+from dovetail.trainers import loop, run_scope
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Plan
 from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
@@ -123,7 +123,7 @@ def _taken(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: M
     """Bring the trainer to where the workers have brought their copies, and return what the entry point returns."""
     if entry != "fit":
         return result["returned"]
-    loop.offer_data(trainer.context, train=arguments["train_data"], valid=arguments["val_data"])
+    run_scope.set_data(trainer.context, train=arguments["train_data"], valid=arguments["val_data"])
     take_trained_state(trainer, _planned(trainer, arguments), result)
     return trainer.context.history
 

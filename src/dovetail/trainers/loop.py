@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from dovetail.callbacks.base import Report
 from dovetail.data import concat
-from dovetail.errors import DataError, add_note
+from dovetail.errors import DataError
 from dovetail.history import History
 from dovetail.runtime.signals import heeding_signals
 from dovetail.trainers import saving
@@ -38,7 +37,7 @@ from dovetail.trainers.metrics import (
     include_means,
     warn_of_no_data,
 )
-from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.run_scope import evaluating, lend_data, running, set_data
 from dovetail.trainers.window import Lookahead
 from dovetail.units import Batches, Epochs, Progress, TrainUnit, counted
 
@@ -95,10 +94,10 @@ def fit(
         wishes: `max_length`, `validation_period` and `checkpoint_period`; `trainer.plan` fills in the rest.
     """
     context = trainer.context
-    offer_data(context, train=train_data, valid=val_data)
+    set_data(context, train=train_data, valid=val_data)
     context.run.plan = plan = trainer.plan(**wishes)
     context.run.stop_reason, context.run.signal, context.run.stop_request = None, None, None
-    with _running(trainer, "train"), heeding_signals(context):
+    with running(trainer, "train"), heeding_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if resume is not None:
             saving.resume(trainer, resume)
@@ -261,7 +260,7 @@ def _check_first(trainer: Trainer, batch: Any, output: Any) -> None:
 
 
 def _predict_quietly(trainer: Trainer, batch: Any) -> Any:
-    with _evaluating(trainer.context, "train"):
+    with evaluating(trainer.context, "train"):
         return _in_precision(trainer.context, trainer.predict_step)(batch)
 
 
@@ -357,36 +356,23 @@ def evaluate(trainer: Trainer, data: Any = None, stage: Stage = "test") -> dict[
         data, stage = context.run.data.get("train") if data is None else data, "test"
         if data is None:
             raise DataError("no train data: pass it to the call, or train_dataset=… to the trainer")
-    with _lent_data(context, stage, data), _running(trainer, stage):
+    with lend_data(context, stage, data), running(trainer, stage):
         return _evaluate_pass(trainer, stage)
 
 
 def predict(trainer: Trainer, data: Any = None) -> Any:
     """Return the predictions for `data`, joined over its batches."""
     context = trainer.context
-    with _lent_data(context, "predict", data), _running(trainer, "predict"), _evaluating(context, "predict"):
+    with lend_data(context, "predict", data), running(trainer, "predict"), evaluating(context, "predict"):
         to_device, predict_step = trainer.to_device, _in_precision(context, trainer.predict_step)
         return concat(trainer.gather([predict_step(to_device(batch)) for batch in trainer.batches("predict")]))
-
-
-@contextmanager
-def looking(trainer: Trainer, stage: Stage = "test", data: Any = None) -> Iterator[None]:
-    """Set a trainer up to look at data in a way of one's own; nothing of the training changes."""
-    context = trainer.context
-    with ExitStack() as stack:
-        for state in (_lent_data(context, stage, data), _running(trainer, stage), _evaluating(context, stage)):
-            stack.enter_context(state)
-        # The precision is known once the trainer is set up.
-        if context.precision is not None:
-            stack.enter_context(context.precision.autocast())
-        yield
 
 
 def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
     context = trainer.context
     meter = Meter()
     num_batches = 0
-    with _evaluating(context, stage):
+    with evaluating(context, stage):
         to_device, batch_length = trainer.to_device, trainer.batch_length
         test_step = _in_precision(context, trainer.test_step)
         metrics = dict(context.run.metrics)
@@ -423,66 +409,6 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
         return compute_metrics(metrics, means)
 
 
-@contextmanager
-def _running(trainer: Trainer, stage: Stage) -> Iterator[None]:
-    """Make `trainer` the outermost layer from setup to teardown; a pass inside a running fit borrows the stage only."""
-    context = trainer.context
-    if context.run.trainer is not None:
-        yield
-        return
-    context.run.trainer, context.stage = trainer, stage
-    failure: BaseException | None = None
-    is_ready = False
-    try:
-        trainer.setup()
-        is_ready = True
-        yield
-    except BaseException as error:
-        failure = error
-        if is_ready:
-            add_note(error, f"while {_DOING[stage]}{_place(context)}")
-        if isinstance(error, NotImplementedError) and "training_step" in dir(context.model):
-            add_note(error, _LIGHTNING)
-        for on_exception in context.callbacks.on_exception:
-            on_exception(context, error)
-        raise
-    finally:
-        try:
-            trainer.teardown(failure)
-        finally:
-            context.run.trainer, context.run.closure = None, None
-            context.run.batch.stepped.clear()
-            context.run.is_in_epoch = False
-
-
-_LIGHTNING = (
-    "the trainer calls the model's forward, and never its training_step: docs/migration/lightning.md shows what a "
-    "LightningModule becomes"
-)
-
-_DOING = {"train": "training", "valid": "validating", "test": "testing", "predict": "predicting"}
-
-
-@contextmanager
-def _evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
-    """Evaluate without a trace: every module's mode, the stage and all randomness are as before afterwards."""
-    model, stage_before = context.model, context.stage
-    modes = [(module, module.training) for module in model.modules()] if model is not None else []
-    randomness = rng_state()
-    context.stage = stage
-    if model is not None:
-        model.eval()
-    try:
-        # Not inference_mode: a model or a metric may keep a tensor of this pass and train with it or change it later.
-        with torch.no_grad():
-            yield
-    finally:
-        context.stage = stage_before
-        for module, training in modes:
-            module.training = training
-        set_rng_state(randomness)
-
-
 def _again(context: TrainingContext, batch: Any) -> Tensor:
     """Forward and backward once more on the same batch, for an optimizer that evaluates the loss several times."""
     trainer = _outermost(context)
@@ -505,29 +431,8 @@ def _train_mode(model: nn.Module | None) -> None:
         model.train()
 
 
-def _place(context: TrainingContext) -> str:
-    if context.stage != "train":
-        return ""
-    return f": epoch {context.progress.epoch + 1}, batch {context.run.batch.number + 1}"
-
-
 def _position(progress: Progress) -> dict[str, int]:
     return {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates}
-
-
-def offer_data(context: TrainingContext, **data: Any) -> None:
-    """Set the data of stages, by stage; None leaves what is there."""
-    context.run.data.update({stage: source for stage, source in data.items() if source is not None})
-
-
-@contextmanager
-def _lent_data(context: TrainingContext, stage: Stage, data: Any) -> Iterator[None]:
-    before = context.run.data.get(stage)
-    offer_data(context, **{stage: data})
-    try:
-        yield
-    finally:
-        context.run.data[stage] = before
 
 
 def _outermost(context: TrainingContext) -> Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.trainers import loop
+from dovetail.trainers.run_scope import custom_evaluation
 from dovetail.trainers.single_process import SingleProcessTrainer
 
 
@@ -33,7 +33,7 @@ def accuracy_on(
     config, testing = config or {}, trainer.strategies.testing
     if testing is not None:
         settings = {**trainer.context.config, "test_batch_size": trainer._batch_size("test"), **config}
-        with loop.looking(trainer._run_layer, "test"):
+        with custom_evaluation(trainer._run_layer, "test"):
             return float(testing.test_model(trainer.model, settings, testset, sampler, trainer.context))
     size = int(config.get("batch_size", trainer._batch_size("test")))
     metrics = trainer.evaluate(trainer.get_test_loader(size, testset, sampler))

@@ -17,11 +17,11 @@ from dovetail.data import as_loader, to_device
 from dovetail.errors import ConfigError
 from dovetail.history import History
 from dovetail.overrides import is_ours, reject_lost_overrides
-from dovetail.trainers import loop
 from dovetail.trainers import trainer as main
 from dovetail.trainers.addons.best_weights import BestWeights, TrainerPart
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.options import as_mode
+from dovetail.trainers.run_scope import custom_evaluation
 from dovetail.units import Epochs, Progress
 
 # Methods of zae-engine's trainer that subclasses override there, and that do not exist here.
@@ -110,7 +110,7 @@ class Trainer(BestWeights, main.Trainer):
         trainer, context = self._run_layer, self.context
         self._logged().log_test.clear()
         outputs = []
-        with self._in_mode("test"), loop.looking(trainer, "predict", loader):
+        with self._in_mode("test"), custom_evaluation(trainer, "predict", loader):
             for batch in trainer.batches("predict"):
                 output = trainer.test_step(trainer.to_device(batch))
                 for on_test_step_end in context.callbacks.on_test_step_end:

@@ -1,0 +1,123 @@
+"""Scope of a run: set-up and teardown of a trainer, evaluation without a trace, and the data that passes are lent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dovetail.errors import add_note
+from dovetail.trainers.context import Stage, TrainingContext
+from dovetail.trainers.randomness import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from dovetail.trainers.base import Trainer
+
+
+@contextmanager
+def running(trainer: Trainer, stage: Stage) -> Iterator[None]:
+    """Make `trainer` the outermost layer from setup to teardown; inside a running `fit` do nothing."""
+    context = trainer.context
+    if context.run.trainer is not None:
+        yield
+        return
+    context.run.trainer, context.stage = trainer, stage
+    failure: BaseException | None = None
+    is_ready = False
+    try:
+        trainer.setup()
+        is_ready = True
+        yield
+    except BaseException as error:
+        failure = error
+        if is_ready:
+            _note_place(context, stage, error)
+        if isinstance(error, NotImplementedError) and "training_step" in dir(context.model):
+            add_note(error, _LIGHTNING)
+        for on_exception in context.callbacks.on_exception:
+            on_exception(context, error)
+        raise
+    finally:
+        try:
+            trainer.teardown(failure)
+        finally:
+            context.run.trainer, context.run.closure = None, None
+            context.run.batch.stepped.clear()
+            context.run.is_in_epoch = False
+
+
+@contextmanager
+def evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
+    """Compute without gradients in evaluation mode; restore every module's mode, the stage and all randomness."""
+    model, stage_before = context.model, context.stage
+    modes = [(module, module.training) for module in model.modules()] if model is not None else []
+    randomness = rng_state()
+    context.stage = stage
+    if model is not None:
+        model.eval()
+    try:
+        # Not inference_mode: a model or a metric may keep a tensor of this pass and train with it or change it later.
+        with torch.no_grad():
+            yield
+    except BaseException as error:
+        # Here, because the stage is that of training again when the error has left this function.
+        _note_place(context, stage, error)
+        raise
+    finally:
+        context.stage = stage_before
+        for module, training in modes:
+            module.training = training
+        set_rng_state(randomness)
+
+
+@contextmanager
+def custom_evaluation(trainer: Trainer, stage: Stage = "test", data: Any = None) -> Iterator[None]:
+    """Set a trainer up for a pass over data that the caller computes; nothing of the training changes."""
+    context = trainer.context
+    with ExitStack() as stack:
+        for state in (lend_data(context, stage, data), running(trainer, stage), evaluating(context, stage)):
+            stack.enter_context(state)
+        # The precision is known once the trainer is set up.
+        if context.precision is not None:
+            stack.enter_context(context.precision.autocast())
+        yield
+
+
+def set_data(context: TrainingContext, **data: Any) -> None:
+    """Set the data of stages, by stage; None keeps the present data."""
+    context.run.data.update({stage: source for stage, source in data.items() if source is not None})
+
+
+@contextmanager
+def lend_data(context: TrainingContext, stage: Stage, data: Any) -> Iterator[None]:
+    """Set the data of a stage, and restore the present data afterwards."""
+    before = context.run.data.get(stage)
+    set_data(context, **{stage: data})
+    try:
+        yield
+    finally:
+        context.run.data[stage] = before
+
+
+def _note_place(context: TrainingContext, stage: Stage, error: BaseException) -> None:
+    """Add to an error where a run was, unless a pass inside the run has done so."""
+    if any(note.startswith("while ") for note in getattr(error, "__notes__", ())):
+        return
+    run, progress = context.run, context.progress
+    place = ""
+    if run.plan is not None and context.run.trainer is not None and stage in ("train", "valid"):
+        if run.is_in_epoch:
+            place = f": epoch {progress.epoch + 1}, batch {run.batch.number + 1}"
+        else:
+            place = f" after epoch {progress.epoch}" if progress.epoch else " before the first epoch"
+    add_note(error, f"while {_DOING[stage]}{place}")
+
+
+_LIGHTNING = (
+    "the trainer calls the model's forward, and never its training_step: docs/migration/lightning.md shows what a "
+    "LightningModule becomes"
+)
+
+_DOING = {"train": "training", "valid": "validating", "test": "testing", "predict": "predicting"}
