@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -346,3 +347,64 @@ def test_configurations_are_read_without_torch() -> None:
     script = "import sys, dovetail.config; assert not {'torch', 'numpy'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_includes_others_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "a.yml").write_text("x: 1\ny: !include b.yml\n", encoding="utf-8")
+    (tmp_path / "parts" / "b.yml").write_text("- 2\n", encoding="utf-8")
+    main = tmp_path / "main.yml"
+    main.write_text("k: !include parts/a.yml\nm: 3\n", encoding="utf-8")
+    config = load_config(main, includes=True)
+    assert config == {"k": {"x": 1, "y": [2]}, "m": 3}
+    places = [config.where(*keys) for keys in (("k", "x"), ("k", "y", 0), ("k",), ("m",))]
+    parts = tmp_path / "parts"
+    assert places == [f"{parts / 'a.yml'}:1:1", f"{parts / 'b.yml'}:1:3", f"{main}:1:1", f"{main}:2:1"]
+    with pytest.raises(ConfigError, match=r"main\.yml:1:4: expected a plain value, got the tag '!include'"):
+        load_config(main)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ("/etc/hostname", "expected a file below the folder of this file, got '/etc/hostname'"),
+        ("../other.yml", "expected a file below the folder of this file, got '../other.yml'"),
+        ("[a.yml]", "expected a file below the folder of this file, got 'nothing'"),
+        ("link.yml", "'link.yml' leads out of the folder of the configuration"),
+        ("pipe", "there is no file 'pipe'"),
+        ("missing.yml", "there is no file 'missing.yml'"),
+        ("main.yml", "'main.yml' includes itself"),
+    ],
+)
+def test_nothing_outside_of_the_folder_is_included(tmp_path: Path, wanted: str, sentence: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "other.yml").write_text("x: 1\n", encoding="utf-8")
+    (folder / "link.yml").symlink_to(tmp_path / "other.yml")
+    os.mkfifo(folder / "pipe")
+    (folder / "main.yml").write_text(f"k: 1\nm: !include {wanted}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(folder / "main.yml", includes=True)
+    assert str(caught.value) == f"{folder / 'main.yml'}:2:4: !include: {sentence}"
+
+
+def test_included_files_count_in_every_bound(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"{number}.yml").write_text(f"!include {number + 1}.yml\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"8\.yml:1:1: !include: expected at most 8 files that include each other"):
+        load_config(tmp_path / "0.yml", includes=True)
+    (tmp_path / "wide.yml").write_text("".join(f"k{n}: 1\n" for n in range(900)), encoding="utf-8")
+    (tmp_path / "all.yml").write_text("".join(f"k{n}: !include wide.yml\n" for n in range(9)), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"all\.yml:6:5: expected at most 10,000 keys and values"):
+        load_config(tmp_path / "all.yml", includes=True)
+    (tmp_path / "bad.yml").write_text("a: b: c\n", encoding="utf-8")
+    (tmp_path / "outer.yml").write_text("k: !include bad.yml\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"bad\.yml:1:5: "):
+        load_config(tmp_path / "outer.yml", includes=True)
+
+
+def test_users_of_plato_learn_where_settings_are() -> None:
+    with pytest.raises(ConfigError, match=r"^Config\(\): settings are no global object here; write config\['epochs'\]"):
+        Config().trainer.epochs  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^Config has no attribute 'trainer': settings are no global object"):
+        parse_config("trainer: {epochs: 1}").trainer  # noqa: B018

@@ -27,6 +27,14 @@ _MAX_BYTES = 1 << 18
 _MAX_DEPTH = 64
 _MAX_VALUES = 10_000
 _MAX_DIGITS = 100
+_MAX_INCLUDES = 8
+
+# What users of plato are told, whose settings are a global object.
+_NO_GLOBAL_CONFIG = (
+    "settings are no global object here; write config['epochs'] in the hooks of a trainer, context.config['epochs'] in "
+    "a strategy, self.config.trainer.rounds in a server, and read_federated(path) of "
+    "dovetail.federated.servers.reading for those of a file"
+)
 
 _SEARCHED = ("categorical", "double", "int", "log")
 
@@ -40,7 +48,9 @@ class Config(dict[str, Any]):
         (0.001, 'experiment.yaml:3:3')
     """
 
-    def __init__(self, values: Mapping[str, Any], file: str, place: _Place) -> None:
+    def __init__(self, values: Mapping[str, Any] | None = None, file: str = "", place: _Place | None = None) -> None:
+        if values is None or place is None:
+            raise ConfigError(f"Config(): {_NO_GLOBAL_CONFIG}")
         super().__init__(values)
         self._file = file
         self._place = place
@@ -56,34 +66,50 @@ class Config(dict[str, Any]):
             if key not in place.parts:
                 break
             place = place.parts[key]
-        return f"{self._file}:{place.line}:{place.column}"
+        return f"{place.file or self._file}:{place.line}:{place.column}"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"Config has no attribute {name!r}: {_NO_GLOBAL_CONFIG}")
 
 
-def load_config(path: str | os.PathLike[str]) -> Config:
+def load_config(path: str | os.PathLike[str], *, includes: bool = False) -> Config:
     """Return the mapping of a YAML file in UTF-8.
 
     Names and numbers are read as in YAML 1.2: `1e-3` is a number, `no`, `on` and dates are text. Tags, duplicate keys,
     keys that are not text, and huge files, also through aliases, are rejected.
 
+    Args:
+        path: The file.
+        includes: Whether a value `!include other.yml` is replaced by the content of that file, which must lie in the
+            folder of this file or below it.
+
     Raises:
         ConfigError: The file is invalid; the message starts with file, line and column.
     """
     file = os.fspath(path)
+    text = _read_text(path, file)
+    return _parse(text, file, (Path(file).resolve(),) if includes else ())
+
+
+def _read_text(path: str | os.PathLike[str], file: str) -> str:
     with Path(path).open("rb") as stream:
         content = stream.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{file}: expected a file of at most {_MAX_BYTES} bytes, got more")
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         before = content[: error.start].decode("utf-8")
         raise ConfigError(f"{file}:{_position(before)}: expected text in UTF-8, got another encoding") from error
-    return parse_config(text, file)
 
 
 def parse_config(text: str, name: str = "config") -> Config:
     """Return the mapping of a YAML text, as `load_config` does; places start with `name` instead of a file."""
-    document = _Reader(text, name).document()
+    return _parse(text, name, ())
+
+
+def _parse(text: str, name: str, files: tuple[Path, ...]) -> Config:
+    document = _Reader(text, name, files).document()
     if not isinstance(document.value, dict):
         place = document.place
         raise ConfigError(
@@ -195,11 +221,20 @@ def _constant(config: Mapping[str, Any], keys: tuple[str, ...], value: Any) -> A
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The line and column of a key or an item, counted from 1, and the places of its parts."""
+    """The line and column of a key or an item, counted from 1, and the places of its parts.
+
+    `file` is empty unless the value is from an included file.
+    """
 
     line: int
     column: int
     parts: Mapping[str | int, _Place] = field(default_factory=dict)
+    file: str = ""
+
+    def within(self, file: str) -> _Place:
+        """Return the same place in an included file."""
+        parts = {key: part.within(file) for key, part in self.parts.items()}
+        return _Place(self.line, self.column, parts, self.file or file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +248,16 @@ class _Part:
 
 
 class _Reader:
-    """Builds mappings, lists and scalars from the events of PyYAML's safe parser."""
+    """Builds mappings, lists and scalars from the events of PyYAML's safe parser.
 
-    def __init__(self, text: str, name: str) -> None:
+    `files` are the file that was asked for, and those that include each other down to this one; empty if files cannot
+    be included.
+    """
+
+    def __init__(self, text: str, name: str, files: tuple[Path, ...] = ()) -> None:
         self._text = text
         self._name = name
+        self._files = files
         self._events = yaml.parse(text, Loader=yaml.SafeLoader)
         self._anchors: dict[str, _Part] = {}
         self._num_values = 0
@@ -250,6 +290,8 @@ class _Reader:
             self._refuse(event, f"expected at most {_MAX_DEPTH} levels, got more")
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event, depth)
+        if event.tag == "!include" and self._files:
+            return self._included(event, depth)
         if event.tag is not None:
             self._refuse(event, f"expected a plain value, got the tag {event.tag!r}")
         self._count(event, 1)
@@ -262,6 +304,32 @@ class _Reader:
         if event.anchor is not None:
             self._anchors[event.anchor] = part
         return part
+
+    def _included(self, event: Any, depth: int) -> _Part:
+        """Return the content of another file; links cannot lead out of the folder of the first one."""
+        wanted = event.value if isinstance(event, yaml.ScalarEvent) else ""
+        relative = Path(wanted)
+        if not wanted or relative.is_absolute() or ".." in relative.parts:
+            self._refuse(event, f"!include: expected a file below the folder of this file, got {wanted or 'nothing'!r}")
+        path = (self._files[-1].parent / relative).resolve()
+        if not path.is_relative_to(self._files[0].parent):
+            self._refuse(event, f"!include: {wanted!r} leads out of the folder of the configuration")
+        if path in self._files:
+            self._refuse(event, f"!include: {wanted!r} includes itself")
+        if len(self._files) > _MAX_INCLUDES:
+            self._refuse(event, f"!include: expected at most {_MAX_INCLUDES} files that include each other, got more")
+        if not path.is_file():
+            self._refuse(event, f"!include: there is no file {wanted!r}")
+        name = os.fspath(Path(self._name).parent / relative)
+        try:
+            text = _read_text(path, name)
+        except OSError as error:
+            self._refuse(event, f"!include: {wanted!r} cannot be read: {error.strerror}")
+        part = _Reader(text, name, (*self._files, path)).document()
+        if depth + part.depth - 1 > _MAX_DEPTH:
+            self._refuse(event, f"expected at most {_MAX_DEPTH} levels, got more")
+        self._count(event, part.num_values)
+        return _Part(part.value, part.place.within(name), part.num_values, part.depth)
 
     def _alias(self, event: Any, depth: int) -> _Part:
         part = self._anchors.get(event.anchor)

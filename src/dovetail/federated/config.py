@@ -78,7 +78,7 @@ class ServerConfig:
         num_workers: The number of workers of the backend. None means one per core.
         min_clients: A round with fewer usable updates does not change the weights.
         timeout: Seconds, or simulated seconds, after which a client is left out. None means no limit.
-        selection: The selection of clients, by name.
+        selection: The selection of clients: a name, or one name with its arguments.
         aggregator: The aggregation of updates: a name, or one name with its arguments.
     """
 
@@ -99,7 +99,7 @@ class ServerConfig:
     num_workers: int | None = None
     min_clients: int = 1
     timeout: float | None = None
-    selection: str = "random"
+    selection: str | Mapping[str, Any] = "random"
     aggregator: str | Mapping[str, Any] = "mean"
 
     @property
@@ -143,7 +143,11 @@ class TrainerConfig:
         loss_criterion: By name.
         global_lr_scheduler: Continue the learning rate schedule from round to round.
         model_type: The model, by name. None means a model that fits the data.
-        model_name: A label without effect.
+        model_name: A label, which chooses the model if no `model_type` is given and a model has this name.
+        dp_epsilon: Train every client with differential privacy, so that each of its rounds spends this epsilon. None
+            means without.
+        dp_delta: The probability that this epsilon does not hold. None means one over the client's samples.
+        dp_max_grad_norm: The largest norm of the gradient of one sample. None means 1.
         max_concurrency: Plato's name for `num_workers` of the backend `process`.
         target_accuracy: The accuracy at which the run ends early.
         target_perplexity: The perplexity at which the run ends early.
@@ -162,6 +166,9 @@ class TrainerConfig:
     max_concurrency: int | None = None
     target_accuracy: float | None = None
     target_perplexity: float | None = None
+    dp_epsilon: float | None = None
+    dp_delta: float | None = None
+    dp_max_grad_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,9 @@ class AlgorithmConfig:
 
     Attributes:
         type: The name; or several names, some with arguments, of algorithms that are combined.
-        personalization: The `epochs` of the personalization round after the last round. Empty means no such round.
+        personalization: The `epochs` of the personalization round after the last round, and the
+            `participating_client_ratio`, the share of clients, the first ones, that can be selected in the rounds
+            before. Empty means no such round.
         cross_silo: Use edge servers between clients and server.
         total_silos: The number of edge servers.
         local_rounds: The number of rounds of an edge server before it reports.

@@ -13,6 +13,8 @@ from torch import Tensor
 # The keys of payloads: an update has the additions of `customize_report`, and a task has the result of
 # `customize_server_response`.
 REPORT, SERVER_RESPONSE = "report", "server_response"
+# Whole payloads of servers and clients that were written for plato, if they are more than the model's weights.
+SERVER_PAYLOAD, CLIENT_PAYLOAD = "server_payload", "client_payload"
 # The state of a model, or the difference of two states, by name.
 Weights = Mapping[str, Tensor]
 

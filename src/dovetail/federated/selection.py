@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,7 +260,7 @@ class OortSelection(ClientSelection):
 
 _OORT_COLUMNS = ("use", "last", "seconds", "asked")
 
-selections: Registry[type[ClientSelection]] = Registry(
+selections: Registry[Callable[..., ClientSelection]] = Registry(
     "selection",
     lambda: {
         "random": RandomSelection,

@@ -18,7 +18,8 @@ from dovetail.algorithms import Algorithm, FedAvg
 from dovetail.callbacks import EMA, Callback, EarlyStopping
 from dovetail.errors import ConfigError
 from dovetail.federated import ClientCallback
-from dovetail.federated.clients.simple import Client, load_weights
+from dovetail.federated.clients.simple import Client
+from dovetail.federated.clients.weights import load_weights
 from dovetail.federated.messages import Task, Update
 from dovetail.federated.postprocess import Chain
 from dovetail.trainers import SingleProcess

@@ -145,9 +145,9 @@ def test_every_misspelt_key_is_reported_with_its_line(key: tuple[str, str], tmp_
     assert any(f"plato.yml:{line}:5: " in problem and f"{name}x" in problem for problem in caught.value.problems)
 
 
-def test_a_label_that_is_the_name_of_a_model_is_not_taken_for_one() -> None:
-    with pytest.raises(ConfigErrors, match=r"trainer\.model_name: only a label here, .* give model_type: lenet5"):
-        read_federated({"trainer": {"model_name": "LeNet5"}})
+def test_the_name_of_a_model_chooses_it_where_no_type_is_given() -> None:
+    assert read_federated({"trainer": {"model_name": "LeNet5"}}).trainer.model_type == "lenet5"
+    assert read_federated({"trainer": {"model_name": "mlp_large"}}).trainer.model_type == "mlp"
     assert read_federated({"trainer": {"model_name": "LeNet5", "model_type": "mlp"}}).trainer.model_type == "mlp"
 
 

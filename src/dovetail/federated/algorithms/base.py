@@ -19,13 +19,15 @@ from dovetail.trainers.strategies.nesting import Described
 
 _AGGREGATE = "override aggregate(weights, updates, average), which returns the new weights"
 # Methods of plato's algorithms that are never called here, each with its replacement.
+_PLATO = "; or derive from dovetail.compat.plato.algorithms.fedavg.Algorithm, for plato's servers and clients there"
 _INSTEAD = {
-    "aggregate_weights": _AGGREGATE,
+    "aggregate_weights": _AGGREGATE + _PLATO,
     "aggregate_deltas": _AGGREGATE,
-    "compute_weight_deltas": "the delta of an update is the difference; " + _AGGREGATE,
-    "update_weights": _AGGREGATE,
-    "extract_weights": "override stays(name) for layers that are not sent, and payload(client_id) for what else is",
-    "load_weights": "override equip(strategies) for what a client does with the weights that it gets",
+    "compute_weight_deltas": "the delta of an update is the difference; " + _AGGREGATE + _PLATO,
+    "update_weights": _AGGREGATE + _PLATO,
+    "extract_weights": "override stays(name) for layers that are not sent, and payload(client_id) for what else is"
+    + _PLATO,
+    "load_weights": "override equip(strategies) for what a client does with the weights that it gets" + _PLATO,
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback, as_callback
 from dovetail.federated.clients.local_training import continue_schedule, summarize_training
+from dovetail.federated.clients.weights import copied, difference, load_weights
 from dovetail.federated.fleet import FleetTrainer, Member, why_alone
 from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
 from dovetail.federated.personalization import personal_weights
@@ -45,20 +46,19 @@ _OWN, _POSTPROCESSORS = "model", "postprocessors"
 # Methods of plato's trainers that train a model and that a client does not call.
 _NEVER_CALLED = ("train", "train_model", "obtain_model_update")
 _WORK = "override work(task, state), which returns the update and the client's new state"
+_PLATO = "; or derive from dovetail.compat.plato.clients.simple.Client, which calls it"
 # Methods of plato's clients that are never called here, each with its replacement.
 _INSTEAD = {
-    "configure": "give the client its model, trainer, algorithm and datasource as arguments",
-    "inbound_processed": _WORK,
-    "_train": _WORK,
-    "_load_payload": _WORK,
+    "configure": "give the client its model, trainer, algorithm and datasource as arguments" + _PLATO,
+    "inbound_processed": _WORK + _PLATO,
+    "_train": _WORK + _PLATO,
+    "_load_payload": _WORK + _PLATO,
     "_load_data": "give the client a datasource",
     "_allocate_data": "give the client a datasource",
     "_obtain_model_update": "a simulated client has no half-trained model to send",
     "start_client": "a server runs its clients: server.run(client)",
     "add_callbacks": "give the client callbacks=[…]",
 }
-# The number of elements, of any type, that end at a boundary of torch's memory.
-_ALIGNMENT = 64
 
 
 class Client:
@@ -113,6 +113,15 @@ class Client:
         self._customizes = False
         # The settings of training that the trainer does not read, because it has its own optimizer, schedule or loss.
         self.unread: tuple[str, ...] = ()
+
+    # The methods that are called for one client at a time, and so keep clients from training together.
+    _called_for_one: ClassVar[tuple[str, ...]] = (
+        "work",
+        "process_server_response",
+        "customize_report",
+        "inbound_received",
+        "outbound_ready",
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -213,16 +222,7 @@ class Client:
         """
         self._started = started = time.perf_counter()
         self.client_id, self.current_round = task.client_id, task.round
-        if task.kind != "evaluate":
-            response = {"id": task.client_id, "current_round": task.round}
-            self.process_server_response({**response, **task.payload.get(SERVER_RESPONSE, {})})
-        self.inbound_received(self.inbound)
-        for heard in self.callbacks:
-            heard.on_inbound_received(self, self.inbound)
-        if len(self.inbound):
-            task = replace(task, weights=self.inbound.unpack(task.weights))
-        for heard in self.callbacks:
-            heard.on_inbound_processed(self, task)
+        task = self._receive(task)
         before = self._get_ready(task, state)
         if task.kind == "evaluate":
             return self._judged(task), state
@@ -234,7 +234,7 @@ class Client:
             nothing = {name: torch.zeros_like(value) for name, value in task.weights.items()}
             return self.outbound.encode(Update(task.client_id, task.round, 0, delta=nothing), task, dict(state)), state
         context = self.trainer.context
-        self.trainer.fit(self.datasource.train_data(task.client_id))
+        self._train_model(task)
         assert context.model is not None
         after = {name: value.detach() for name, value in context.model.state_dict().items()}
         num_updates, loss = summarize_training(context)
@@ -254,7 +254,7 @@ class Client:
             return ""
         if self.callbacks:
             return f"{type(self.callbacks[0]).__name__} hears of one client at a time"
-        for name in ("work", "process_server_response", "customize_report", "inbound_received", "outbound_ready"):
+        for name in self._called_for_one:
             if defines(self, name):
                 return f"{type(self).__name__}.{name} is called for one client at a time"
         for task, _ in work:
@@ -298,6 +298,33 @@ class Client:
             done.append(Done(replace(update, seconds=seconds), kept))
         return done
 
+    # ------------------------------------------------------------------ steps that the client of plato has in its way
+
+    def _receive(self, task: Task) -> Task:
+        """Call the hooks of a task that has come, and return it with its weights decoded."""
+        if task.kind != "evaluate":
+            self.process_server_response(server_response(task))
+        self.inbound_received(self.inbound)
+        for heard in self.callbacks:
+            heard.on_inbound_received(self, self.inbound)
+        if len(self.inbound):
+            task = replace(task, weights=self.inbound.unpack(task.weights))
+        for heard in self.callbacks:
+            heard.on_inbound_processed(self, task)
+        return task
+
+    def _train_model(self, task: Task) -> None:
+        """Train the model, which has the weights of the task, on the data of the client."""
+        self.trainer.fit(self.datasource.train_data(task.client_id))
+
+    def _announce(self, update: Update) -> None:
+        """Call the hooks of an update that is ready."""
+        self.outbound_ready(update, self.outbound)
+        for heard in self.callbacks:
+            heard.on_outbound_ready(self, update, self.outbound)
+
+    # ------------------------------------------------------------------ private
+
     def _member(self, task: Task, state: ClientState) -> Member:
         """Return a client as one of a fleet, with all that it lacks so far."""
         before, core = self._get_ready(task, state), self.trainer
@@ -323,17 +350,15 @@ class Client:
             task.round,
             num_samples=num_samples,
             num_updates=num_updates,
-            delta=_difference({name: after[name] for name in task.weights}, before),
-            payload=_copied(sent),
+            delta=difference({name: after[name] for name in task.weights}, before),
+            payload=copied(sent),
             metrics={"loss": loss, **self._tested(task)},
             seconds=time.perf_counter() - self._started,
         )
         if self._customizes:
             update = self._customized(update)
         kept = self._kept(state, after)
-        self.outbound_ready(update, self.outbound)
-        for heard in self.callbacks:
-            heard.on_outbound_ready(self, update, self.outbound)
+        self._announce(update)
         return self.outbound.encode(update, task, kept), kept
 
     def _customized(self, update: Update) -> Update:
@@ -344,9 +369,9 @@ class Client:
 
     def _kept(self, state: ClientState, after: Weights) -> ClientState:
         """Return the state of a client after training."""
-        kept: ClientState = _copied(self.trainer.context.client.state)
+        kept: ClientState = copied(self.trainer.context.client.state)
         if self._initial:
-            kept[_OWN] = _copied({name: after[name] for name in self._initial})
+            kept[_OWN] = copied({name: after[name] for name in self._initial})
         if _POSTPROCESSORS in state:
             kept[_POSTPROCESSORS] = state[_POSTPROCESSORS]
         return kept
@@ -364,7 +389,7 @@ class Client:
         context.run.is_one_of_many = True
         own = {name: value for name, value in state.items() if name not in (_OWN, _POSTPROCESSORS)}
         # Copied, because strategies may change it in place, and the server keeps it if the update is not used.
-        client.state = _copied(own, context.device)
+        client.state = copied(own, context.device)
         client.payload = task.payload
         reset(core)
         core._data.forget_loaders()
@@ -391,7 +416,7 @@ class Client:
         """Train for the client alone, and evaluate the weights that it would use."""
         context = self.trainer.context
         if num_samples:
-            self.trainer.fit(self.datasource.train_data(task.client_id))
+            self._train_model(task)
         assert context.model is not None
         kept = self._kept(state, context.model.state_dict()) if num_samples else state
         metrics = self._evaluated(task.client_id)
@@ -413,12 +438,17 @@ class Client:
         own = personal_weights(core.strategies.model_update, context)
         if own is None:
             return judged(core, data)
-        sent = _copied(context.model.state_dict(), context.device)
+        sent = copied(context.model.state_dict(), context.device)
         load_weights(context.model, own)
         try:
             return judged(core, data)
         finally:
             load_weights(context.model, sent)
+
+
+def server_response(task: Task) -> dict[str, Any]:
+    """Return what the server tells the client of a task, with the additions of its `customize_server_response`."""
+    return {"id": task.client_id, "current_round": task.round, **task.payload.get(SERVER_RESPONSE, {})}
 
 
 def as_trainer(trainer: Any, model: nn.Module | None = None) -> SingleProcessTrainer:
@@ -467,58 +497,6 @@ def judged(trainer: Any, data: Any) -> dict[str, float]:
             test = own.test if defines(own, "test") else partial(own.test_model, {})
         metrics["accuracy"] = float(test(testset, None))
     return metrics
-
-
-def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Copy weights into a model, in place.
-
-    Raises:
-        ConfigError: The model has no such entry, or one of another shape.
-    """
-    state = model.state_dict()
-    try:
-        targets = [state[name] for name in weights]
-    except KeyError as error:
-        raise ConfigError(f"weights: the model has no {error.args[0]!r}") from None
-    for name, value in weights.items():
-        if state[name].shape != value.shape:
-            raise ConfigError(
-                f"weights: {name!r} has shape {tuple(value.shape)}, the model's has {tuple(state[name].shape)}"
-            )
-    with torch.no_grad():
-        torch._foreach_copy_(targets, list(weights.values()))
-
-
-def _difference(after: Weights, before: Weights) -> dict[str, Tensor]:
-    """Return the differences; those of one type share one block of memory, so that they are sent as one."""
-    ends: dict[torch.dtype, int] = {}
-    places = {}
-    for name, value in after.items():
-        dtype = torch.promote_types(value.dtype, before[name].dtype)
-        start = ends.get(dtype, 0)
-        places[name] = dtype, start, start + value.numel()
-        # Aligned as torch aligns its own memory.
-        ends[dtype] = start + -(-value.numel() // _ALIGNMENT) * _ALIGNMENT
-    device = next(iter(after.values())).device if after else None
-    memory = {dtype: torch.empty(end, dtype=dtype, device=device) for dtype, end in ends.items()}
-    parts = {name: memory[dtype][start:end].view(after[name].shape) for name, (dtype, start, end) in places.items()}
-    for name, part in parts.items():
-        torch.sub(after[name], before[name], out=part)
-    if device is None or device.type == "cpu":
-        return parts
-    sent = {dtype: whole.cpu() for dtype, whole in memory.items()}
-    return {name: sent[dtype][start:end].view(after[name].shape) for name, (dtype, start, end) in places.items()}
-
-
-def _copied(content: Any, device: str | torch.device = "cpu") -> Any:
-    """Return copies of containers and tensors, which other training does not change."""
-    if isinstance(content, Tensor):
-        return content.detach().to(device, copy=True)
-    if isinstance(content, Mapping):
-        return {name: _copied(value, device) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return type(content)(_copied(value, device) for value in content)
-    return copy.deepcopy(content)
 
 
 def _payload(trainer: SingleProcessTrainer) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dovetail.data.models import logistic, mlp
 from dovetail.data.sources import as_loader, holds_samples
 from dovetail.errors import ConfigError, DataError, UnknownNameError, expect
 from dovetail.federated.data.partition import Partition, make_partition
+from dovetail.federated.data.shrinking import shrunk
 from dovetail.registry import Registry
 
 # Columns of samples in memory, or samples that a dataset reads one by one.
@@ -296,8 +297,10 @@ def datasource(name: str, num_clients: int, **options: Any) -> Datasource:
         name: One of `datasources`: `digits`, `fashion_mnist`, `synthetic`, or one that you registered.
         num_clients: Number of clients.
         options: What the data source of that name takes. Those that are cut take `sampler` (the name of a partition,
-            `iid` unless given) with its options, `seed`, `testset_sampler`, `testset_size` and `held_out`;
-            Fashion-MNIST takes `folder` as well. `synthetic` takes what `leaf_synthetic` takes.
+            `iid` unless given) with its options, `seed`, `testset_sampler`, `testset_size`, `held_out`,
+            `test_partition_size` (the test samples of a client) and `partition_distribution` (the share of its samples
+            that a client keeps, such as `{"distribution": "uniform", "low": 0.4, "high": 1.0}`); Fashion-MNIST takes
+            `folder` as well. `synthetic` takes what `leaf_synthetic` takes.
 
     Example:
         >>> data = datasource("digits", 10, sampler="dirichlet", alpha=0.3)
@@ -310,13 +313,13 @@ def datasource(name: str, num_clients: int, **options: Any) -> Datasource:
 def _digits(num_clients: int, **options: Any) -> Datasource:
     # Always the same test data, whatever seed the clients are cut by: results of several seeds compare.
     train, test = digits((0.8, 0.2))
-    return _cut_over(train, test, functools.partial(mlp, 64, 10), num_clients, **options)
+    return cut_over(train, test, functools.partial(mlp, 64, 10), num_clients, **options)
 
 
 def _fashion_mnist(num_clients: int, *, folder: str | os.PathLike[str] | None = None, **options: Any) -> Datasource:
     train, test = fashion_mnist(folder)
     features = train.tensors[0][:1].numel()
-    return _cut_over(train, test, functools.partial(mlp, features, 10), num_clients, **options)
+    return cut_over(train, test, functools.partial(mlp, features, 10), num_clients, **options)
 
 
 def _synthetic(num_clients: int, *, sampler: str | None = None, **options: Any) -> Datasource:
@@ -336,27 +339,41 @@ datasources: Registry[Callable[..., Datasource]] = Registry(
 )
 
 
-def _cut_over(
-    train: TensorDataset,
-    test: TensorDataset,
-    model: Callable[[], nn.Module],
+def cut_over(
+    train: Dataset[Any],
+    test: Dataset[Any] | None,
+    model: Callable[[], nn.Module] | None,
     num_clients: int,
     *,
     sampler: str | None = None,
     testset_sampler: str | None = None,
     testset_size: int | None = None,
+    test_partition_size: int | None = None,
+    partition_distribution: Mapping[str, Any] | None = None,
     held_out: float = 0.0,
     seed: int = 0,
     **options: Any,
 ) -> PartitionedData:
+    """Return a training set and a test set, cut over clients by the names of partitions.
+
+    `datasource` explains the options. None for `model` means that the data propose no model.
+    """
     if testset_size is not None:
-        expect(1 <= testset_size <= len(test), "testset_size", f"1 to {len(test)}", testset_size)
-        drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:testset_size].sort().values
-        test = TensorDataset(*(column[drawn] for column in test.tensors))
-    partition = make_partition(sampler or "iid", train.tensors[-1], num_clients, seed=seed, **options)
+        rows = () if test is None else _rows(test)
+        num_tests = 0 if test is None else len(cast(Sized, test))
+        expect(1 <= testset_size <= num_tests, "testset_size", f"1 to {num_tests}", testset_size)
+        drawn = torch.randperm(num_tests, generator=torch.Generator().manual_seed(seed))[:testset_size].sort().values
+        chosen = _chosen(rows, drawn)
+        test = TensorDataset(*chosen) if isinstance(chosen, tuple) else chosen
+    partition = make_partition(sampler or "iid", labels_of(train), num_clients, seed=seed, **options)
+    if partition_distribution is not None:
+        partition = shrunk(partition, partition_distribution, seed)
     test_partition = None
     if testset_sampler is not None:
-        test_partition = make_partition(testset_sampler, test.tensors[-1], num_clients, seed=seed)
+        sizes = {} if test_partition_size is None else {"partition_size": test_partition_size}
+        test_partition = make_partition(testset_sampler, labels_of(test), num_clients, seed=seed, **sizes)
+    elif test_partition_size is not None:
+        raise ConfigError("test_partition_size: needs a testset_sampler, by which clients get test data")
     return PartitionedData(
         train,
         partition,

@@ -10,8 +10,9 @@ from torch import nn
 
 from dovetail.data.models import models
 from dovetail.errors import ConfigError
+from dovetail.federated.clients.private_training import PrivateClientTrainer
 from dovetail.federated.clients.simple import Client
-from dovetail.federated.config import FederatedConfig
+from dovetail.federated.config import FederatedConfig, TrainerConfig
 from dovetail.federated.servers.fedavg import Server
 from dovetail.federated.specs import prepared
 from dovetail.registry import Registry
@@ -44,6 +45,8 @@ def federation(config: FederatedConfig, callbacks: Iterable[Any] = ()) -> tuple[
         2
     """
     kind: Any = trainers.get(config.trainer.type)
+    if config.trainer.dp_epsilon is not None:
+        kind = _private(config.trainer, config.trainer.dp_epsilon)
     trainer = partial(
         kind,
         # These strategies read the names in the configuration, which come with every task.
@@ -54,6 +57,13 @@ def federation(config: FederatedConfig, callbacks: Iterable[Any] = ()) -> tuple[
     )
     server = servers.get(config.server.type)(model=_model(config), trainer=trainer, callbacks=callbacks, config=config)
     return server, clients.get(config.clients.type)(trainer=trainer)
+
+
+def _private(config: TrainerConfig, epsilon: float) -> Callable[..., Any]:
+    if config.type not in ("basic", "composable"):
+        raise ConfigError(f"trainer.dp_epsilon: expected trainer.type basic or composable, got {config.type!r}")
+    norm = 1.0 if config.dp_max_grad_norm is None else config.dp_max_grad_norm
+    return partial(PrivateClientTrainer, epsilon, config.dp_delta, norm)
 
 
 def _model(config: FederatedConfig) -> Callable[[], nn.Module] | None:

@@ -39,10 +39,15 @@ def check_settings(config: FederatedConfig, outbound: Chain) -> None:
             f"min_clients: expected at most {'total_silos' if is_divided else 'per_round'}, {most}, got "
             f"{server.min_clients}: no round would ever count"
         )
-    unknown = sorted(set(config.algorithm.personalization) - {"epochs"})
+    known = ["epochs", "participating_client_ratio"]
+    unknown = sorted(set(config.algorithm.personalization) - set(known))
     if unknown:
-        raise UnknownNameError("setting of personalization", unknown[0], ["epochs"])
+        raise UnknownNameError("setting of personalization", unknown[0], known)
     check_epochs(config.algorithm.personalization.get("epochs"))
+    ratio = config.algorithm.personalization.get("participating_client_ratio", 1.0)
+    expect(0 < ratio <= 1, "participating_client_ratio", "a share above 0 and at most 1", ratio)
+    if is_divided and ratio < 1:
+        raise ConfigError("participating_client_ratio: edge servers select their clients: leave cross_silo out")
 
 
 def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
@@ -68,6 +73,10 @@ def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
         ),
         "needs speed_simulation: true": (not clients.speed_simulation, ("clients.simulation_distribution",)),
         "needs do_test: true": (not clients.do_test, ("clients.test_interval",)),
+        "needs dp_epsilon": (
+            config.trainer.dp_epsilon is None,
+            ("trainer.dp_delta", "trainer.dp_max_grad_norm"),
+        ),
         "needs cross_silo: true": (
             not config.algorithm.cross_silo,
             ("algorithm.total_silos", "algorithm.local_rounds"),

@@ -16,7 +16,8 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, Worker
-from dovetail.federated.clients.simple import Client, judged, load_weights
+from dovetail.federated.clients.simple import Client, judged
+from dovetail.federated.clients.weights import load_weights
 from dovetail.federated.clock import Clock
 from dovetail.federated.config import FederatedConfig
 from dovetail.federated.messages import Update, Weights
@@ -24,12 +25,12 @@ from dovetail.federated.records import ClientsEvaluation, RoundRecord
 from dovetail.federated.selection import ClientSelection
 from dovetail.federated.servers.checks import check_epochs, check_model, idle_settings
 from dovetail.federated.servers.evaluation import collect_metrics
-from dovetail.federated.servers.hooks import REPLACEMENTS, notify
+from dovetail.federated.servers.hooks import REPLACEMENTS, call_weights_received, notify
 from dovetail.federated.servers.round import is_finished, run_round
 from dovetail.federated.servers.saving import restore_server, resume_server, server_state
 from dovetail.federated.servers.settings import read_settings
 from dovetail.federated.servers.setup import build_datasource, build_trainer, start_worker
-from dovetail.federated.servers.tasks import training_config
+from dovetail.federated.servers.tasks import TaskKind, training_config
 from dovetail.federated.states import ClientStates
 from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.runtime.seeds import derive_seed
@@ -117,6 +118,7 @@ class Server:
         self.states = ClientStates()
         self.weights: Weights = {}
         self.current_round = 0
+        self.selected_clients: list[int] = []
         self.records: list[RoundRecord] = []
         # The metrics of the clients after personalization. None means that they have not personalized yet.
         self.personalized: ClientsEvaluation | None = None
@@ -199,6 +201,12 @@ class Server:
         if self.datasource is None:
             raise ConfigError(_NOT_PREPARED)
         return range(1, self.datasource.num_clients + 1) if self.members is None else self.members
+
+    @property
+    def pool(self) -> Sequence[int]:
+        """The ids that can be selected in a round: all, or the first ones if only a share of clients takes part."""
+        ratio = self.config.algorithm.personalization.get("participating_client_ratio", 1.0)
+        return self.client_ids[: max(1, int(len(self.client_ids) * ratio))]
 
     @cached_property
     def mean_samples(self) -> float:
@@ -311,6 +319,24 @@ class Server:
             CheckpointError: The state belongs to another federation.
         """
         restore_server(self, state)
+
+    # ------------------------------------------------------------------ steps that the server of plato has in its way
+
+    def _payload_for(self, client_id: int, kind: TaskKind) -> Mapping[str, Any]:
+        """Return what a client receives besides the weights."""
+        return self.algorithm.payload(client_id)
+
+    def _receive(self, updates: list[Update]) -> list[Update]:
+        """Return the updates as the methods that a subclass overrides change them."""
+        return call_weights_received(self, updates)
+
+    def _aggregate(self, updates: Sequence[Update], average: Average) -> Weights:
+        """Return the new global weights; `average` turns the differences of some updates into one."""
+        return self.algorithm.aggregate(self.weights, updates, average)
+
+    def _reported(self, updates: Sequence[Update]) -> Sequence[Any]:
+        """Return the updates in the form in which `weights_aggregated` receives them."""
+        return updates
 
     # ------------------------------------------------------------------ private
 

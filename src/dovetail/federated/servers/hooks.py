@@ -26,19 +26,20 @@ _WITH_METHOD = {
 
 _AGGREGATE = "give the server an algorithm with aggregate(weights, updates, average), or an aggregator"
 _CHECKPOINTS = "checkpoint_path=… writes a checkpoint after every round, and state_dict returns what it holds"
+_PLATO = "; or derive from dovetail.compat.plato.servers.fedavg.Server, which calls it"
 # Methods that plato's servers define and that nothing here calls, each with its replacement.
 REPLACEMENTS = {
-    "aggregate_weights": _AGGREGATE,
-    "aggregate_deltas": _AGGREGATE,
+    "aggregate_weights": _AGGREGATE + _PLATO,
+    "aggregate_deltas": _AGGREGATE + _PLATO,
     "_process_reports": _AGGREGATE,
-    "customize_server_payload": "give the server an algorithm with payload(client_id), or inbound_processors",
-    "configure": "give the server its settings, model, trainer, algorithm and datasource as arguments",
-    "init_trainer": "give the server its model, trainer and algorithm as arguments",
-    "get_logged_items": "a record has metrics, and a callback on_clients_processed sees server.records[-1]",
+    "customize_server_payload": "give the server an algorithm with payload(client_id), or inbound_processors" + _PLATO,
+    "configure": "give the server its settings, model, trainer, algorithm and datasource as arguments" + _PLATO,
+    "init_trainer": "give the server its model, trainer and algorithm as arguments" + _PLATO,
+    "get_logged_items": "a record has metrics, and a callback on_clients_processed sees server.records[-1]" + _PLATO,
     "get_accuracy_mean_std": "a record has clients_accuracy and clients_accuracy_std with do_test",
-    "save_to_checkpoint": _CHECKPOINTS,
+    "save_to_checkpoint": _CHECKPOINTS + _PLATO,
     "_resume_from_checkpoint": _CHECKPOINTS,
-    "wrap_up": "target_accuracy ends a run, and clients_processed is called after every round",
+    "wrap_up": "target_accuracy ends a run, and clients_processed is called after every round" + _PLATO,
     "periodic_task": "clients_processed is called after every round",
     "should_request_update": "a simulated client has no half-trained model to send",
     "process_client_info": "give the server an algorithm with check(update)",
@@ -64,8 +65,8 @@ def call_choose_clients(server: Server, count: int, busy: Collection[int]) -> li
         ConfigError: The override returned a client twice, or one that cannot be selected.
     """
     if not defines(server, "choose_clients"):
-        return server.selection.select(server.current_round, server.client_ids, count, busy)
-    pool = [client_id for client_id in server.client_ids if client_id not in busy]
+        return server.selection.select(server.current_round, server.pool, count, busy)
+    pool = [client_id for client_id in server.pool if client_id not in busy]
     # An override may draw from the generators of Python or numpy. A repeated run must draw the same numbers.
     seed_everything(derive_seed(server.config.server.random_seed, "choose_clients", server.current_round))
     chosen = list(server.choose_clients(list(pool), min(count, len(pool))))

@@ -14,11 +14,13 @@ from dovetail.checks import (
     Problem,
     Problems,
     Refused,
+    mapping,
     number,
     override,
     read_section,
     text,
     unknown_key,
+    whole,
 )
 from dovetail.config import Config, load_config
 from dovetail.data.models import models
@@ -31,7 +33,9 @@ from dovetail.federated.config import (
     FederatedConfig,
     ServerConfig,
 )
-from dovetail.federated.data.partition import option_names, option_of, partitions
+from dovetail.federated.data.partition import Partition, option_names, option_of, partitions
+from dovetail.federated.data.shrinking import shrunk
+from dovetail.federated.servers.plato_files import NOT_SUPPORTED, translate
 from dovetail.federated.servers.schema import (
     ALGORITHM_KEYS_OF_SERVER,
     DATA_OPTIONS,
@@ -51,7 +55,8 @@ def read_federated(
 ) -> FederatedConfig:
     """Return the configuration that a file or a mapping describes.
 
-    Keys of plato that have no effect here are listed in one warning.
+    Keys of plato that are spelled otherwise here are read, and those that have no effect here are listed in one
+    warning. A value of a file may be `!include other.yml`, with a file in the same folder or below it.
 
     Args:
         source: A YAML file, or its values; values from `load_config` include line numbers for messages.
@@ -77,21 +82,25 @@ def read_federated(
     problems = Problems(config, given)
     problems.extend(misset)
     ignored: list[str] = []
-    sections = {name: _section(config, name, keys, problems, ignored) for name, keys in SECTIONS.items()}
+    lost, chosen = translate(config)
+    sections = {name: _section(config, name, keys, problems, ignored, lost) for name, keys in SECTIONS.items()}
     for name in config:
         if name == "general":
             ignored.append(name)
         elif name not in SECTIONS:
             problems.extend([unknown_key(name, [*SECTIONS, "general"])])
-    _check_names(sections, problems)
+    _check_names(sections, problems, lost)
     if not len(problems):
         _check_pieces(config, sections, problems)
     problems.raise_any()
     where = f"{path}: " if path is not None else ""
-    if ignored:
-        warnings.warn(
-            f"{where}keys that mean nothing here are ignored: {', '.join(ignored)}", UserWarning, stacklevel=2
-        )
+    for message, names in (
+        ("keys that mean nothing here are ignored: ", ignored),
+        ("keys of plato that are not supported have no effect: ", lost),
+        ("as plato's program for this file: ", chosen),
+    ):
+        if names:
+            warnings.warn(f"{where}{message}{', '.join(names)}", UserWarning, stacklevel=2)
     trainer = sections["trainer"]
     if trainer["model_name"] is not None and trainer["model_type"] is None:
         unknown = UnknownNameError("model", trainer["model_name"], models.names())
@@ -106,13 +115,18 @@ def read_federated(
 
 def _load(path: str) -> Config:
     try:
-        return load_config(path)
+        return load_config(path, includes=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _section(
-    config: Mapping[str, Any], name: str, keys: Mapping[str, Key], problems: Problems, ignored: list[str]
+    config: Mapping[str, Any],
+    name: str,
+    keys: Mapping[str, Key],
+    problems: Problems,
+    ignored: list[str],
+    lost: list[str],
 ) -> dict[str, Any]:
     section = config.get(name)
     if section is None:
@@ -123,6 +137,10 @@ def _section(
     found: list[Problem] = []
     skipped = [key for key in section if key in IGNORED_KEYS.get(name, ())]
     ignored += [f"{name}.{key}" for key in skipped]
+    if "options" not in keys:
+        foreign = [key for key in section if key not in keys and key in NOT_SUPPORTED.get(name, ())]
+        lost += [f"{name}.{key}" for key in foreign]
+        skipped += foreign
     skipped += ALGORITHM_KEYS_OF_SERVER if name == "server" else ()
     free: dict[str, Any] = {}
     if "options" in keys:
@@ -138,7 +156,7 @@ def _section(
     return values
 
 
-def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) -> None:
+def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems, lost: list[str]) -> None:
     """Check that every name is registered."""
     clients = sections["clients"]
     if clients.get("per_round", 1) > clients.get("total_clients", 1):
@@ -155,16 +173,17 @@ def _check_names(sections: Mapping[str, Mapping[str, Any]], problems: Problems) 
                     table.get(name)
                 except UnknownNameError as error:
                     problems.add((section, key), str(error))
-    trainer = sections["trainer"]
-    label = str(trainer.get("model_name")).lower()
-    if trainer.get("model_type") is None and label in models.names():
-        problems.add(
-            ("trainer", "model_name"),
-            f"only a label here, with which the default model trains; give model_type: {label}",
-        )
     for section, known in _known_options(sections).items():
-        for name in sections[section]["options"]:
-            if name not in known:
+        options = sections[section]["options"]
+        foreign = {name for name in options if name not in known and name in NOT_SUPPORTED[section]}
+        if section == "algorithm" and foreign <= _options_of_all():
+            # These are not of a program that only plato has: the type of an algorithm of ours is missing.
+            foreign = set()
+        for name in list(options):
+            if name in foreign:
+                del options[name]
+                lost.append(f"{section}.{name}")
+            elif name not in known:
                 # Options may be written directly in the section, so `options` is not proposed as a key.
                 keys = [key for key in SECTIONS[section] if key != "options"]
                 problems.extend([unknown_key(name, [*keys, *known])], section)
@@ -238,12 +257,31 @@ def _check_data(config: Mapping[str, Any], section: Mapping[str, Any], problems:
     sampler = section["sampler"] or "iid"
     if section["datasource"] not in DATA_OPTIONS or sampler not in partitions.names():
         return
-    checks = {"held_out": number(0, 1), "folder": text, **checks_of(partitions.get(sampler))}
+    checks = {
+        "held_out": number(0, 1),
+        "folder": text,
+        "test_partition_size": whole(1),
+        "partition_distribution": _distribution,
+        **checks_of(partitions.get(sampler)),
+    }
     for name, value in section["options"].items():
         try:
             section["options"][name] = checks.get(option_of(name), lambda value: value)(value)
         except Refused as refusal:
             problems.add(_below(config, "data", name) or ("data", name), f"{refusal}, got {value!r}")
+
+
+def _distribution(value: Any) -> dict[str, Any]:
+    try:
+        shrunk(Partition.from_lists([[0]]), found := mapping(value))
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+    return found
+
+
+def _options_of_all() -> set[str]:
+    """Return the options that any of our algorithms takes."""
+    return {it for name in algorithms.names() for it in inspect.signature(algorithms.get(name)).parameters}
 
 
 def _known_options(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:

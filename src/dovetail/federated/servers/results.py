@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,27 @@ def rows_of(records: Sequence[RoundRecord], types: Sequence[str] | None = None) 
     """
     metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
     known = [*_COLUMNS, *metrics]
+    # These two follow from others: a table has them if they are asked for.
+    more = _more_columns(records) if types is not None else {}
     for name in types or ():
         # A round without a test has no accuracy; its column in the table is empty.
-        if name not in known and name not in ("accuracy", "loss", *_OF_CLIENTS):
-            raise UnknownNameError("column of results.types", name, known)
+        if name not in known and name not in ("accuracy", "loss", *_OF_CLIENTS, *more):
+            raise UnknownNameError("column of results.types", name, [*known, *more])
     chosen = types or known
-    return [{name: _cell(record, name) for name in chosen} for record in records]
+    return [
+        {name: more[name][row] if name in more and name not in metrics else _cell(record, name) for name in chosen}
+        for row, record in enumerate(records)
+    ]
+
+
+def _more_columns(records: Sequence[RoundRecord]) -> dict[str, list[float]]:
+    """Return the seconds of each round, and the megabytes that were sent up to its end."""
+    times = [0.0, *(record.elapsed_time for record in records)]
+    sent = accumulate(record.bytes_down + record.bytes_up for record in records)
+    return {
+        "round_time": [after - before for before, after in pairwise(times)],
+        "comm_overhead": [num_bytes / 2**20 for num_bytes in sent],
+    }
 
 
 def _cell(record: RoundRecord, name: str) -> Any:

@@ -15,7 +15,7 @@ from dovetail.federated.messages import Fault, Task, Update, Weights
 from dovetail.federated.postprocess import Gathering
 from dovetail.federated.postprocess.base import EVERYONE
 from dovetail.federated.records import RoundRecord, accuracy_of_clients, client_metrics
-from dovetail.federated.servers.hooks import call_choose_clients, call_weights_received, notify, trained_weights
+from dovetail.federated.servers.hooks import call_choose_clients, notify, trained_weights
 from dovetail.federated.servers.saving import roll_back, save_server, snapshot
 from dovetail.federated.servers.tasks import make_task, packed_weights, shared_weights, training_config
 from dovetail.federated.validation import admit, check_update
@@ -112,9 +112,10 @@ def select_clients(server: Server, round: Round) -> None:
     """Select as many clients as are missing; clients that still work for an earlier round count."""
     busy = server.clock.busy()
     per_round = server.config.clients.per_round if server.silos is None else len(server.silos.ids)
-    num_missing = min(per_round, len(server.client_ids)) - len(busy)
+    num_missing = min(per_round, len(server.pool)) - len(busy)
     if num_missing > 0:
         round.selected = call_choose_clients(server, num_missing, busy)
+    server.selected_clients = round.selected
     notify(server, "on_clients_selected", round.selected)
 
 
@@ -184,7 +185,7 @@ def decode_updates(server: Server, round: Round) -> None:
 
 def receive_weights(server: Server, round: Round) -> None:
     """Call the hooks that receive the trained weights; `weights_received` of a subclass may change them."""
-    round.updates = call_weights_received(server, round.updates)
+    round.updates = server._receive(round.updates)
     # Without this check, every round would compute the trained weights of all clients.
     if any(defines(callback, "on_weights_received") for callback in server.callbacks):
         notify(server, "on_weights_received", trained_weights(round.updates))
@@ -199,7 +200,7 @@ def aggregate_updates(server: Server, round: Round) -> None:
     # The update of a client without samples is zero and has no weight.
     counted = [update for update in round.updates if update.num_samples]
     if round.used and counted:
-        round.weights = server.algorithm.aggregate(server.weights, counted, average)
+        round.weights = server._aggregate(counted, average)
 
 
 def update_server(server: Server, round: Round) -> None:
@@ -213,7 +214,7 @@ def update_server(server: Server, round: Round) -> None:
         # The sum of masked updates belongs to no client.
         observed = [update for update in round.updates if update.client_id != EVERYONE]
         server.selection.observe(round.number, observed, seconds)
-    notify(server, "on_weights_aggregated", round.updates)
+    notify(server, "on_weights_aggregated", server._reported(round.updates))
 
 
 def evaluate_round(server: Server, round: Round) -> None:

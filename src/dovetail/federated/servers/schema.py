@@ -51,12 +51,13 @@ def _is_spec(value: Any) -> bool:
 
 
 def _personalization(value: Any) -> dict[str, Any]:
-    """Accept the number of epochs of personalization; nothing means no personalization."""
+    """Accept the epochs of personalization and the share of clients in rounds; nothing means no personalization."""
+    checks = {"epochs": whole(1), "participating_client_ratio": number(0, 1)}
     if value is None or value == {}:
         return {}
-    if not isinstance(value, Mapping) or list(value) != ["epochs"]:
-        raise Refused("expected epochs, such as {epochs: 5}")
-    return {"epochs": whole(1)(value["epochs"])}
+    if not isinstance(value, Mapping) or not value.keys() <= checks.keys():
+        raise Refused("expected epochs or participating_client_ratio, such as {epochs: 5}")
+    return {name: checks[name](given) for name, given in value.items()}
 
 
 def _algorithms(value: Any) -> str | tuple[Any, ...]:
@@ -75,7 +76,7 @@ _BY_TYPE: dict[str, Check] = {
 }
 _CHECKS: dict[str, dict[str, Check]] = {
     "clients": {"random_seed": _SEED, "inbound_processors": _processors, "outbound_processors": _processors},
-    "server": {"random_seed": _SEED, "staleness_bound": _SEED, "aggregator": _spec},
+    "server": {"random_seed": _SEED, "staleness_bound": _SEED, "aggregator": _spec, "selection": _spec},
     "data": {"random_seed": _SEED},
     "trainer": {"target_accuracy": number(0, 1)},
     "algorithm": {"type": _algorithms, "personalization": _personalization},
@@ -115,7 +116,12 @@ IGNORED_KEYS: dict[str, frozenset[str]] = {
 }
 
 # Keys whose values are names with arguments, besides the algorithm.
-KEYS_WITH_ARGUMENTS = (("clients", "inbound_processors"), ("clients", "outbound_processors"), ("server", "aggregator"))
+KEYS_WITH_ARGUMENTS = (
+    ("clients", "inbound_processors"),
+    ("clients", "outbound_processors"),
+    ("server", "aggregator"),
+    ("server", "selection"),
+)
 
 # The registry of the names that a key accepts.
 REGISTRIES: dict[tuple[str, str], Registry[Any]] = {
@@ -135,9 +141,10 @@ REGISTRIES: dict[tuple[str, str], Registry[Any]] = {
     ("trainer", "model_type"): models,
 }
 
+_OF_ALL = ("held_out", "partition_distribution", "test_partition_size")
 # The data that a partition divides among clients, and their options besides the options of the partition.
 DATA_OPTIONS = {
-    "digits": ("held_out",),
-    "fashion_mnist": ("held_out", "folder"),
-    "FashionMNIST": ("held_out", "folder"),
+    "digits": _OF_ALL,
+    "fashion_mnist": (*_OF_ALL, "folder"),
+    "FashionMNIST": (*_OF_ALL, "folder"),
 }

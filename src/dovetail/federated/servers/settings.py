@@ -14,13 +14,14 @@ from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, backends
 from dovetail.federated.callbacks import ServerCallback, as_callback
 from dovetail.federated.clock import Speeds
-from dovetail.federated.config import FederatedConfig
+from dovetail.federated.config import FederatedConfig, ServerConfig
 from dovetail.federated.postprocess import Chain
 from dovetail.federated.robust import make_aggregator
 from dovetail.federated.selection import ClientSelection, RandomSelection, selections
 from dovetail.federated.servers.checks import check_algorithm, check_settings
 from dovetail.federated.servers.edge import Silos
 from dovetail.federated.servers.results import with_results
+from dovetail.federated.specs import build
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def read_settings(
         config,
         callbacks=with_results([as_callback(it, ServerCallback) for it in callbacks or ()], config.results),
         algorithm=_copied(algorithm) or algorithm_of(config.algorithm),
-        selection=selection or selections.get(server.selection)(server.random_seed),
+        selection=selection or _build_selection(server),
         backend=backend or _build_backend(config),
         aggregator=aggregator or make_aggregator(server.aggregator),
         inbound=Chain(config.clients.inbound_processors),
@@ -108,6 +109,13 @@ def _with_edge_servers(settings: ServerSettings) -> ServerSettings:
         inbound=Chain(),
         outbound=Chain(),
     )
+
+
+def _build_selection(server: ServerConfig) -> ClientSelection:
+    """Return the selection that a configuration names."""
+    wanted = server.selection
+    ((name, arguments),) = ({wanted: {}} if isinstance(wanted, str) else wanted).items()
+    return build(selections, {name: {"seed": server.random_seed, **arguments}})
 
 
 def _build_backend(config: FederatedConfig) -> Backend:

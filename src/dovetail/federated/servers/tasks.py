@@ -25,10 +25,11 @@ def make_task(
     All tasks of a round share the result of `packed_weights` and of `training_config`, so that a backend transfers
     them once.
     """
-    payload = server.algorithm.payload(client_id)
+    payload: dict[str, Any] = {}
     if kind != "evaluate" and defines(server, "customize_server_response"):
         response = {"id": client_id, "current_round": server.current_round}
-        payload = {**payload, SERVER_RESPONSE: server.customize_server_response(response, client_id)}
+        payload[SERVER_RESPONSE] = server.customize_server_response(response, client_id)
+    payload |= server._payload_for(client_id, kind)
     return Task(
         server.current_round,
         client_id,

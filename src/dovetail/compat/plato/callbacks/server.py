@@ -1,0 +1,5 @@
+"""plato's `callbacks.server`: callbacks of a server."""
+
+from dovetail.federated.callbacks import ServerCallback
+
+__all__ = ["ServerCallback"]

@@ -1,0 +1,5 @@
+"""plato's clients, at the paths from which its users import them."""
+
+from dovetail.compat.plato.clients.simple import Client
+
+__all__ = ["Client"]

@@ -1,0 +1,30 @@
+"""Methods that plato awaits: their results, whether a subclass wrote them with `async` or without."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+
+def completed(result: Any) -> Any:
+    """Return the result of a coroutine, or what is no coroutine as it is.
+
+    Example:
+        >>> async def later():
+        ...     return 3
+        >>> completed(later()), completed(3)
+        (3, 3)
+    """
+    if not inspect.iscoroutine(result):
+        return result
+    loop = None
+    with suppress(RuntimeError):
+        loop = asyncio.get_running_loop()
+    if loop is None:
+        return asyncio.run(result)
+    # A notebook has a loop of its own, and a thread has at most one.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, result).result()
