@@ -52,6 +52,7 @@ def composable(model: Any, **options: Any) -> ComposableTrainer:
 # ------------------------------------------------------------------ module paths
 
 PATHS = [
+    ("trainers.base", "Trainer"),
     ("trainers.basic", "Trainer"),
     ("trainers.composable", "ComposableTrainer"),
     ("trainers.registry", "get"),
@@ -333,3 +334,18 @@ def test_clipping_as_a_callback_is_named_too(problem: Problem, trainset: TensorD
     trainer = composable(problem.model(), training_step_strategy=OwnStep(), callbacks=[GradientClipping(1.0)])
     with pytest.raises(ConfigError, match=r"changes gradients.*context\.step"):
         trainer.fit(trainset)
+
+
+def test_a_whole_step_may_call_the_one_that_it_overrides(problem: Problem, trainset: TensorDataset) -> None:
+    losses: list[float] = []
+
+    class Own(Trainer):
+        def perform_forward_and_backward_passes(self, config: Any, examples: Any, labels: Any) -> Any:
+            losses.append(self._loss_criterion(self.model(examples), labels).item())
+            return super().perform_forward_and_backward_passes(config, examples, labels)
+
+    own, plain = (kind(problem.model(), device="cpu", verbose=False, gradient_clip=0.1) for kind in (Own, Trainer))
+    for trainer in (own, plain):
+        trainer.train_model(CONFIG, trainset)
+    assert_same_weights(own.model, plain.model)
+    assert losses == pytest.approx(list(own.history.losses))

@@ -1,0 +1,3 @@
+"""The abstract trainer, at plato's path."""
+
+from dovetail.trainers.base import Trainer as Trainer
