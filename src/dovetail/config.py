@@ -29,7 +29,7 @@ _MAX_VALUES = 10_000
 _MAX_DIGITS = 100
 _MAX_INCLUDES = 8
 
-# What users of plato are told, whose settings are a global object.
+# The message for users of plato, whose settings are a global object.
 _NO_GLOBAL_CONFIG = (
     "settings are no global object here; write config['epochs'] in the hooks of a trainer, context.config['epochs'] in "
     "a strategy, self.config.trainer.rounds in a server, and read_federated(path) of "
@@ -80,7 +80,7 @@ def load_config(path: str | os.PathLike[str], *, includes: bool = False) -> Conf
 
     Args:
         path: The file.
-        includes: Whether a value `!include other.yml` is replaced by the content of that file, which must lie in the
+        includes: Whether a value `!include other.yml` is replaced by the content of that file, which must be in the
             folder of this file or below it.
 
     Raises:

@@ -1,8 +1,8 @@
 """Many models at once: a fleet of K equal models is one model with a leading dimension, run by the same loop.
 
-Every tensor of the fleet has K rows, one for each member. Members have data of their own, of unequal size: a step takes
-the next batch of everybody who has one left, and whoever has none is done. Optimizers that work element by element, and
-their state, need not know.
+Every tensor of the fleet has K rows, one for each member. Members have separate data of unequal size: a step takes the
+next batch of every member that has one left; the others are finished. Optimizers that work element by element need no
+change.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _MEANS = (
 
 @dataclass(frozen=True)
 class Member:
-    """One of a fleet.
+    """One member of a fleet.
 
     Attributes:
-        state: What its model begins with, by name.
-        data: What it trains on: tensors, or a dataset.
-        seed: Of the order of its data.
-        kept: What it keeps, as in `context.client.state`.
-        received: What it was sent besides the weights, as in `context.client.payload`.
+        state: The initial weights of its model, by name.
+        data: Its training data: tensors, or a dataset.
+        seed: The seed of the order of its data.
+        kept: Its state, as in `context.client.state`.
+        received: The payload that it received with the weights, as in `context.client.payload`.
     """
 
     state: Mapping[str, Tensor]
@@ -71,11 +71,11 @@ class Member:
 
 
 class FleetTrainer(TrainerDecorator):
-    """Trains the models of many at once, each as its own trainer would.
+    """Trains the models of all members at once, with the results of training them one after the other.
 
     Args:
-        trainer: How each of them trains; its model is one of theirs.
-        members: Who trains.
+        trainer: The trainer of one member, with the model of one member.
+        members: The members.
 
     Attributes:
         num_updates: How many steps each member has made, or will have made.
@@ -163,7 +163,7 @@ class FleetTrainer(TrainerDecorator):
     def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of one pass for each phase.
 
-        All epochs of all members are one pass: a member that has fewer batches begins its next epoch earlier.
+        All epochs of all members are one pass: a member that has fewer batches starts its next epoch earlier.
         """
         plan, context = super().plan(**wishes), self.context
         context.run.phases = tuple(replace(phase, epochs=1) for phase in self._phases)
@@ -174,7 +174,7 @@ class FleetTrainer(TrainerDecorator):
         return super().batches(stage) if stage != "train" else self._steps()
 
     def num_batches(self, stage: Stage) -> int | None:
-        """Return the steps of whoever has most."""
+        """Return the largest number of steps of a member."""
         return (
             super().num_batches(stage) if stage != "train" else max(map(len, self._member_loaders)) * self._phase.epochs
         )
@@ -184,7 +184,7 @@ class FleetTrainer(TrainerDecorator):
         return int(batch.counts.sum()) if isinstance(batch, _Step) else super().batch_length(batch)
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return the sum of the members' losses: the gradient of each is that of its own loss."""
+        """Return the sum of the members' losses: the gradient of a member's row is the gradient of its loss."""
         context = self.context
         self._step, context.run.num_items = batch, batch.counts
         context.client.working = (batch.counts > 0).double()
@@ -209,7 +209,7 @@ class FleetTrainer(TrainerDecorator):
                 gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step for all, and put back who is done: momentum and decay would move them on."""
+        """Step all members, and restore the finished ones: momentum and weight decay would change them."""
         assert self._step is not None
         idle = self._step.idle
         if not len(idle):
@@ -298,7 +298,7 @@ class _Step:
 def stacked(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> nn.Module:
     """Return a model with a row for each state in every parameter, that maps rows of inputs to rows of outputs.
 
-    Its names are those of the model. Buffers are shared: see `why_alone`.
+    It has the names of the model. Buffers are shared: see `why_alone`.
 
     Example:
         >>> one = nn.Linear(3, 2)
@@ -307,7 +307,7 @@ def stacked(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> nn.Modu
         (torch.Size([5, 2, 3]), torch.Size([5, 7, 2]))
     """
     many = copy.deepcopy(model)
-    # By the parameter of one, so that layers that share it go on to do so.
+    # By the parameter of one model, so that layers that share a parameter still share it.
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in many.named_modules():
         for name, parameter in list(module._parameters.items()):
@@ -455,7 +455,7 @@ def _loader(trainer: SingleProcessTrainer, member: Member) -> DataLoader[Any]:
     trainer.context.state["order_seed"] = member.seed
     loader = trainer.get_train_loader(trainer._batch_size("train"), member.data, None)
     if not isinstance(loader, DataLoader):
-        raise ConfigError(f"{type(loader).__name__} is a loader of its own kind")
+        raise ConfigError(f"{type(loader).__name__} is not a torch DataLoader")
     return loader
 
 

@@ -30,7 +30,7 @@ class Task:
         seed: The seed of all random numbers of the task: order of the data, dropout, noise.
         kind: Train and send an update; or evaluate the model on the client's test data; or train for the client alone,
             after all rounds, and evaluate the result.
-        payload: What the algorithm sends besides the weights.
+        payload: Data that the algorithm sends with the weights.
         config: The settings of the client's trainer in this round: `epochs`, `batch_size` and others.
     """
 
@@ -58,7 +58,7 @@ class Update:
         num_samples: The training samples of the client, by which the update is weighted.
         num_updates: The number of optimizer steps: SCAFFOLD's K, FedNova's τ.
         delta: The trained weights less the received ones, by name.
-        payload: What the algorithm sends besides the weights.
+        payload: Data that the algorithm sends with the weights.
         metrics: The metrics of the client: `loss`, and `accuracy` if it tested.
         seconds: The duration of the work, for information only.
         staleness: The rounds from sending the task to receiving the update; set by the server.

@@ -18,11 +18,11 @@ class Personalizing(Protocol):
     """An update strategy whose clients use other weights than they send."""
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
-        """Return the weights that the client uses itself, by name; None means those of the model."""
+        """Return the weights that the client itself uses, by name; None means the weights of the model."""
 
 
 def personal_weights(strategy: Strategy | None, context: TrainingContext) -> Mapping[str, Tensor] | None:
-    """Return the weights that the client uses itself; None means those of the model.
+    """Return the weights that the client itself uses; None means the weights of the model.
 
     Args:
         strategy: The update strategy. If it holds several, the first one that returns weights decides.

@@ -441,7 +441,7 @@ def test_a_dataset_without_samples_is_refused(cut: Any) -> None:
 
 
 def test_labels_of_another_dataset_make_no_table() -> None:
-    with pytest.raises(DataError, match="labels: expected those of the whole dataset, at least 10, got 9"):
+    with pytest.raises(DataError, match="labels: expected the labels of the whole dataset, at least 10, got 9"):
         iid(10, 2).table([0] * 9)
 
 

@@ -25,6 +25,6 @@ def completed(result: Any) -> Any:
         loop = asyncio.get_running_loop()
     if loop is None:
         return asyncio.run(result)
-    # A notebook has a loop of its own, and a thread has at most one.
+    # A notebook already runs a loop, and a thread has at most one.
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, result).result()

@@ -56,11 +56,11 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
         expect(0 <= self.alpha <= 1, "alpha", "a number from 0 to 1", self.alpha)
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client begins with v = w."""
+        """A client starts with v = w."""
         if _KEY not in context.client.state:
             own = first_own_model(context, self.model_fn)
             first = next(iter(trained(context).values()))
-            # Steps of α are smaller than half precision can tell.
+            # Steps of α are smaller than the resolution of half precision.
             dtype = torch.promote_types(first.dtype, torch.float32)
             context.client.state[_KEY] = {"v": own, "alpha": torch.tensor(self.alpha, dtype=dtype, device=first.device)}
 
@@ -99,8 +99,8 @@ class APFLStepStrategy(NestingStepStrategy):
     """Trains w by ∇f(w) and v by α ∇f(v̄) on the same batch, where v̄ = α v + (1 − α) w before the step.
 
     With `adaptive_alpha` of `APFLUpdateStrategy`, the first update of a round also trains α: α ← α − η ⟨v − w, ∇f(v̄)⟩,
-    clamped to 0…1. w is trained exactly as without APFL if the model draws no random numbers. v has an optimizer like
-    that of w, with the same rate, which is new in every round.
+    clamped to 0…1. w is trained exactly as without APFL if the model draws no random numbers. v has
+    an optimizer of the same kind and rate as w, which is new in every round.
 
     Args:
         mix: `"parameters"`, as in the paper, or `"outputs"`: α v(x) + (1 − α) w(x).
@@ -216,7 +216,7 @@ class APFLStepStrategy(NestingStepStrategy):
         return bool(context.state[_ADAPTS]) and context.progress.updates == 0
 
     def _following(self, context: TrainingContext) -> list[Optimizer]:
-        """Return the optimizers of v, and of α if it is trained, with the current settings of those of w."""
+        """Return the optimizers of v, and of α if it is trained, with the current settings of the optimizers of w."""
         for optimizer, twin in zip(context.optimizers, self._twins, strict=True):
             for group, own in zip(optimizer.param_groups, twin.param_groups, strict=True):
                 own.update({name: value for name, value in group.items() if name != "params"})

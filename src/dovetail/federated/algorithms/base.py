@@ -77,7 +77,7 @@ class Algorithm:
         self.num_clients = num_clients
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
-        """Return the strategies, by role, that replace those of a client's trainer; they may wrap those."""
+        """Return the strategies, by role, that replace the ones of a client's trainer; they may wrap them."""
         return {}
 
     def stays(self, name: str) -> bool:

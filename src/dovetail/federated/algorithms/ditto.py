@@ -24,10 +24,10 @@ _KEY = "ditto"
 
 @dataclass(eq=False, repr=False)
 class DittoUpdateStrategy(Described, OwnPhaseStrategy):
-    """Adds epochs for the personal model v after those of w, in which each gradient g becomes g + λ (v − wᵗ).
+    """Adds epochs for the personal model v after the epochs of w, in which each gradient g becomes g + λ (v − wᵗ).
 
     wᵗ is the model at the start of the run, which the client received. v uses the optimizer, loss and step of the
-    trainer. w is trained exactly as without Ditto. In the personalization round all epochs are those of v.
+    trainer. w is trained exactly as without Ditto. In the personalization round all epochs train v.
 
     It has the arguments of `Ditto`, and `model_fn`, which builds the initial v (None for the first received model).
 
@@ -57,12 +57,12 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
             )
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client begins with v = w."""
+        """A client starts with v = w."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = first_own_model(context, self.model_fn)
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
-        """Return the epochs of w, and those of v; in the personalisation round, those of v alone."""
+        """Return the epochs of w and of v; in the personalisation round, of v alone."""
         if personalizes(context):
             return (Phase(epochs, self.phase_name, is_detached=True),)
         return super().phases(epochs, context)
@@ -115,7 +115,7 @@ class Ditto(StrategyAlgorithm):
 
     Args:
         ditto_lambda: λ, at least 0; with 0, v is trained independently of w.
-        personalization_epochs: The epochs of v in every round, after those of w.
+        personalization_epochs: The epochs of v in every round, after the epochs of w.
 
     Example:
         >>> Ditto(ditto_lambda=1.0)

@@ -56,7 +56,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
             expect(getattr(self, name) >= least, name, f"a number that is at least {least}", getattr(self, name))
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
-        """Return the epochs of W, if there is something to adapt, and those of the model."""
+        """Return the epochs of W, if there is something to adapt, and the epochs of the model."""
         return Phase(self._adaptation(context), "adapt", is_detached=True), Phase(epochs)
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         }
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
-        """Return what the client would begin the next round with, by the W that it has."""
+        """Return the weights with which the client would start the next round, given its present W."""
         known = context.client.state.get(_KEY)
         if known is None:
             return None
@@ -166,7 +166,7 @@ class FedALA(StrategyAlgorithm):
     Args:
         eta: η, the learning rate of W.
         rand_percent: The percentage of an epoch's updates that change W, the first ones.
-        layer_idx: The number of last parameters that are adapted; 0 for all. The others are those of the new model.
+        layer_idx: The number of last parameters that are adapted; 0 for all. The others are copied from the new model.
         threshold: A client's first adaptation ends if the standard deviation of its last losses is below this.
         num_pre_loss: The number of these losses, each the mean of an epoch.
 

@@ -97,7 +97,7 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     vectorizes = True
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client begins with λ_k = 0."""
+        """A client starts with λ_k = 0."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = _zeros(context)
 

@@ -95,7 +95,7 @@ class FedMosOptimizer(Optimizer):
 
 @dataclass(eq=False, repr=False)
 class FedMosOptimizerStrategy(Nesting, OptimizerStrategy):
-    """Creates a `FedMosOptimizer`; the arguments are those of `FedMos`, and `base_strategy`.
+    """Creates a `FedMosOptimizer`; it has the arguments of `FedMos`, and `base_strategy`.
 
     If `base_strategy` is given, the groups and learning rates of its optimizer are used. None means one group with all
     parameters, and the learning rate of the configuration if `lr` is None.

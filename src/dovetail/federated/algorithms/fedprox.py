@@ -20,8 +20,8 @@ _NORMS = ("l2", "l1")
 class FedProxLossStrategy(PenalizedLossStrategy):
     """The loss of the task plus μ/2 ‖w − wᵗ‖², whose gradient is μ (w − wᵗ).
 
-    wᵗ is the model at the start of the run: in a federation, the model that the client received. The arguments are
-    those of `FedProx`, and `base_loss_fn`.
+    wᵗ is the model at the start of the run: in a federation, the model that the client received. It has
+    the arguments of `FedProx`, and `base_loss_fn`.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer

@@ -42,7 +42,7 @@ class FedRepUpdateStrategy(Described, PartialUpdateStrategy):
         _check(self.local_epochs)
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
-        """Return the epochs of the head, and those of the body.
+        """Return the epochs of the head and of the body.
 
         Raises:
             ConfigError: A round has no epoch left for the body, so that nothing of what is sent would be trained.
@@ -79,7 +79,7 @@ class FedRepUpdateStrategyFromConfig(LayersFromConfig, FedRepUpdateStrategy):
     """
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
-        """Return the epochs of the head, as many as the configuration says, and those of the body."""
+        """Return the epochs of the head, whose number is in the configuration, and of the body."""
         self.local_epochs = context.config.get("algorithm", {}).get("local_epochs", self.local_epochs)
         _check(self.local_epochs)
         return super().phases(epochs, context)

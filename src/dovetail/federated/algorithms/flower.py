@@ -90,8 +90,8 @@ class FlowerStrategy(Algorithm):
             arrays, _ = self.strategy.aggregate_train(self._round, replies)
         if arrays is None:
             raise ConfigError(
-                f"{type(self.strategy).__name__} made nothing of {len(updates)} updates; look at the numbers of "
-                "clients that it wants"
+                f"{type(self.strategy).__name__} returned no weights for {len(updates)} updates; check its minimum "
+                "numbers of clients"
             )
         made = {name: torch.from_numpy(array.numpy()).to(weights[name]) for name, array in arrays.items()}
         return {**moved(weights, {name: value for name, value in mean.items() if name not in real}), **made}

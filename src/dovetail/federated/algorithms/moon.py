@@ -1,4 +1,4 @@
-"""MOON: a contrastive loss keeps the representations of clients close to those of the global model."""
+"""MOON: a contrastive loss keeps the representations of clients close to the global model's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Projecting(Protocol):
 
 
 class _Shown(nn.Module):
-    """Calls a model and stores its projection; the outputs are those of the model."""
+    """Calls a model and stores its projection; it returns the outputs of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     """The loss of the task plus μ · CE([sim(z, z_glob), sim(z, z_prev), …] / τ, 0), with sim the cosine.
 
     z is the projection of a sample by the model, z_glob by the model at the start of the run, and z_prev by the final
-    models of the client's last runs. Without such runs the loss is that of the task. The other models are in
+    models of the client's last runs. Without such runs it is the loss of the task. The other models are in
     evaluation mode, so that they ignore dropout and other samples of the batch, and keep their statistics.
 
     It has the arguments of `MOON`, and `base_strategy`, the step inside (None for a plain one).
@@ -74,7 +74,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         expect(self.history_size >= 1, "history_size", "a whole number that is at least 1", self.history_size)
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client begins without models of its own."""
+        """A client starts without earlier models."""
         super().on_prepare(context)
         context.client.state.setdefault(_KEY, [])
 

@@ -1,4 +1,4 @@
-"""Additional epochs of a run for personal weights, after those of the model that is sent."""
+"""Additional epochs of a run for personal weights, after the epochs of the model that is sent."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class PFedGraphUpdateStrategy(Described, ModelUpdateStrategy):
     """
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """Take the client's own model, unless the run has begun before."""
+        """Take the client's own model, unless the run has started before."""
         if context.progress.batches == 0:
             put_into(context, context.client.payload.get(_KEY, {}))
 

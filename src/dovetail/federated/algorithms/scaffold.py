@@ -56,7 +56,7 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     _corrected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client begins with c_i = 0."""
+        """A client starts with c_i = 0."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = _zeros(sent(context))
 

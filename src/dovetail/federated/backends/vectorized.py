@@ -39,9 +39,9 @@ class Vectorized(Backend):
     """
 
     def start(self, worker: Worker) -> None:
-        """Remember who does the work."""
+        """Store the worker."""
         self._worker = worker
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._ran_on: set[str] = set()
 
     @property
@@ -68,10 +68,10 @@ class Vectorized(Backend):
                     self._ran_on.add(self.name)
                     return list(done)
             except Exception as error:
-                # Of a client, who is named when it works alone; or of a module that cannot be mapped over rows.
+                # The error of a client is raised again, with its id, when the clients train one after the other.
                 reason = f"together they fail ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        if reason and reason not in self._told:
-            self._told.add(reason)
+        if reason and reason not in self._reported:
+            self._reported.add(reason)
             warnings.warn(f"clients train one after the other: {reason}", UserWarning, stacklevel=2)
         self._ran_on.add(Sequential().name)
         return [attempted(worker, each) for each in work]

@@ -1,4 +1,4 @@
-"""Clients: who trains."""
+"""Clients of a federation."""
 
 from __future__ import annotations
 

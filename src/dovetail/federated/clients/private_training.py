@@ -14,10 +14,10 @@ _Private: Any = ComposableTrainer.add_on(DifferentialPrivacy)
 
 
 class PrivateClientTrainer(_Private):  # type: ignore[misc]
-    """A trainer that trains one client after the other, each with noise of its own, and spends epsilon in every run.
+    """A trainer that trains one client after the other with differential privacy, and spends epsilon in every run.
 
-    Batches are drawn at random, each sample on its own. Epsilon counts one run: that of a client which takes part in
-    several rounds is larger, and at most their sum.
+    Batches are drawn at random, each sample independently. Epsilon counts one run. A client that takes part in
+    several rounds spends more, at most the sum.
 
     Args:
         epsilon: The epsilon that a run spends.
@@ -37,8 +37,8 @@ class PrivateClientTrainer(_Private):  # type: ignore[misc]
         )
 
     def fit(self, *args: Any, **kwargs: Any) -> History:
-        """Train one client, with noise and accounting that begin anew."""
-        # Clients differ in their number of samples, so each has noise of another size, and nobody's noise twice.
+        """Train one client with new noise and a new account."""
+        # The size of the noise depends on the number of samples. A new seed prevents equal noise for two clients.
         self.noise_multiplier, self._accountant.history = None, []
         self._seed, self._generator = secrets.randbits(63), None
         history: History = super().fit(*args, **kwargs)

@@ -207,7 +207,7 @@ class Client:
             ],
         }
         self._keeps = bool(trainer.strategies.hearing("on_prepare"))
-        # The layers that stay with a client start as those of the server's model.
+        # The layers that stay with a client start as copies of the server's.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
         }
@@ -447,7 +447,7 @@ class Client:
 
 
 def server_response(task: Task) -> dict[str, Any]:
-    """Return what the server tells the client of a task, with the additions of its `customize_server_response`."""
+    """Return the response of the server for a task, with the additions of its `customize_server_response`."""
     return {"id": task.client_id, "current_round": task.round, **task.payload.get(SERVER_RESPONSE, {})}
 
 

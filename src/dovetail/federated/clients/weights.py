@@ -37,7 +37,7 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def difference(after: Weights, before: Weights) -> dict[str, Tensor]:
-    """Return the differences; those of one type share one block of memory, so that they are sent as one."""
+    """Return the differences. Tensors of one type share one block of memory, so that they are sent together."""
     ends: dict[torch.dtype, int] = {}
     places = {}
     for name, value in after.items():

@@ -135,7 +135,7 @@ class Partition:
         """
         data = Labelled.of(labels)
         if len(self.indices) and (last := int(self.indices.max())) >= len(data):
-            raise DataError(f"labels: expected those of the whole dataset, at least {last + 1}, got {len(data)}")
+            raise DataError(f"labels: expected the labels of the whole dataset, at least {last + 1}, got {len(data)}")
         # Runs that clients share are counted once.
         (starts, sizes), which = torch.unique(torch.stack([self.starts, self.sizes]), dim=1, return_inverse=True)
         run = torch.arange(len(sizes)).repeat_interleave(sizes)

@@ -16,7 +16,7 @@ _INK = "#333333"
 
 def figure_of(table: npt.NDArray[np.int64], names: Sequence[str]) -> Any:
     """Return a figure of a table of samples, which has a row per client and a column per label."""
-    # A Figure of its own, never pyplot: nothing global changes, and no display is needed.
+    # A Figure without pyplot: nothing global changes, and no display is needed.
     figure = require("matplotlib.figure", "plot").Figure(dpi=144, layout="constrained")
     if len(table) <= _MOST_BARS and len(names) <= _MOST_COLOURS:
         _draw_bars(figure, table, names)

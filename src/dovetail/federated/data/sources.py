@@ -119,7 +119,7 @@ class PartitionedData(Datasource):
         expect(0 <= held_out < 1, "held_out", "a share from 0 to less than 1", held_out)
         if test_partition is not None:
             if test is None or held_out:
-                raise ConfigError("test_partition: needs test data to cut, and clients that hold out none of their own")
+                raise ConfigError("test_partition: needs test data to cut, and held_out=0")
             if len(test_partition) != len(partition):
                 raise ConfigError(f"test_partition: expected {len(partition)} clients, got {len(test_partition)}")
         self.num_clients = len(partition)
@@ -296,7 +296,7 @@ def datasource(name: str, num_clients: int, **options: Any) -> Datasource:
     Args:
         name: One of `datasources`: `digits`, `fashion_mnist`, `synthetic`, or one that you registered.
         num_clients: Number of clients.
-        options: What the data source of that name takes. Those that are cut take `sampler` (the name of a partition,
+        options: The options of the data source. One that is partitioned takes `sampler` (the name of a partition,
             `iid` unless given) with its options, `seed`, `testset_sampler`, `testset_size`, `held_out`,
             `test_partition_size` (the test samples of a client) and `partition_distribution` (the share of its samples
             that a client keeps, such as `{"distribution": "uniform", "low": 0.4, "high": 1.0}`); Fashion-MNIST takes

@@ -22,7 +22,7 @@ EVERYONE = 0
 
 @dataclass(frozen=True)
 class Upload:
-    """What a postprocessor receives on the client.
+    """The input of a postprocessor on the client.
 
     Attributes:
         task: The task of the client.
@@ -41,7 +41,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Gathering:
-    """What a postprocessor receives on the server.
+    """The input of a postprocessor on the server.
 
     Attributes:
         round: The round, counted from 1.

@@ -90,7 +90,7 @@ class PairwiseMasks(Postprocessor):
                 f"expected {total} masked numbers of {self.bits} bits, got {list(masked.shape)} {masked.dtype}"
             )
         if update.round != gathering.round or update.client_id not in gathering.cohort:
-            raise DataError(f"its masks are not those of round {gathering.round}")
+            raise DataError(f"its masks do not belong to round {gathering.round}")
         return update
 
     def combine(self, updates: Sequence[Update], gathering: Gathering) -> list[Update]:

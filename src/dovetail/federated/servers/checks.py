@@ -107,7 +107,7 @@ def check_algorithm(algorithm: Algorithm, outbound: Chain) -> None:
     """
     name = algorithm.title
     if algorithm.needs_each_update and outbound.needs_cohort:
-        raise ConfigError(f"algorithm: {name} looks at every update, and masks let the server see their sum only")
+        raise ConfigError(f"algorithm: {name} needs every update, but masks show the server only their sum")
     if algorithm.needs_each_update and outbound.needs_plain_mean:
         raise ConfigError(f"algorithm: {name} makes more of updates than their mean, which is all that noise protects")
 
@@ -138,6 +138,6 @@ def check_model(name: str, model: nn.Module, datasource: Datasource) -> None:
     except (RuntimeError, TypeError, IndexError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"trainer.model_type: {name} does not take samples of shape {tuple(inputs.shape[1:])}, which the data "
-            f"are made of; give another one, or its parameters.model ({reason})"
+            f"trainer.model_type: {name} does not take samples of shape {tuple(inputs.shape[1:])}, the shape of "
+            f"the data; give another one, or its parameters.model ({reason})"
         ) from error

@@ -208,7 +208,7 @@ def _selection(config: dict[str, Any], sections: Mapping[str, dict[str, Any]], c
 
 
 def _processors(config: dict[str, Any], sections: Mapping[str, dict[str, Any]], lost: list[str]) -> None:
-    """Leave out what undoes a processor, and move those of the server's payloads to where ours are."""
+    """Remove processors that undo another one, and move the processors of the server's payloads to our section."""
     server, clients = config.get("server"), sections.get("clients", {})
     if not isinstance(server, dict):
         server = {}

@@ -1,3 +1,3 @@
 """List of callbacks, at plato's path."""
 
-from dovetail.callbacks.handler import *  # noqa: F403 - the names are those of the module
+from dovetail.callbacks.handler import *  # noqa: F403 - every name of the module

@@ -1,3 +1,3 @@
 """Callback of a trainer, at plato's path."""
 
-from dovetail.callbacks.trainer import *  # noqa: F403 - the names are those of the module
+from dovetail.callbacks.trainer import *  # noqa: F403 - every name of the module

@@ -14,7 +14,7 @@ class Sampler(base.Sampler):
     Args:
         datasource: The data source.
         client_id: Without effect, because every client has all samples.
-        testing: Whether the samples are those of the test set.
+        testing: True for the samples of the test set.
     """
 
     def __init__(self, datasource: DataSource, client_id: int = 0, testing: bool = False) -> None:

@@ -43,7 +43,7 @@ class PartitionSampler(Sampler):
     Args:
         datasource: A data source of plato.
         client_id: The client, counted from 1.
-        testing: Whether the samples are those of the test set.
+        testing: True for the samples of the test set.
         num_clients: The number of clients, which plato reads from its global settings.
         options: Options of the partition, such as `partition_size` or `concentration`, as plato spells them.
 

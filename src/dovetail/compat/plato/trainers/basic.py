@@ -97,7 +97,7 @@ class Trainer(main.Trainer):
         return self.criterion
 
     def process_outputs(self, outputs: Any) -> Any:
-        """Return the outputs that the loss and the metrics of a test receive, given those of the model."""
+        """Return the outputs that the loss and the metrics of a test receive, given the outputs of the model."""
         return outputs
 
     def _process_outputs(self, outputs: Any) -> Any:
@@ -138,7 +138,7 @@ class Trainer(main.Trainer):
     def load_model(  # type: ignore[override]  # plato's second argument is the folder
         self, filename: str | Path | None = None, location: str | Path | None = None, *, strict: bool = True
     ) -> None:
-        """Load weights that `save_model` wrote under the same name, or those of a checkpoint."""
+        """Load weights that `save_model` wrote under the same name, or the weights of a checkpoint."""
         super().load_model(self._model_path(filename, location), strict=strict)
 
     def _model_path(self, filename: str | Path | None, location: str | Path | None) -> Path:

@@ -48,8 +48,8 @@ class ComposableTrainer(Trainer):
     order, accuracy. A strategy may be an instance, a class, a plain callable or torch object (`F.cross_entropy`,
     `partial(AdamW, lr=1e-3)`), or a name (`"AdamW"`); steps and updates may be lists, which are composed.
 
-    Strategies are set up when the trainer is made, hear `on_train_start` in every run, and are torn down once: by
-    `close()`, at the end of a `with` block, or when the trainer is no more.
+    The constructor sets the strategies up. Every run calls their `on_train_start`. They are torn down once: by
+    `close()`, at the end of a `with` block, or when the trainer is deleted.
 
     With `max_concurrency=n`, `train` and `obtain_model_update` work in a spawned process, at most n of which run at
     once, and the trainer ends as if it had trained itself; see `dovetail.trainers.processes.train_in_process`.
@@ -138,7 +138,7 @@ class ComposableTrainer(Trainer):
         """Return the model of a client's newest checkpoint that was written at a time or before.
 
         Args:
-            client_id: The client; its checkpoints lie in this trainer's `checkpoint_dir`.
+            client_id: The client; its checkpoints are in this trainer's `checkpoint_dir`.
             requested_time: A time with its zone.
 
         Raises:

@@ -1,3 +1,3 @@
 """Trainers by name, at plato's path."""
 
-from dovetail.trainers.registry import *  # noqa: F403 - the names are those of the module
+from dovetail.trainers.registry import *  # noqa: F403 - every name of the module

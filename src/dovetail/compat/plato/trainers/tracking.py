@@ -1,3 +1,3 @@
 """History and loss tracker of a run, at plato's path."""
 
-from dovetail.trainers.tracking import *  # noqa: F403 - the names are those of the module
+from dovetail.trainers.tracking import *  # noqa: F403 - every name of the module

@@ -1,3 +1,3 @@
 """All general strategies, at plato's path."""
 
-from dovetail.trainers.strategies import *  # noqa: F403 - the names are those of the module
+from dovetail.trainers.strategies import *  # noqa: F403 - every name of the module

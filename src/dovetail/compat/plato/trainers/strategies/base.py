@@ -1,3 +1,3 @@
 """The kinds of strategy and their context, at plato's path."""
 
-from dovetail.trainers.strategies.base import *  # noqa: F403 - the names are those of the module
+from dovetail.trainers.strategies.base import *  # noqa: F403 - every name of the module

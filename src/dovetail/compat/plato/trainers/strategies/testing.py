@@ -1,3 +1,3 @@
 """Testing strategies, at plato's path."""
 
-from dovetail.trainers.strategies.testing import *  # noqa: F403 - the names are those of the module
+from dovetail.trainers.strategies.testing import *  # noqa: F403 - every name of the module
