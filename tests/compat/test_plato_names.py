@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from problem import Problem, assert_same_weights, train_by_hand, weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from dovetail.callbacks import CallbackHandler, GradientClipping, TrainerCallback
 from dovetail.compat.plato import ComposableTrainer, Trainer
@@ -60,7 +61,8 @@ PATHS = [
     ("trainers.tracking", "RunHistory"),
     ("trainers.strategies", "TrainingContext"),
     ("trainers.strategies.algorithms", "FedProxLossStrategy"),
-    ("trainers.strategies.algorithms", "SCAFFOLDUpdateStrategyV2"),
+    ("trainers.strategies.algorithms", "FedDynLossStrategy"),
+    ("trainers.strategies.algorithms", "SCAFFOLDUpdateStrategy"),
     ("trainers.strategies.base", "TrainingContext"),
     ("trainers.strategies.base", "Strategy"),
     ("trainers.strategies.data_loader", "PrefetchDataLoaderStrategy"),
@@ -195,6 +197,33 @@ def test_a_subclass_sets_its_strategies_up_and_tears_them_down(problem: Problem)
         assert trainer.strategies.is_set_up
     assert events == ["setup", "teardown"]
     assert not trainer.strategies.is_set_up
+
+
+def test_overridden_seams_equal_strategies(problem: Problem, trainset: TensorDataset) -> None:
+    class Own(Trainer):
+        def get_loss_criterion(self) -> Any:
+            return nn.CrossEntropyLoss(label_smoothing=0.1)
+
+        def get_optimizer(self, model: nn.Module) -> Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=0.2)
+
+        def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> Any:
+            return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+
+        def get_train_loader(self, batch_size: int, trainset: Any, sampler: Any = None) -> Any:
+            return DataLoader(trainset, batch_size=2 * batch_size, sampler=sampler)
+
+    own = Own(problem.model(), device="cpu", verbose=False)
+    given = composable(
+        problem.model(),
+        loss_strategy=CrossEntropyLossStrategy(label_smoothing=0.1),
+        optimizer_strategy=SGDOptimizerStrategy(lr=0.2),
+        lr_scheduler_strategy=StepLRSchedulerStrategy(step_size=1),
+    )
+    own.train_model(CONFIG, trainset, SequentialSampler(trainset))
+    given.train_model({**CONFIG, "batch_size": 16}, trainset, SequentialSampler(trainset))
+    assert_same_weights(own.model, given.model)
+    assert list(own.history.losses) == list(given.history.losses)
 
 
 # ------------------------------------------------------------------ strategies and their context

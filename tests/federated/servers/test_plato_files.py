@@ -174,6 +174,8 @@ def test_processors_that_undo_others_are_part_of_those() -> None:
     assert told == [
         "keys of plato that are not supported have no effect: server.outbound_processors: unstructured_pruning"
     ]
+    others, _ = read({"clients": {"outbound_processors": ["model_quantize_qsgd", "compress"]}})
+    assert others.clients.outbound_processors == ("model_quantize_qsgd", "compress")
     with pytest.raises(ConfigErrors, match="unknown postprocessor 'model_encrypt'"):
         read_federated({"clients": {"outbound_processors": ["model_encrypt"]}})
 
