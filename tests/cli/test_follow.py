@@ -101,3 +101,20 @@ def test_a_change_is_told_once_and_nothing_else() -> None:
         "trial 0 (id 10) starts again: it fell",
     ]
     assert changes(after, after) == []
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 140])
+def test_a_narrow_terminal_cuts_no_number_and_no_state(width: int) -> None:
+    hparams = {"lr": 0.000123456, "weight_decay": 0.01, "depth": 12}
+    record = experiment(
+        trial(0, hparams=hparams, best=2.3467e-10, latest=7.038e-5, steps=12345, restarts=1),
+        trial(1, hparams=hparams, state="RUNNING", status="loading " + "x" * 90, progress=0.25, steps=12345),
+    )
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(trials_view(record, 4, width))
+    assert isinstance(screen.file, io.StringIO)
+    text = screen.file.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    for cell in ("COMPLETED", "RUNNING", "2.347e-10", " 10 ", "lr 0.0001235"):
+        assert cell in text
+    assert ("7.038e-05" in text, "status" in text) == (width >= 120, width >= 140)

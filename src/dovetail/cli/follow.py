@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.2
 _STATUS_WIDTH = 24
+# A narrow terminal shows at least this much of the hyperparameters.
+_LEAST_HPARAMS = 16
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def watching(seen: ExperimentRecord | None = None) -> Iterator[Callable[[Experim
         def draw(record: ExperimentRecord) -> None:
             if text := said():
                 screen.print(printable(text.strip(), lines=True), markup=False)
-            live.update(trials_view(record, max(3, screen.height - 9)), refresh=True)
+            live.update(trials_view(record, max(3, screen.height - 9), screen.width), refresh=True)
 
         yield draw
 
@@ -85,12 +87,13 @@ def _stderr_aside() -> Iterator[Callable[[], str]]:
             sys.stderr.write(said())
 
 
-def trials_view(record: ExperimentRecord, num_rows: int | None = None) -> RenderableType:
+def trials_view(record: ExperimentRecord, num_rows: int | None = None, width: int | None = None) -> RenderableType:
     """Return a table of trials with a line about them all.
 
     Args:
         record: The experiment.
         num_rows: How many trials fit: the best, the running and the newest ones are shown. None means all.
+        width: The columns of the terminal: parts of the table that do not fit are left out. None means all parts.
     """
     from rich.console import Group
     from rich.text import Text
@@ -109,12 +112,14 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None) -> Render
         *(name for name in ("progress", "status") if not any(row[name] for row in cells)),
     }
     cells = [{name: cell for name, cell in row.items() if name not in empty} for row in cells]
+    cells = cells if width is None else _fit_width(cells, width)
     table = make_table(
         *(cells[0] if cells else ()),
         numbers=("trial", "id", "progress", "batches", "latest", "best", "restarts"),
         long="hyperparameters",
         rows=[list(row.values()) for row in cells],
         wrap=num_rows is None,
+        width=width,
     )
     hidden = len(record.trials) - len(trials)
     lines = [Text(summary(record), style="bold"), table] if trials else [Text(summary(record), style="bold")]
@@ -198,6 +203,18 @@ def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) 
             sys.stdout.write(shown_as(decoder.decode(b"", final=True)))
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _fit_width(cells: list[dict[str, str]], width: int) -> list[dict[str, str]]:
+    """Return the cells without the columns that a terminal has no room for, the least important first."""
+    for dropped in ("status", "latest", "restarts", "progress", "batches"):
+        columns = [(name, *(row[name] for row in cells)) for name in (cells[0] if cells else ())]
+        natural = [_LEAST_HPARAMS if it[0] == "hyperparameters" else max(map(len, it)) for it in columns]
+        # Every column has a space on both sides and a line.
+        if sum(natural) + 3 * len(natural) + 1 <= width:
+            break
+        cells = [{name: cell for name, cell in row.items() if name != dropped} for row in cells]
+    return cells
 
 
 def _cells(trial: TrialRecord, names: set[str]) -> dict[str, str]:

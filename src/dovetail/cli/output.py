@@ -138,8 +138,17 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
+# The one column that gives way in a narrow terminal has at least this width.
+_LEAST_WIDTH = 8
+
+
 def make_table(
-    *columns: str, numbers: Iterable[str] = (), long: str = "", rows: Iterable[Sequence[str]] = (), wrap: bool = True
+    *columns: str,
+    numbers: Iterable[str] = (),
+    long: str = "",
+    rows: Iterable[Sequence[str]] = (),
+    wrap: bool = True,
+    width: int | None = None,
 ) -> Table:
     """Return a table of plain text; markup and control characters are shown and have no effect.
 
@@ -149,16 +158,23 @@ def make_table(
         long: The heading of the one column that gives way in a narrow terminal.
         rows: The cells.
         wrap: Whether that column takes several lines then, or is cut.
+        width: The columns of the terminal; None measures it.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    numbers = set(numbers)
+    numbers, rows = set(numbers), list(rows)
     table = Table(box=box.ROUNDED)
-    for name in columns:
+    widths = [max(len(printable(it)) for it in (name, *(row[at] for row in rows))) for at, name in enumerate(columns)]
+    # Every column has a space on both sides and a line.
+    left = (width or console().width) - sum(widths) - 3 * len(widths) - 1
+    for name, natural in zip(columns, widths, strict=True):
         justify: Literal["left", "right"] = "right" if name in numbers else "left"
-        table.add_column(Text(printable(name)), justify=justify, no_wrap=name != long or not wrap, overflow="ellipsis")
+        # Otherwise a narrow terminal cuts numbers and states, too.
+        most = max(natural + min(left, 0), _LEAST_WIDTH) if name == long else None
+        keeps = name != long or not wrap
+        table.add_column(Text(printable(name)), justify=justify, no_wrap=keeps, overflow="ellipsis", max_width=most)
     for row in rows:
         table.add_row(*(Text(printable(cell), style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row))
     return table
