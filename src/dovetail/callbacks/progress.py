@@ -374,7 +374,7 @@ def _number(value: float) -> str:
 
 def _duration(seconds: float, *, exact: bool = False) -> str:
     if exact and seconds < 60:
-        return f"{seconds:.1f}s" if seconds >= 0.1 else f"{seconds:.2f}s"
+        return f"{seconds:.2f}s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

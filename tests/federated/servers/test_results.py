@@ -61,7 +61,7 @@ def test_every_round_has_a_line_that_names_who_was_left_out() -> None:
     display.on_training_will_start(Watched())
     display.on_clients_processed(Watched())
     display.on_server_will_close(Watched())
-    assert text.getvalue() == "round 1/10  1 of 2 clients  train loss 2.0000  0.5s  client 2 crashed: ValueError: x\n"
+    assert text.getvalue() == "round  1/10  1 of 2 clients  train loss 2.0000  0.50s  client 2 crashed: ValueError: x\n"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_fault_names_its_client_once(reason: str, told: str) -> None:
     display.on_training_will_start(Watched())
     display.on_clients_processed(Watched())
     display.on_server_will_close(Watched())
-    assert text.getvalue() == f"round 1/10  0 of 1 client  0.5s  {told}\n"
+    assert text.getvalue() == f"round  1/10  0 of 1 client  0.50s  {told}\n"
 
 
 def test_a_server_with_a_folder_for_results_writes_them(tmp_path: Path) -> None:

@@ -94,12 +94,14 @@ class RoundDisplay(ServerCallback):
 def _line(record: RoundRecord, config: FederatedConfig, backend: str) -> str:
     # An asynchronous round also receives answers to tasks of earlier rounds.
     asked = len(record.selected) if config.server.synchronous else len(record.reported) + len(record.faults)
-    who = "edge server" if config.algorithm.cross_silo else "client"
-    words = [f"round {record.round}/{config.trainer.rounds}", f"{len(record.reported)} of {counted(asked, who)}"]
+    kind = "edge server" if config.algorithm.cross_silo else "client"
+    last = config.trainer.rounds
+    # Padded, so that the lines of a run align.
+    words = [f"round {record.round:>{len(str(last))}}/{last}", f"{len(record.reported)} of {counted(asked, kind)}"]
     words += [f"{_LABELS[name]} {record.metrics[name]:.4f}" for name in _LABELS if name in record.metrics]
     if record.staleness:
         words.append(f"staleness up to {record.staleness}")
-    words.append(f"{record.elapsed_time:.1f}s")
+    words.append(f"{record.elapsed_time:.2f}s")
     if ran_elsewhere([record], backend):
         words.append(f"on {record.backend}, not {backend}")
     words += [fault.sentence for fault in record.faults]
