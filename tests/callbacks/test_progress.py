@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from dovetail.callbacks import Callbacks, LambdaCallback, ProgressDisplay
+from dovetail import Trainer
+from dovetail.callbacks import EMA, Callbacks, LambdaCallback, ProgressDisplay
 from dovetail.callbacks.progress import _Notebook
 from dovetail.errors import ConfigError
 from dovetail.trainers.context import TrainingContext
@@ -300,3 +301,13 @@ def test_weights_are_the_same_with_and_without(make: Callable[..., Any]) -> None
 def test_a_meaningless_rate_is_refused() -> None:
     with pytest.raises(ConfigError, match="refresh_per_second: expected more than 0, got 0"):
         ProgressDisplay(0)
+
+
+@pytest.mark.parametrize(("validates_average", "label"), [(True, "valid (EMA) loss"), (False, "valid loss")])
+def test_a_line_says_that_the_average_was_validated(validates_average: bool, label: str) -> None:
+    console = log()
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    callbacks = [EMA(validate_with_average=validates_average), ProgressDisplay(console=console)]
+    trainer = Trainer(torch.nn.Linear(2, 2), "cpu", callbacks=callbacks, verbose=False)
+    trainer.fit((x, (x[:, 0] > 0).long()), (x, (x[:, 0] > 0).long()), max_length=Epochs(1))
+    assert label in written(console)

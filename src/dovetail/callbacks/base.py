@@ -45,6 +45,8 @@ class Callback:
 
     # Whether one process of a run is enough, because the callback shows or writes what all of them know.
     main_rank_only: ClassVar[bool] = False
+    # The weights that a validation measures because of this callback, for displays; empty for those that are trained.
+    validated_weights: str = ""
     # Whether it calls hooks of the trainer's class or of its strategies, and so is part of what is computed.
     is_part_of_trainer: ClassVar[bool] = False
 

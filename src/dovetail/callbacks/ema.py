@@ -55,6 +55,7 @@ class EMA(Callback):
         self.every = every
         self.warmup = warmup
         self.validate_with_average = validate_with_average
+        self.validated_weights = "EMA" if validate_with_average else ""
         self.num_averaged = 0
         self._updates_before = 0
         self._model: nn.Module | None = None

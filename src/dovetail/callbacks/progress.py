@@ -212,7 +212,9 @@ class ProgressDisplay(Callback):
         if at_batch:
             parts.append(Text(f"batch {self._count(context.progress.batch)}"))
         parts += [self._stage("train", "cyan", train)] if train else []
-        parts += [self._stage("valid", "magenta", self._validation)] if self._validation else []
+        if self._validation:
+            weights = next((it.validated_weights for it in context.callbacks if it.validated_weights), "")
+            parts.append(self._stage("valid", "magenta", self._validation, weights))
         parts.append(Text(_duration(time.monotonic() - self._epoch_began, exact=True), "dim"))
         self._validation = {}
         self._printed_at = context.progress.batches
@@ -225,7 +227,7 @@ class ProgressDisplay(Callback):
     def _count(self, batch: int) -> str:
         return f"{batch:>{len(str(self._total))}}/{self._total}" if self._total else str(batch)
 
-    def _stage(self, stage: str, style: str, metrics: Mapping[str, float]) -> Text:
+    def _stage(self, stage: str, style: str, metrics: Mapping[str, float], weights: str = "") -> Text:
         loss = metrics.get("valid_loss", math.nan)
         is_best = loss < self._best
         self._best = loss if is_best else self._best
@@ -233,7 +235,7 @@ class ProgressDisplay(Callback):
             _measure(name.removeprefix(f"{stage}_"), value, "bold green" if is_best and name == "valid_loss" else "")
             for name, value in metrics.items()
         ]
-        return Text(" ").join([Text(stage, style), *shown])
+        return Text(" ").join([Text(f"{stage} ({weights})" if weights else stage, style), *shown])
 
 
 class _Surface:
