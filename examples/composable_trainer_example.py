@@ -1,4 +1,4 @@
-"""Five trainers without a subclass: loss, optimizer, step, schedule and data loader are separate strategies."""
+"""Six trainers without a subclass: loss, optimizer, step, schedule and data loader are separate strategies."""
 
 from __future__ import annotations
 
