@@ -100,7 +100,7 @@ EXAMPLES = {
     "1. defaults": with_defaults,
     "2. custom loss and optimizer": with_loss_and_optimizer,
     "3. several strategies": with_several_strategies,
-    "4. a strategy of one's own": with_own_strategy,
+    "4. custom strategy": with_own_strategy,
     "5. mixed precision, automatic": with_mixed_precision,
     "5. mixed precision, bfloat16": with_bfloat16,
 }
