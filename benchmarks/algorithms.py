@@ -617,8 +617,8 @@ EXPERIMENTS = (
         "Client drift",
         "Synthetic(1, 1), 20 devices, all in every round, 20 full-batch steps of 0.02, logistic regression in float64 "
         "with weight decay 0.01: the objective is the mean over devices of their cross entropy, plus 0.005 ‖w‖² of "
-        f"weights and biases, and its optimum that of L-BFGS. FedDyn's α is {FEDDYN_ALPHA}. Every device counts the "
-        f"same. Sizes are cut at {MOST_SAMPLES}.",
+        f"weights and biases, and L-BFGS computes its optimum. FedDyn's α is {FEDDYN_ALPHA}. All devices have "
+        f"the same weight, and at most {MOST_SAMPLES} samples.",
         "objective above its optimum",
         "objective above its optimum, after the last round",
         drift,
@@ -629,9 +629,9 @@ EXPERIMENTS = (
     Experiment(
         "stability",
         "Stability",
-        "FedProx's own setting: Synthetic(1, 1), 30 devices, 10 per round, 20 epochs, learning rate 0.01, batches of "
-        "10, logistic regression. What is compared is the mean of |L(t+1) − L(t)| of the global training loss over the "
-        f"second half of the rounds. Sizes are cut at {MOST_SAMPLES}.",
+        "The setting of the FedProx paper: Synthetic(1, 1), 30 devices, 10 per round, 20 epochs, learning rate 0.01, "
+        "batches of 10, logistic regression. The measured value is the mean of |L(t+1) − L(t)| of the global training "
+        f"loss over the second half of the rounds. Devices have at most {MOST_SAMPLES} samples.",
         "global training loss",
         "movement of the global training loss",
         stability,
@@ -642,10 +642,11 @@ EXPERIMENTS = (
     Experiment(
         "personalisation",
         "Personalisation",
-        "Fashion-MNIST, 20 clients with two classes each, 150 training images and 100 test images of either, all "
-        f"clients in every round, {LOCAL_EPOCHS} epochs, batches of 30, learning rate 0.03, MLP 784-{HIDDEN}-10. "
+        "Fashion-MNIST, 20 clients with two classes each, 150 training images and 100 test images of each class, "
+        f"all clients in every round, {LOCAL_EPOCHS} epochs, batches of 30, learning rate 0.03, MLP 784-{HIDDEN}-10. "
         "FedPer and FedRep keep the head, LG-FedAvg the layer before it. Local only: nothing is sent, and every client "
-        "trains by itself, with the same epochs. Where Fashion-MNIST is not installed, digits, and fewer of them.",
+        "trains alone, for the same number of epochs. If Fashion-MNIST is not installed, the script uses the smaller "
+        "digits dataset.",
         "accuracy on clients' own test data",
         "accuracy on clients' own test data, %",
         personalisation,
@@ -657,7 +658,7 @@ EXPERIMENTS = (
     Experiment(
         "iid",
         "No free lunch",
-        "The same, but every client has 300 training images and 200 test images of any class.",
+        "The same setting, but every client has 300 training images and 200 test images of any class.",
         "accuracy on clients' own test data",
         "accuracy on clients' own test data, %",
         no_free_lunch,

@@ -1,4 +1,4 @@
-"""A classifier from keywords alone: say what you want when you make the trainer, then call `train()`."""
+"""A classifier with keywords only: pass all settings to the constructor of the trainer, then call `train()`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Five trainers without a subclass: each concern (loss, optimizer, step, schedule, data) is a strategy of its own."""
+"""Six trainers without a subclass: loss, optimizer, step, schedule and data loader are separate strategies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def composed(**strategies: Any) -> ComposableTrainer:
 
 
 def with_defaults() -> ComposableTrainer:
-    """Cross entropy, SGD, a plain step, a constant rate."""
+    """Train with the defaults: cross entropy, SGD, a plain step, a constant learning rate."""
     return composed()
 
 
@@ -46,7 +46,7 @@ def with_loss_and_optimizer() -> ComposableTrainer:
 
 
 def with_several_strategies() -> ComposableTrainer:
-    """Four batches of 32 share one update: its gradient is that of 128 samples."""
+    """Accumulate four batches of 32, so that every update uses the gradient of 128 samples."""
     return composed(
         loss_strategy=CrossEntropyLossStrategy(),
         optimizer_strategy=AdamOptimizerStrategy(lr=1e-2),
@@ -58,7 +58,7 @@ def with_several_strategies() -> ComposableTrainer:
 
 
 class WeightedLossWithL2(LossCriterionStrategy):
-    """Cross entropy that counts some classes more, plus the squared weights."""
+    """Cross entropy with class weights, plus an L2 penalty on the model's weights."""
 
     is_classification = True
 
@@ -76,20 +76,20 @@ class WeightedLossWithL2(LossCriterionStrategy):
 
 
 def with_own_strategy() -> ComposableTrainer:
-    # Eights and nines are the digits that are mistaken most often.
+    # Eights and nines are confused most often, so they get larger weights.
     weights = torch.tensor([1.0] * 8 + [2.0] * 2)
     return composed(loss_strategy=WeightedLossWithL2(weights, l2=1e-4), optimizer_strategy=AdamOptimizerStrategy(3e-3))
 
 
 def with_mixed_precision() -> ComposableTrainer:
-    """Lower precision where the device gains by it: bfloat16 or float16 on a GPU, float32 on a CPU."""
+    """Train in the precision that is fastest on the device: bfloat16 or float16 on a GPU, float32 on a CPU."""
     return composed(
         optimizer_strategy=AdamOptimizerStrategy(lr=3e-3), training_step_strategy=MixedPrecisionStepStrategy()
     )
 
 
 def with_bfloat16() -> ComposableTrainer:
-    """Lower precision on any device."""
+    """Train in bfloat16 on any device."""
     return composed(
         optimizer_strategy=AdamOptimizerStrategy(lr=3e-3),
         training_step_strategy=MixedPrecisionStepStrategy(precision="bf16"),
@@ -100,7 +100,7 @@ EXAMPLES = {
     "1. defaults": with_defaults,
     "2. custom loss and optimizer": with_loss_and_optimizer,
     "3. several strategies": with_several_strategies,
-    "4. a strategy of one's own": with_own_strategy,
+    "4. custom strategy": with_own_strategy,
     "5. mixed precision, automatic": with_mixed_precision,
     "5. mixed precision, bfloat16": with_bfloat16,
 }
@@ -110,7 +110,7 @@ def main() -> None:
     train, test = digits(split=(0.8, 0.2))
     accuracies = []
     for name, make in EXAMPLES.items():
-        # The strategies are set up when the trainer is made, and torn down at the end of the block.
+        # The constructor sets the strategies up, and the end of the block tears them down.
         with make() as trainer:
             losses = trainer.fit(train).get_metric_values("train_loss")
             accuracies.append(trainer.test(test))

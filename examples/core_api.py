@@ -1,6 +1,6 @@
-"""A script that owns its loop: hyperparameters, checkpoints, metrics and preemption from the Core API alone.
+"""A script with its own loop that uses the Core API for hyperparameters, checkpoints, metrics and preemption.
 
-Stop it by Ctrl-C or SIGTERM and run it again: it goes on, and ends with the same numbers. In two processes:
+Stop it by Ctrl-C or SIGTERM and run it again: it resumes, and ends with the same numbers. In two processes:
 `python -m dovetail.launch --slots 2 --hparam learning_rate=0.2 examples/core_api.py`
 """
 

@@ -1,4 +1,4 @@
-"""Callbacks of your own: watch the gradients, write metrics into the history, and end training."""
+"""Custom callbacks that measure gradients, write metrics into the history, and stop training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.trainers import Trainer, TrainingContext
 
 
 class GradientNorm(Callback):
-    """Record the mean norm of each epoch's gradients, and stop when they have all but vanished."""
+    """Record the mean gradient norm of each epoch, and stop training when it is almost zero."""
 
     def __init__(self, stop_below: float) -> None:
         self.stop_below = stop_below
@@ -33,7 +33,7 @@ class GradientNorm(Callback):
         if mean < self.stop_below:
             context.stop(f"the gradient norm is {mean:.3f}")
 
-    # A checkpoint holds this, so that a run which is resumed goes on exactly.
+    # A checkpoint contains this state, so that a resumed run gives exactly the same result.
 
     def state_dict(self) -> dict[str, Any]:
         return {"norms": self.norms}
@@ -49,7 +49,7 @@ def main() -> None:
         optimizer=partial(SGD, lr=0.1, momentum=0.9),
         callbacks=[
             GradientNorm(stop_below=0.1),
-            # For a line or two a function will do.
+            # For one or two lines, a function is enough.
             LambdaCallback(on_train_start=lambda context: print(f"training on {context.device}")),
         ],
         num_epochs=50,

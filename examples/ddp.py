@@ -1,6 +1,6 @@
-"""Data-parallel training from a plain script: two processes are started, and everything comes back here.
+"""Data-parallel training from a plain script: the trainer starts two processes and returns their results.
 
-There is no `if __name__ == "__main__"`: the processes are given the trainer and its data, and never run this file.
+No `if __name__ == "__main__"` is needed: the processes receive the trainer and its data, and never run this file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dovetail.trainers import DDPTrainer, Trainer
 
 
 class Spiral(nn.Module):
-    """Which of three arms a point belongs to."""
+    """Points on three spiral arms; the target is the arm of a point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def make_trainer(batch_size: int) -> SpiralTrainer:
 
 training, test = make_data(615), make_data(500)
 
-# Two processes with batches of 32 make the updates of one process with batches of 64.
+# Two processes with batches of 32 make the same updates as one process with batches of 64.
 alone = make_trainer(batch_size=64)
 alone.fit(training, test)
 
@@ -72,7 +72,7 @@ assert progress == alone.context.progress
 
 pairs = zip(two.model.parameters(), alone.model.parameters(), strict=True)
 difference = max((a - b).abs().max().item() for a, b in pairs)
-accuracy = two.unwrap().evaluate(test)["accuracy"]  # the trainer itself: in this process, without starting any
+accuracy = two.unwrap().evaluate(test)["accuracy"]  # the inner trainer evaluates in this process
 print(f"result: weights differ by {difference:.0e} from those of one process; test accuracy {accuracy:.1%}")
 assert difference < 1e-9
 assert accuracy > 0.9

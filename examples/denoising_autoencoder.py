@@ -1,4 +1,4 @@
-"""A denoising autoencoder: data without labels, and a `train_step` that spoils the input before the model sees it."""
+"""A denoising autoencoder: data without labels, and a `train_step` that adds noise to the input of the model."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def network() -> nn.Module:
 
 
 def main() -> None:
-    # A second core makes so small a network no faster, and much slower while another program wants that core, too.
+    # A second thread does not speed up such a small network, and slows it down much if another program uses the core.
     torch.set_num_threads(1)
     train, valid, test = digits()
     print(f"{len(train)} images of 8×8 pixels to learn from, {len(valid)} to validate, {len(test)} to test\n")

@@ -1,4 +1,4 @@
-"""A federation: twenty clients with digits of their own, few labels each, and a server that makes one model of it."""
+"""A federation of twenty clients with few labels each, whose server trains one model for all of them."""
 
 from __future__ import annotations
 

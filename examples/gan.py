@@ -1,4 +1,4 @@
-"""A small DCGAN: two optimizers, each stepped by hand in `train_step`, through the context."""
+"""A small DCGAN: `train_step` steps two optimizers through the context."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def main() -> None:
         samples = trainer.model.eval().sample(len(train)).cpu()
     print(f"\n{draw(samples[:6])}\n")
 
-    # Two yardsticks: real images, and noise whose every pixel is one of that place in the data, but of another image
-    # each. The noise has the right mean and variance everywhere; only shapes tell it from digits.
+    # Compare the samples with real images, and with noise: the training images, with the values of each pixel permuted
+    # over the images. The noise has the mean and variance of real pixels, but no shapes.
     noise = torch.stack([pixel[torch.randperm(len(train))] for pixel in train.flatten(1).T], dim=1)
     distances = {
         name: distance(images, test) for name, images in [("real", train), ("made", samples), ("noise", noise)]
@@ -86,9 +86,9 @@ def main() -> None:
 
 
 def distance(made: Tensor, real: Tensor) -> float:
-    """Return how far images are from the nearest real one, and real ones from the nearest of them, on average.
+    """Return the mean distance to the nearest real image, averaged with the same distance in the other direction.
 
-    The first half grows when samples look like no digit, the second when some digits are never made.
+    The first part grows if samples do not look like digits, the second if the samples lack some digits.
     """
     between = torch.cdist(made.flatten(1), real.flatten(1))
     return (between.amin(dim=1).mean().item() + between.amin(dim=0).mean().item()) / 2

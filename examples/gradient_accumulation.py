@@ -1,4 +1,4 @@
-"""Gradient accumulation is exact: micro-batches, even of unequal size, train the very model that large batches do."""
+"""Exact gradient accumulation: micro-batches, even of unequal size, train the same model as large batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
     data = images.double(), labels
 
     large = list(zip(*(part.split(64) for part in data), strict=True))
-    # Each large batch in four: 10, 30, 4 and 20 samples. The last one is short, and so is its window.
+    # Divide each large batch into four: 10, 30, 4 and 20 samples. The last large batch, and so its window, is shorter.
     unequal = [micro for x, y in large for micro in zip(*(pieces(part) for part in (x, y)), strict=True)]
     print(f"batches of {[len(y) for _, y in large[:2]]} … {[len(y) for _, y in large[-1:]]}")
     print(f"  as micro-batches of {[len(y) for _, y in unequal[:8]]} … {[len(y) for _, y in unequal[-2:]]}")

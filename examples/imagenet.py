@@ -1,4 +1,4 @@
-r"""ImageNet's recipe on a folder of images: workers that augment, ResNet, mixed precision, several processes, EMA.
+r"""The ImageNet recipe on a folder of images: augmentation in workers, ResNet, mixed precision, processes, EMA.
 
 By default it draws some tiny images and trains a tiny network on them, in seconds. For ImageNet, give it a folder with
 `train/CLASS/*.JPEG` and `val/CLASS/*.JPEG`. A ResNet-50 on eight GPUs:
@@ -6,7 +6,7 @@ By default it draws some tiny images and trains a tiny network on them, in secon
     torchrun --nproc-per-node 8 imagenet.py --data /data/imagenet --blocks 3 4 6 3 --width 64 --size 224 --epochs 90 \
         --warmup 5 --batch-size 128 --learning-rate 2 --ema 0.9999 --workers 12
 
-`--batch-size` is that of one process, `--learning-rate` suits the sum of all. Add `--resume` to go on after a kill.
+`--batch-size` is the size per process, `--learning-rate` fits the sum over all processes. `--resume` resumes a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dovetail.trainers.strategies import CosineAnnealingLRSchedulerStrategy, War
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Images as squares of bytes: a random part of each, half of them mirrored; without `augment`, their middles."""
+    """Square images as bytes: with `augment`, random crops, half of them mirrored; otherwise centre crops."""
 
     def __init__(self, root: Path, size: int, augment: bool) -> None:
         self.classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
@@ -45,7 +45,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         width, height = image.size
         w = h = 0.875 * min(width, height)
         left, top, scale, shape, turn = rand(5).tolist() if self.augment else (0.5,) * 5
-        if self.augment:  # 8 % to 100 % of the area, from 3:4 to 4:3, anywhere
+        if self.augment:  # a random crop: 8 % to 100 % of the area, aspect ratio from 3:4 to 4:3
             area, ratio = (0.08 + 0.92 * scale) * width * height, (4 / 3) ** (2 * shape - 1)
             w, h = min(width, (area * ratio) ** 0.5), min(height, (area / ratio) ** 0.5)
         box = left * (width - w), top * (height - h), left * (width - w) + w, top * (height - h) + h
@@ -63,7 +63,7 @@ class Bottleneck(nn.Module):
         super().__init__()
         first, second = convolution(inputs, width, 1), convolution(width, width, 3, stride)
         self.body = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), convolution(width, 4 * width, 1))
-        nn.init.zeros_(self.body[-1][1].weight)  # a block begins as its shortcut
+        nn.init.zeros_(self.body[-1][1].weight)  # initially, a block returns its shortcut
         self.shortcut = nn.Identity() if inputs == 4 * width else convolution(inputs, 4 * width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """`ResNet([3, 4, 6, 3], 64, 1000)` is a ResNet-50. It takes bytes, which travel four times as fast as floats."""
+    """A ResNet for images of bytes, which are copied to the device four times as fast as floats.
+
+    `ResNet([3, 4, 6, 3], 64, 1000)` is a ResNet-50.
+    """
 
     def __init__(self, blocks: list[int], width: int, num_classes: int) -> None:
         super().__init__(convolution(3, width, 7, stride=2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
@@ -82,7 +85,7 @@ class ResNet(nn.Sequential):
         self.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes)])
 
     def forward(self, images: Tensor) -> Tensor:
-        return super().forward((images - 116.0) / 58.0)  # about the mean and the deviation of photographs
+        return super().forward((images - 116.0) / 58.0)  # approximate mean and standard deviation of photographs
 
 
 def top5(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ def train(options: argparse.Namespace, root: Path) -> None:
         checkpoint_dir="runs/imagenet",
         keep_last=2,
     )
-    trainer = DDPTrainer(AMPTrainer(single))  # one process, or those that torchrun has started
+    trainer = DDPTrainer(AMPTrainer(single))  # one process, or the processes that torchrun has started
     trainer.fit(training, validation, resume="auto" if options.resume else None)
     ema.apply_to(trainer.model)
     trainer.save_model("runs/imagenet/model.safetensors")
@@ -120,7 +123,7 @@ def train(options: argparse.Namespace, root: Path) -> None:
 
 
 def draw_images(root: Path) -> Path:
-    """Draw stripes, with a colour and a direction for each of ten classes, and return their folder."""
+    """Write images of stripes, with a colour and a direction for each of ten classes, and return their folder."""
     random, stripes = np.random.default_rng(0), np.mgrid[:40, :40]
     for label, colour in enumerate([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1)] * 2):
         for place in range(24):

@@ -1,12 +1,12 @@
 r"""A small GPT in plain PyTorch, trained on bytes: packed documents, exact accumulation by tokens, cosine schedule.
 
-It learns from the Python files beside this one, for some seconds. For data of your own:
+By default it trains on the Python files in its folder, for some seconds. For your own data:
 
     python language_model.py --text book.txt --context 256 --width 384 --layers 6 --heads 6 --bf16 \
         --batch-size 64 --accumulation 1 --dropout 0.2 --updates 5000 --warmup 100 --learning-rate 1e-3
 
-Texts that do not fit into memory want a `Dataset` over a mapped file in place of `pack`, and a tokenizer of more than
-bytes; neither trainer nor step changes. After a kill, the same command with `--resume` goes on.
+For texts that do not fit into memory, replace `pack` by a `Dataset` over a memory-mapped file, and the bytes by a
+tokenizer; trainer and step do not change. To resume a killed run, add `--resume` to the same command.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from dovetail import Updates
 from dovetail.trainers import AMPTrainer, Trainer
 from dovetail.trainers.strategies import CosineAnnealingLRSchedulerStrategy, WarmupSchedulerStrategy
 
-VOCABULARY, END, IGNORED = 257, 256, -100  # the bytes, and the token that ends a document
+VOCABULARY, END, IGNORED = 257, 256, -100  # 256 bytes, and the token at the end of a document
 
 
 def pack(documents: list[bytes], length: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets: documents one after the other, cut into rows of one length, and padded at the end.
+    """Return inputs and targets: the concatenated documents, cut into rows of equal length, and padded at the end.
 
-    How a document begins cannot be told from the one before it, so that is no target. Rows differ in their targets.
+    The first byte of a document is no target, because it cannot be predicted from the previous document. Therefore
+    rows have different numbers of targets.
     """
     stream = torch.tensor([token for document in documents for token in (*document, END)])
     stream = pad(stream, (0, (1 - len(stream)) % length), value=END)
@@ -73,7 +74,8 @@ class GPT(nn.Module):
     def write(self, prompt: str, number: int, temperature: float = 0.8) -> str:
         tokens = torch.tensor([list(prompt.encode())], device=self.head.weight.device)
         for _ in range(number):
-            logits = self(tokens[:, -self.context :])[:, -1, :END].float() / temperature  # never END: it goes on
+            # Without END, so that the text has `number` bytes.
+            logits = self(tokens[:, -self.context :])[:, -1, :END].float() / temperature
             tokens = torch.cat([tokens, torch.multinomial(logits.softmax(dim=1), 1)], dim=1)
         return bytes(tokens[0].tolist()).decode(errors="replace")
 
@@ -83,7 +85,7 @@ def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
 
 
 class Perplexity:
-    """Over all tokens of a pass, however many of them each batch has."""
+    """The perplexity over all tokens of a pass; batches may have different numbers of tokens."""
 
     def reset(self) -> None:
         self.nats, self.tokens = torch.zeros((), dtype=torch.float64), 0
@@ -98,7 +100,7 @@ class Perplexity:
 
 def train_step(trainer: Trainer, batch: Any) -> dict[str, Tensor]:
     inputs, targets = batch
-    # A loss is a mean over tokens. Told how many, the loop weights batches that share an update by them.
+    # The loss is a mean over tokens. With `num_items`, the loop weights accumulated batches by their numbers of tokens.
     return {"loss": token_loss(trainer.model(inputs), targets), "num_items": (targets != IGNORED).sum()}
 
 
@@ -128,20 +130,20 @@ def main() -> None:
     print(f"\n{trainer.model.eval().write('def main', 200)}\n\n{__doc__}")
     guess = Categorical(torch.bincount(targets[targets != IGNORED]).double()).perplexity()
     perplexity = trainer.history.get_latest_metric("valid_perplexity")
-    print(f"result: perplexity {perplexity:.2f} of a byte; {guess:.2f} for who knows how frequent bytes are, no more")
+    print(f"result: perplexity {perplexity:.2f} of a byte; {guess:.2f} from the frequencies of bytes alone")
     assert perplexity < 0.6 * guess
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     beside = sorted(Path(__file__).parent.glob("*.py"))
-    parser.add_argument("--text", type=Path, nargs="+", default=beside, help="files, each of them a document")
+    parser.add_argument("--text", type=Path, nargs="+", default=beside, help="text files, each a document")
     numbers = {"context": 32, "width": 64, "layers": 2, "heads": 4, "dropout": 0.0}
     numbers |= {"batch-size": 8, "accumulation": 2, "updates": 200, "warmup": 20, "learning-rate": 5e-3}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help="a number")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where that is safe")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--bf16", action="store_true", help="use mixed precision in bfloat16")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
-"""The same capabilities mounted twice: on an object, as a decorator, and on a class, as an add-on. The bits are equal.
+"""Decorators and add-ons: the same capabilities on an object and on a class, with results that are equal bit for bit.
 
-All of it runs in one process; `ddp.py` shows several.
+This example runs in one process; `ddp.py` uses several.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
 
 
-# Decorators: a responsibility is added to an object.
+# Decorators add a capability to an object.
 
 single_process_trainer = SingleProcess(make_model, **settings)
 ddp_trainer = DDPTrainer(trainer=single_process_trainer)
@@ -38,14 +38,14 @@ single_process_amp_trainer = SingleProcessAMP(make_model, precision="bf16", **se
 ddp_trainer_with_amp = DDPTrainer(trainer=single_process_amp_trainer)
 ddp_trainer_with_amp.fit(training, test)
 
-# The same by name, and by class method.
+# The same layers by name, and by class method.
 
 by_name = build_trainer("ddp-amp", make_model, precision="bf16", **settings)
 by_name.fit(training, test)
 by_method = DDPTrainer.from_single_process(make_model, amp=True, precision="bf16", **settings)
 by_method.fit(training, test)
 
-# Add-ons: a responsibility is added to a class.
+# Add-ons add a capability to a class.
 
 mixed = Trainer.add_on(PrecisionMixerAddon, MultiGPUAddon)(make_model, precision="bf16", **settings)
 mixed.fit(training, test)
@@ -56,7 +56,7 @@ assert same(ddp_trainer_with_amp, by_method)
 assert same(ddp_trainer_with_amp, mixed)
 assert not same(ddp_trainer_with_amp, ddp_trainer)
 
-# State management and several devices. A list of devices starts one process for each.
+# Saved state and several devices. A list of devices starts one process per device.
 
 with TemporaryDirectory() as folder:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Override the seams that differ (loss, optimizer, a hook), then `train(trainset, sampler)` and `test(testset)`."""
+"""A trainer in plato's style: override loss, optimizer and a hook, then call `train` and `test`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
     trainer = SmoothTrainer(model=network, num_epochs=10, batch_size=32, seed=0, verbose=False)
     trainer.set_client_id(1)
 
-    # A client of a federation sees a share of the data; here it is every second image.
+    # A federated client trains on a part of the data; here it is every second image.
     seconds = trainer.train(trainset, sampler=range(0, len(trainset), 2))
     accuracy = trainer.test(testset)
     print(f"result: test accuracy {accuracy:.1%} after {seconds:.1f} s on half of the data")

@@ -1,7 +1,7 @@
 """Sequence to sequence with teacher forcing: a GRU reads a word of digits and writes it backwards.
 
-The loss is a mean over tokens, and words differ in length. `num_items` tells the loop how many tokens a batch has, so
-that gradients which are accumulated over batches are exactly those of one large batch.
+The loss is a mean over tokens, and words differ in length. The step returns the number of tokens as `num_items`, so
+that accumulated batches give exactly the gradient of one large batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Seq2Seq(nn.Module):
         self.output = nn.Linear(width, 11)
 
     def forward(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Return the logits of every token; with a target, each token is told the right one before it."""
+        """Return the logits of every token; with a target, the input of each token is the previous target token."""
         _, state = self.encoder(self.embedding(source))
         token = torch.full_like(source[:, :1], START)
         if target is not None:

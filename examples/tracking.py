@@ -1,4 +1,4 @@
-"""Tracking a run: one callback, any number of loggers, and a logger of one's own.
+"""Tracking of a run with one callback, several loggers, and a custom logger.
 
 The loggers for TensorBoard, Weights & Biases, Neptune and MLflow are used in the same way, and need their packages.
 """
@@ -22,7 +22,7 @@ from dovetail.trainers.context import TrainingContext
 
 
 class BestAccuracy(Logger):
-    """A logger is three methods."""
+    """A custom logger: the three methods `start`, `log` and `finish`."""
 
     def start(self, run: Run) -> None:
         self.best = 0.0
@@ -39,7 +39,7 @@ class BestAccuracy(Logger):
 
 
 class Norms(Callback):
-    """Numbers of one's own go through the same tracker."""
+    """A callback that logs its own numbers through the tracker."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker

@@ -1,6 +1,6 @@
 """A convolutional network for handwritten digits, as a trial: the data, the model and two hyperparameters in one class.
 
-The same file runs alone, by `python -m dovetail.launch --slots 2`, and under `torchrun`.
+The same file runs alone, with `python -m dovetail.launch --slots 2`, and with `torchrun`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A GAN as a trial: two models, two optimizers, each stepped where its loss is."""
+"""A GAN as a trial: two models with two optimizers, and a step of each after its loss."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GANTrial(pytorch.PyTorchTrial):
         rate, betas = context.get_hparam("learning_rate"), (0.5, 0.999)
         self.d_optimizer = context.wrap_optimizer(Adam(self.discriminator.parameters(), lr=rate, betas=betas))
         self.g_optimizer = context.wrap_optimizer(Adam(self.generator.parameters(), lr=rate, betas=betas))
-        # How far made images are from the nearest real one: not a mean over batches, so it has a reducer of its own.
+        # The distance of samples to the nearest real image is not a mean over batches, so it needs a separate reducer.
         self.images = context.wrap_reducer(distance, name="distance", for_training=False)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
@@ -75,7 +75,7 @@ class GANTrial(pytorch.PyTorchTrial):
 
 
 def distance(batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Return how far images are from the nearest real one, and real ones from the nearest of them, on average."""
+    """Return the mean distance to the nearest real image, averaged with the same distance in the other direction."""
     real, made = (torch.cat([batch[part] for batch in batches]).flatten(1) for part in (0, 1))
     between = torch.cdist(made, real)
     return (between.amin(dim=1).mean().item() + between.amin(dim=0).mean().item()) / 2

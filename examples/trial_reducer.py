@@ -1,4 +1,4 @@
-"""Metrics that are no mean over batches: the F1 score of a whole validation, over all processes."""
+"""Metrics that are not a mean over batches: the F1 score of a whole validation, over all processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.data import digits
 
 
 class F1(pytorch.MetricReducer):
-    """Counts per class, which add up over batches and processes, and the F1 score that they give."""
+    """F1 score, computed from counts per class that are summed over batches and processes."""
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
@@ -49,7 +49,7 @@ class F1Trial(pytorch.PyTorchTrial):
         return pytorch.DataLoader(digits()[1], batch_size=100)
 
     def train_batch(self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int) -> Tensor:
-        # A step that optimises nothing by itself leaves that to the loop.
+        # This step does not optimise, so the loop does it.
         images, labels = batch
         return nn.functional.cross_entropy(self.model(images), labels)
 

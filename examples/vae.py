@@ -1,4 +1,4 @@
-"""A variational autoencoder: the loss comes from the model's own pieces, and the decoder dreams up new digits."""
+"""A variational autoencoder: `train_step` computes a loss with two terms, and the decoder draws new digits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main() -> None:
     trainer = VAETrainer(VAE, learning_rate=2e-3, num_epochs=40, seed=0)
     trainer.fit(train, test)
 
-    # What a model pays whose latent variables tell nothing: it can do no better than the average image.
+    # The loss of a model with useless latent variables: it can only predict the average image.
     average = train.mean(dim=0).clamp(1e-3, 1 - 1e-3).logit().expand_as(test)
     known_average = cross_entropy(average, test, reduction="sum").item() / len(test)
     loss = trainer.evaluate(test)["loss"]

@@ -1,4 +1,4 @@
-"""Say what a step computes, in `train_step` and `test_step`; run some epochs, then some more; infer."""
+"""A trainer in zae-engine's style: define `train_step` and `test_step`, run some epochs, run some more, and infer."""
 
 from __future__ import annotations
 
