@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *GUIDE]
 EVERYTHING = [
     *PAGES,
     ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
     ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
     ROOT / "benchmarks" / "RESULTS.md",
@@ -161,9 +162,9 @@ def test_commands_exist(page: Path) -> None:
     assert set(re.findall(r"dovetail checkpoint ([a-z]+)", text)) <= set(get_group(checkpoint_commands.app).commands)
 
 
-def test_the_readme_has_every_target_that_make_lists() -> None:
+def test_the_notes_for_agents_have_every_target_that_make_lists() -> None:
     listed = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    named = re.findall(r"^\| `make ([a-z]+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(r"^\| `make ([a-z]+)` \|", (ROOT / "AGENTS.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {*named, "help"} == set(listed)
 
 
