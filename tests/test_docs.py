@@ -178,6 +178,19 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_every_file_has_the_same_version() -> None:
+    places = {
+        "pyproject.toml": r'^version = "([^"]+)"$',
+        "CITATION.cff": r"^version: (.+)$",
+        "CHANGELOG.md": r"^## (\d[\w.]*) - \d{4}-\d\d-\d\d$",
+    }
+    found = {
+        name: re.findall(pattern, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[:1]
+        for name, pattern in places.items()
+    }
+    assert found == {name: [dovetail.__version__] for name in places}
+
+
 # ------------------------------------------------------------------ names
 
 MODULES = [
