@@ -178,6 +178,39 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_readme_has_the_numbers_of_the_benchmarks() -> None:
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    tables = {title: re.findall(rf"^## {title}$(.*?)^\d+ ", results, re.DOTALL | re.MULTILINE)[0] for title in MEASURED}
+    reasons = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Five reasons")[2].partition("## ")[0]
+    missing = {}
+    for title, (rows, digits) in MEASURED.items():
+        for row in rows:
+            number = re.findall(rf"^\| {re.escape(row)} \| ([\d.]+) \|", tables[title], re.MULTILINE)[0]
+            if f" {float(number):.{digits}f}" not in reasons.replace("[", " "):
+                missing[row] = number
+    assert missing == {}
+
+
+# Rows of the first table of a section that the README cites, and with how many digits.
+MEASURED = {
+    "The loop": (
+        (
+            "dovetail, as a new user gets it",
+            "fabric",
+            "ignite, displays off",
+            "skorch",
+            "accelerate",
+            "lightning, displays off",
+            "transformers",
+            "keras, on torch",
+        ),
+        2,
+    ),
+    "Several processes": (("dovetail: MLP", "dovetail: wide MLP, 4 MB"), 2),
+    "Experiments": (("1 at a time",), 0),
+}
+
+
 def test_every_file_has_the_same_version() -> None:
     places = {
         "pyproject.toml": r'^version = "([^"]+)"$',
