@@ -67,7 +67,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 # Pages that list others. Each says in its links what is below it, and in which order.
 CONTENTS = ("index", "algorithms", "migration/index", "api/index")
 # What lies beside this folder and is read on the site as well.
-PAPERS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
+PAPERS = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 
 LINK = re.compile(r"\]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
 

@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *GUIDE]
 EVERYTHING = [
     *PAGES,
     ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
     ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
     ROOT / "benchmarks" / "RESULTS.md",
@@ -161,9 +162,9 @@ def test_commands_exist(page: Path) -> None:
     assert set(re.findall(r"dovetail checkpoint ([a-z]+)", text)) <= set(get_group(checkpoint_commands.app).commands)
 
 
-def test_the_readme_has_every_target_that_make_lists() -> None:
+def test_the_notes_for_agents_have_every_target_that_make_lists() -> None:
     listed = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    named = re.findall(r"^\| `make ([a-z]+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(r"^\| `make ([a-z]+)` \|", (ROOT / "AGENTS.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {*named, "help"} == set(listed)
 
 
@@ -175,6 +176,52 @@ def anchors_of(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_has_the_numbers_of_the_benchmarks() -> None:
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    tables = {title: re.findall(rf"^## {title}$(.*?)^\d+ ", results, re.DOTALL | re.MULTILINE)[0] for title in MEASURED}
+    reasons = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Five reasons")[2].partition("## ")[0]
+    missing = {}
+    for title, (rows, digits) in MEASURED.items():
+        for row in rows:
+            number = re.findall(rf"^\| {re.escape(row)} \| ([\d.]+) \|", tables[title], re.MULTILINE)[0]
+            if f" {float(number):.{digits}f}" not in reasons.replace("[", " "):
+                missing[row] = number
+    assert missing == {}
+
+
+# Rows of the first table of a section that the README cites, and with how many digits.
+MEASURED = {
+    "The loop": (
+        (
+            "dovetail, as a new user gets it",
+            "fabric",
+            "ignite, displays off",
+            "skorch",
+            "accelerate",
+            "lightning, displays off",
+            "transformers",
+            "keras, on torch",
+        ),
+        2,
+    ),
+    "Several processes": (("dovetail: MLP", "dovetail: wide MLP, 4 MB"), 2),
+    "Experiments": (("1 at a time",), 0),
+}
+
+
+def test_every_file_has_the_same_version() -> None:
+    places = {
+        "pyproject.toml": r'^version = "([^"]+)"$',
+        "CITATION.cff": r"^version: (.+)$",
+        "CHANGELOG.md": r"^## (\d[\w.]*) - \d{4}-\d\d-\d\d$",
+    }
+    found = {
+        name: re.findall(pattern, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[:1]
+        for name, pattern in places.items()
+    }
+    assert found == {name: [dovetail.__version__] for name in places}
 
 
 # ------------------------------------------------------------------ names

@@ -52,6 +52,14 @@ def test_the_same_run_has_the_same_losses_as_in(library: str, tmp_path: Path, mo
     assert losses_of(ours) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "keras"])
+def test_a_guide_names_the_version_that_is_pinned(library: str) -> None:
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    (pinned,) = re.findall(rf"^{library}==(\S+)$", pins, re.MULTILINE)
+    guide = (ROOT / "docs" / "migration" / f"{library}.md").read_text(encoding="utf-8")
+    assert f"with {library} {pinned}" in guide.lower()
+
+
 @pytest.mark.parametrize("library", IMPORTS)
 def test_a_program_with_its_imports_changed_is_ours(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dovetail.pytorch.context import TrialContext
     from dovetail.trainers import SingleProcess, Trainer, TrainingContext, seed_everything
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 """A format for `logging.basicConfig` with the level, the process and the logger of each record."""

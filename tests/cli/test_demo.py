@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +15,8 @@ from typing import Any
 import pytest
 
 from dovetail import checkpoint
-from dovetail.demos import DEMOS, Outcome, classify, experiment, federated, gan, resume
+from dovetail.cli import main
+from dovetail.demos import DEMOS, Outcome, catalogue, classify, experiment, federated, gan, resume
 from dovetail.errors import DovetailError
 from dovetail.history import History
 
@@ -110,6 +115,40 @@ def test_the_default_is_classify_in_a_new_folder_each_time(
     assert "  dovetail checkpoint list dovetail-demo/classify-2/run" in lines
     assert lines[-1].startswith("result: test accuracy ")
     assert list((tmp_path / "dovetail-demo" / "classify").iterdir()) == []
+
+
+def next_step(name: str, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the command prints as the next step if it is started by this program in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module(f"dovetail.demos.{name}"), "run", lambda folder: Outcome("done", {}))
+    monkeypatch.setattr(sys, "argv", [str(program), "demo", name])
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as leaving:
+        main()
+    assert leaving.value.code == 0
+    return out.getvalue().partition("next step:\n  ")[2].partition("\n")[0]
+
+
+def test_the_next_step_is_a_command_that_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "dovetail"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    folder = "dovetail-demo/classify"
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert next_step("classify", program, tmp_path, monkeypatch) == f"bin/dovetail checkpoint list {folder}/run"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert next_step("classify", program, tmp_path, monkeypatch) == f"dovetail checkpoint list {folder}-2/run"
+    module = Path(catalogue.__file__).parents[1] / "__main__.py"
+    python = shlex.quote(sys.executable)
+    command = f"{python} -m dovetail checkpoint list {folder}-3/run"
+    assert next_step("classify", module, tmp_path, monkeypatch) == command
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_the_next_step_names_files_that_exist(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = next_step(name, Path(sys.executable).with_name("dovetail"), tmp_path, monkeypatch)
+    assert "{" not in step
+    ours = [word for word in step.split() if word.endswith((".py", ".md"))]
+    assert [word for word in ours if not Path(word).exists()] == []
 
 
 def test_a_folder_with_something_in_it_is_left_alone(run: Run, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +14,7 @@ from typing import Annotated
 import typer
 
 from dovetail.cli.output import console, make_table
-from dovetail.demos import DEMOS
+from dovetail.demos import DEMOS, catalogue
 from dovetail.errors import ConfigError, UnknownNameError
 
 
@@ -56,8 +58,31 @@ def demo(
     written = {str(folder / each): what for each, what in outcome.files.items() if (folder / each).exists()}
     for path, what in written.items():
         print(f"  {path.ljust(max(map(len, written)))}  {what}")
-    print(f"go on with:\n  {DEMOS[name].goes_on.format(folder=shlex.quote(str(folder)))}")
+    code = Path(catalogue.__file__).with_name(f"{name}.py")
+    words = {"folder": shlex.quote(str(folder)), "dovetail": _command(), "code": _short_path(code)}
+    print(f"next step:\n  {DEMOS[name].goes_on.format(**words)}")
     print(f"\nresult: {outcome.result}")
+
+
+def _command() -> str:
+    """Return the command line that runs now, as the user can type it again: `.venv/bin/dovetail` after `make demo`."""
+    if Path(sys.argv[0]).name == "__main__.py":
+        return f"{_typed(sys.executable)} -m dovetail"
+    return _typed(sys.argv[0])
+
+
+def _typed(program: str) -> str:
+    """Return a program by its name if the PATH leads to it, else by its path."""
+    path = Path(os.path.abspath(program))
+    found = shutil.which(path.name)
+    if found is not None and Path(os.path.abspath(found)) == path:
+        return path.name
+    return _short_path(path)
+
+
+def _short_path(path: Path) -> str:
+    """Return a path for a shell, relative if it lies below the current folder."""
+    return shlex.quote(os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path))
 
 
 def _empty_folder(folder: Path) -> Path:

@@ -33,7 +33,8 @@ class Demo:
     Attributes:
         name: Its name, which is that of its module, too.
         shows: What it shows, in one sentence.
-        goes_on: Where to go from there; `{folder}` stands for the folder that it wrote into.
+        goes_on: The next step for the user. `{folder}` stands for the folder of the demo, `{dovetail}` for the command
+            line, and `{code}` for the source file of the demo.
     """
 
     name: str
@@ -52,23 +53,23 @@ DEMOS: Mapping[str, Demo] = {
         Demo(
             "classify",
             "A small convolutional network learns handwritten digits, and stops when it gets no better.",
-            "dovetail checkpoint list {folder}/run",
+            "{dovetail} checkpoint list {folder}/run",
         ),
         Demo(
             "gan",
             "Two networks play against each other, each with an optimizer that is stepped by hand.",
-            "docs/loop.md, on steps by hand",
+            "read how the program steps two optimizers: {code}",
         ),
         Demo(
             "experiment",
             "A search for hyperparameters: trials run as processes, and halving ends the worse ones early.",
             "edit {folder}/search.yaml, then: "
-            "dovetail experiment create {folder}/search.yaml {folder}/code --home {folder}/home",
+            "{dovetail} experiment create {folder}/search.yaml {folder}/code --home {folder}/home",
         ),
         Demo(
             "federated",
             "Ten clients that know two digits each train one model together, once by FedAvg and once by SCAFFOLD.",
-            "dovetail federate --set algorithm.type=fedprox --results {folder}/fedprox",
+            "{dovetail} federate --set algorithm.type=fedprox --results {folder}/fedprox",
         ),
         Demo(
             "resume",
