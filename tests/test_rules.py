@@ -71,7 +71,7 @@ FEDERATED_WORDS = {
     "trainers/strategies/model_update.py: round_number": "plato's name, which its users read.",
 }
 # The names of other libraries, which are no part of the kernel.
-OTHER_LIBRARIES = {"trainers/foreign.py"}
+OTHER_LIBRARIES = {"trainers/other_libraries.py"}
 
 # Files above 500 lines. A limit may only be lowered, and follows the length of its file.
 MOST_LINES = 500

@@ -23,7 +23,7 @@ from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, ProgressDisplay
 from dovetail.compat import lernomatic, plato, zae_engine
 from dovetail.errors import ConfigError, NonFiniteLossError, UnknownNameError
-from dovetail.trainers import AMPTrainer, CompiledTrainer, TrainerDecorator, TrainerOptions, foreign
+from dovetail.trainers import AMPTrainer, CompiledTrainer, TrainerDecorator, TrainerOptions, other_libraries
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.options import OPTION_NAMES
@@ -442,13 +442,13 @@ def test_a_name_of_another_library_says_where_it_is(kind: type[Any], library: st
     for name in own:
         with pytest.raises(AttributeError, match=f"no attribute {name!r}: (it is a name of dovetail.compat|write)"):
             getattr(trainer, name)
-    assert {name for name, answer in foreign.ATTRIBUTES.items() if f"compat.{library}." in answer} <= {
+    assert {name for name, answer in other_libraries.ATTRIBUTES.items() if f"compat.{library}." in answer} <= {
         *public(dir(kind)),
         *public(dir(ComposableTrainer)),
     }
 
 
-@pytest.mark.parametrize("name", sorted(foreign.HOOKS))
+@pytest.mark.parametrize("name", sorted(other_libraries.HOOKS))
 def test_a_hook_that_only_another_class_calls_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"Mine.{name}: nothing here calls it: (derive from|override _)"):
         type("Mine", (Trainer,), {name: lambda self, *args: None, "__module__": "mine"})

@@ -17,7 +17,7 @@ from dovetail.data import to_device
 from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError
 from dovetail.overrides import is_ours, reject_lost_overrides
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 from dovetail.trainers.context import TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
@@ -61,7 +61,7 @@ class OptionAssignment:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not cls._declares_attributes:
-            reject_lost_overrides(cls, foreign.HOOKS)
+            reject_lost_overrides(cls, other_libraries.HOOKS)
             reject_option_names(cls)
 
     if not TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _why_missing(trainer: Any, name: str) -> str:
     if name in OPTION_NAMES:
         return why_no_attribute(trainer, name)
     found = f"{type(trainer).__name__!r} object has no attribute {name!r}"
-    return f"{found}: {foreign.ATTRIBUTES[name]}" if name in foreign.ATTRIBUTES else found
+    return f"{found}: {other_libraries.ATTRIBUTES[name]}" if name in other_libraries.ATTRIBUTES else found
 
 
 def warn_of_near_names(names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dovetail.data import batch_length
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.history import History
-from dovetail.trainers import foreign, loop, saving
+from dovetail.trainers import loop, other_libraries, saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext
 from dovetail.trainers.metrics import Meter
 from dovetail.units import TrainUnit
@@ -171,7 +171,7 @@ class Trainer(ABC):
             unknown: Nothing else is accepted; what other libraries call these arguments is answered with their names.
         """
         for name in unknown:
-            raise UnknownNameError("keyword of fit", name, _FIT_KEYWORDS, foreign.FIT)
+            raise UnknownNameError("keyword of fit", name, _FIT_KEYWORDS, other_libraries.FIT)
         if dry_run:
             # Imported here because it looks at trainers from outside.
             from dovetail.trainers.dry_run import dry_run as try_out

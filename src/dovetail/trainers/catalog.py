@@ -11,10 +11,10 @@ from torch.optim import lr_scheduler as torch_schedulers
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.registry import Registry
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 from dovetail.trainers.optimizers import LARS, AdaHessian
 
-losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss), foreign.LOSSES)
+losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss), other_libraries.LOSSES)
 optimizers: Registry[Any] = Registry(
     "optimizer", lambda: {**_classes(torch.optim, Optimizer), "AdaHessian": AdaHessian, "LARS": LARS}
 )

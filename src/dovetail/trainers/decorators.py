@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.overrides import reject_lost_overrides
-from dovetail.trainers import base, foreign
+from dovetail.trainers import base, other_libraries
 from dovetail.trainers.attributes import why_no_attribute
 from dovetail.trainers.capabilities import (
     AutoBatch,
@@ -66,11 +66,11 @@ class TrainerDecorator(Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        reject_lost_overrides(cls, foreign.DECORATOR_HOOKS)
+        reject_lost_overrides(cls, other_libraries.DECORATOR_HOOKS)
         # `super().run(…)` in a layer is the decorated trainer's, also for names that only trainers of `compat` have.
         for part in cls.__mro__[: cls.__mro__.index(TrainerDecorator)]:
             methods = {name for name, value in vars(part).items() if isinstance(value, FunctionType)}
-            for name in methods & foreign.ATTRIBUTES.keys() - vars(TrainerDecorator).keys():
+            for name in methods & other_libraries.ATTRIBUTES.keys() - vars(TrainerDecorator).keys():
                 setattr(TrainerDecorator, name, _Inner(name))
 
     trainer: Trainer

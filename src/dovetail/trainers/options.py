@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 
 
 @dataclass(kw_only=True)
@@ -185,7 +185,7 @@ class TrainerOptions:
         """Return the options of a constructor call; an unknown keyword is an error that names the nearest."""
         for name in given:
             if name not in OPTION_NAMES:
-                raise UnknownNameError("keyword", name, OPTION_NAMES.union(also_known), foreign.OPTIONS)
+                raise UnknownNameError("keyword", name, OPTION_NAMES.union(also_known), other_libraries.OPTIONS)
         return cls(**given)
 
 

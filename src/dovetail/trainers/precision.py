@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 
 PrecisionName = Literal["auto", "fp32", "fp16", "bf16"]
 
@@ -42,7 +42,7 @@ class Precision:
 
     def __init__(self, name: PrecisionName = "auto", device_type: str = "cpu", init_scale: float = 65536.0) -> None:
         if name != "auto" and name not in _DTYPES:
-            hint = foreign.did_you_mean(name, foreign.PRECISIONS)
+            hint = other_libraries.did_you_mean(name, other_libraries.PRECISIONS)
             raise ConfigError(f"precision: expected 'auto', 'fp32', 'fp16' or 'bf16', got {name!r}{hint}")
         self.dtype = _best_dtype(device_type) if name == "auto" else _DTYPES[name]
         self.device_type = device_type

@@ -15,7 +15,7 @@ from dovetail.checkpoint.files import DISK, damaged_name, sweep
 from dovetail.checkpoint.manifest import STATE
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError, add_note
 from dovetail.history import History
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 from dovetail.trainers.fitting import restoring
 from dovetail.trainers.options import TrainerOptions
 from dovetail.units import Progress
@@ -288,8 +288,10 @@ def resume(trainer: Trainer, source: str | Path) -> None:
     if not isinstance(source, (str, Path)):
         raise ConfigError(f"resume: expected 'auto' or the path of a checkpoint, got {source!r}")
     if source != "auto":
-        if str(source) in foreign.CHECKPOINTS and not Path(source).exists():
-            raise CheckpointError(f"resume: no checkpoint at {str(source)!r}; {foreign.CHECKPOINTS[str(source)]}")
+        if str(source) in other_libraries.CHECKPOINTS and not Path(source).exists():
+            raise CheckpointError(
+                f"resume: no checkpoint at {str(source)!r}; {other_libraries.CHECKPOINTS[str(source)]}"
+            )
         load(trainer, Path(source))
         return
     context, saver = trainer.context, trainer.context.run.saver

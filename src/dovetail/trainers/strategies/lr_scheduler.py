@@ -17,7 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 from dovetail.trainers.catalog import schedulers
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.strategies.base import LRSchedulerStrategy, Strategy
@@ -76,7 +76,7 @@ class TimedSchedulerStrategy(Described, LRSchedulerStrategy):
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "update", "batch"):
-            hint = foreign.did_you_mean(self.interval, foreign.INTERVALS)
+            hint = other_libraries.did_you_mean(self.interval, other_libraries.INTERVALS)
             raise ConfigError(f"interval: expected 'epoch', 'update' or 'batch', got {self.interval!r}{hint}")
         check_count("frequency", self.frequency)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
-from dovetail.trainers import Trainer, foreign
+from dovetail.trainers import Trainer, other_libraries
 from dovetail.trainers.catalog import losses
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.options import TrainerOptions
@@ -71,10 +71,10 @@ def test_an_unknown_keyword_of_fit_is_answered_with_ours(name: str, answer: str)
 
 def test_no_word_of_another_library_is_one_of_ours() -> None:
     ours = {*TrainerOptions.__dataclass_fields__, *SingleProcessTrainer.__init__.__annotations__}
-    assert not ours & foreign.OPTIONS.keys()
-    assert not set(losses.names()) & foreign.LOSSES.keys()
-    assert set(foreign.LOSSES.values()) <= set(losses.names())
-    assert {it for it in foreign.OPTIONS.values() if " " not in it} <= ours
+    assert not ours & other_libraries.OPTIONS.keys()
+    assert not set(losses.names()) & other_libraries.LOSSES.keys()
+    assert set(other_libraries.LOSSES.values()) <= set(losses.names())
+    assert {it for it in other_libraries.OPTIONS.values() if " " not in it} <= ours
 
 
 def test_a_loss_of_keras_is_answered_with_that_of_torch() -> None:
