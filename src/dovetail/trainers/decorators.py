@@ -24,8 +24,8 @@ from dovetail.trainers.capabilities import (
     Timed,
 )
 from dovetail.trainers.options import OPTION_NAMES
+from dovetail.trainers.preserve_state import layers
 from dovetail.trainers.trainer import SingleProcess, Trainer
-from dovetail.trainers.untouched import layers
 
 
 class TrainerDecorator(Trainer):

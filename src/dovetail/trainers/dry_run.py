@@ -22,9 +22,9 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.explain import count_parameters
 from dovetail.trainers.options import TrainerOptions
+from dovetail.trainers.preserve_state import own_callbacks, preserve_state
 from dovetail.trainers.rehearsal import Outlook, look_ahead
 from dovetail.trainers.saving import Saver
-from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches
 
 
@@ -72,7 +72,7 @@ def dry_run(
                 "give something that can be read again"
             )
     watch = _Watch()
-    with untouched(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
+    with preserve_state(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
         ahead = look_ahead(trainer, **wishes)
         has_validation = _shorten_validation(trainer)
         context.callbacks = Callbacks([*own_callbacks(context), watch])

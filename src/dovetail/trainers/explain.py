@@ -9,10 +9,10 @@ from torch import nn
 
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.preserve_state import layers, strategies_of
 from dovetail.trainers.rehearsal import Outlook, is_ours, look_ahead, owners_of
 from dovetail.trainers.strategies.bundle import ROLES, Strategies
 from dovetail.trainers.strategies.nesting import shown
-from dovetail.trainers.untouched import layers, strategies_of
 from dovetail.units import Epochs
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dovetail.callbacks import Callback, Callbacks
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.preserve_state import own_callbacks, preserve_state
 from dovetail.trainers.single_process import SingleProcessTrainer
-from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches, counted
 
 __all__ = ["LRFinder", "LogFinder"]
@@ -92,7 +92,7 @@ class LRFinder:
         sweep = _Sweep(self)
         if context.model is None:
             raise ConfigError("LRFinder: the trainer has no model: give it one, Trainer(model, …)")
-        with untouched(trainer, train=train_data):
+        with preserve_state(trainer, train=train_data):
             num_batches = (trainer.num_batches("train") or 100) * self.num_epochs
             sweep.num_batches = min(num_batches, self.max_batches or num_batches)
             context.callbacks, context.schedulers = Callbacks([*own_callbacks(context), sweep]), []

@@ -20,8 +20,8 @@ from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import BatchState, Plan, Stage, Window
 from dovetail.trainers.metrics import Meter
+from dovetail.trainers.preserve_state import layers, preserve_attributes, strategies_of
 from dovetail.trainers.strategies.bundle import Strategies
-from dovetail.trainers.untouched import kept, layers, strategies_of
 from dovetail.units import Epochs
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
         wishes: `max_length`, `validation_period` and `checkpoint_period`, as for `fit`.
     """
     context = trainer.context
-    with kept(trainer), warnings.catch_warnings():
+    with preserve_attributes(trainer), warnings.catch_warnings():
         # Torch wants an optimizer to step before its scheduler, and here none steps.
         warnings.simplefilter("ignore")
         _work_on_copies(trainer)

@@ -19,7 +19,7 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import TrainingContext, clear_gradients
 from dovetail.trainers.fitting import restoring
-from dovetail.trainers.untouched import layers, own_callbacks, untouched
+from dovetail.trainers.preserve_state import layers, own_callbacks, preserve_state
 from dovetail.units import Batches, Progress
 
 _T = TypeVar("_T")
@@ -454,7 +454,7 @@ def _free(device: torch.device) -> None:
 def _trying(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
     """Let the trainer train with batches of a size, from the start of an epoch, and put everything back."""
     context, core = trainer.context, trainer.core
-    with untouched(trainer, train=data):
+    with preserve_state(trainer, train=data):
         for layer in layers(trainer):
             if isinstance(layer, AutoBatch):
                 layer._is_active = False

@@ -16,6 +16,7 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind
+from dovetail.trainers.preserve_state import layers, with_parts
 from dovetail.trainers.strategies.loss_criterion import (
     BCEWithLogitsLossStrategy,
     CrossEntropyLossStrategy,
@@ -24,7 +25,6 @@ from dovetail.trainers.strategies.loss_criterion import (
     NLLLossStrategy,
 )
 from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy
-from dovetail.trainers.untouched import layers, with_parts
 from dovetail.trainers.whole_step import (
     CannotCompileError,
     Outputs,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.untouched import layers
+from dovetail.trainers.preserve_state import layers
 
 if TYPE_CHECKING:
     from dovetail.trainers.decorators import TrainerDecorator

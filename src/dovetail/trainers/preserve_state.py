@@ -52,33 +52,33 @@ def with_parts(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
 
 
 @contextmanager
-def kept(trainer: Trainer) -> Iterator[None]:
+def preserve_attributes(trainer: Trainer) -> Iterator[None]:
     """Put back every attribute of the layers, the strategies and the context, and all randomness.
 
     Lists and dictionaries get their content back. What changes inside of other objects, such as the weights of the
-    model, stays changed: `untouched` is for that.
+    model, stays changed: `preserve_state` is for that.
     """
     context, randomness = trainer.context, rng_state()
     parts: list[Any] = [context, context.run, context.process, *attached_objects(context).values()]
-    slots = [_held({name: getattr(part, name) for name in part.__slots__}) for part in parts]
+    slots = [_save_attributes({name: getattr(part, name) for name in part.__slots__}) for part in parts]
     own = [it for name in ("_data", "options") if (it := vars(trainer.core).get(name)) is not None]
     owners = [*layers(trainer), *with_parts(strategies_of(trainer)), *own]
-    attributes = [(owner, _held(vars(owner))) for owner in owners]
+    attributes = [(owner, _save_attributes(vars(owner))) for owner in owners]
     try:
         yield
     finally:
-        for part, held in zip(parts, slots, strict=True):
-            for name, value in _released(held).items():
+        for part, saved in zip(parts, slots, strict=True):
+            for name, value in _restore_containers(saved).items():
                 setattr(part, name, value)
-        for owner, held in attributes:
+        for owner, saved in attributes:
             # Not by setattr: most strategies are frozen.
             vars(owner).clear()
-            vars(owner).update(_released(held))
+            vars(owner).update(_restore_containers(saved))
         set_rng_state(randomness)
 
 
 @contextmanager
-def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
+def preserve_state(trainer: Trainer, **data: Any) -> Iterator[None]:
     """Let anything happen to a trainer that has a model, and put everything back: what a checkpoint holds, and more.
 
     Inside, history and meter are new ones and nothing is saved.
@@ -92,7 +92,7 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
     # Made now if they are not there yet, so that there is something to put back.
     _ = getattr(trainer.core, "optimizer", None)
     set_rng_state(randomness)
-    with kept(trainer):
+    with preserve_attributes(trainer):
         context.run.data.update({stage: source for stage, source in data.items() if source is not None})
         state = copy.deepcopy(trainer.state_dict())
         sources = [source for stage in _READ_IN_TRAINING for source in _random_sources(trainer, stage)]
@@ -129,7 +129,7 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
 _READ_IN_TRAINING: tuple[Stage, ...] = ("train", "valid")
 
 
-def _held(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _save_attributes(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Each attribute, and a copy of those that are containers."""
     return {
         name: (value, copy.copy(value) if isinstance(value, (dict, list, set)) else None)
@@ -137,14 +137,14 @@ def _held(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _released(held: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    for value, content in held.values():
+def _restore_containers(saved: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    for value, content in saved.values():
         if isinstance(value, list):
             value[:] = content
         elif isinstance(value, (dict, set)):
             value.clear()
             value.update(content)
-    return {name: value for name, (value, _) in held.items()}
+    return {name: value for name, (value, _) in saved.items()}
 
 
 def _random_sources(trainer: Trainer, stage: Stage) -> Iterator[tuple[Any, Any]]:
