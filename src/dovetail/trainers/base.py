@@ -66,8 +66,8 @@ class Trainer(ABC):
         """Place the model and, to train, build optimizers and schedulers. Called before anything else."""
 
     @abstractmethod
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
-        """Return what a call of `fit` is to do: the caller's wishes, and the trainer's settings for the rest."""
+    def plan(self, **requested: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Return what a call of `fit` is to do: the caller's requested, and the trainer's settings for the rest."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ def dry_run(
     val_data: Any = None,
     *,
     resume: str | Path | None = None,
-    **wishes: Any,
+    **requested: Any,
 ) -> History:
     """Try training out through the real loop, put everything back, and say what was found.
 
@@ -47,7 +47,7 @@ def dry_run(
         train_data: Training data, None for what the trainer has.
         val_data: Validation data, None for what the trainer has.
         resume: Refused: a dry run tries the trainer as it is.
-        wishes: What `fit` takes; the estimated time follows them.
+        requested: What `fit` takes; the estimated time follows them.
 
     Returns:
         The history of the trial: the losses of its batches and the metrics of its validation.
@@ -73,7 +73,7 @@ def dry_run(
             )
     watch = _Watch()
     with preserve_state(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
-        ahead = look_ahead(trainer, **wishes)
+        ahead = look_ahead(trainer, **requested)
         has_validation = _shorten_validation(trainer)
         context.callbacks = Callbacks([*own_callbacks(context), watch])
         context.run.saver = Saver(Path(folder))

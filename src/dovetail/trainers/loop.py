@@ -18,7 +18,7 @@ from dovetail.callbacks.base import Report
 from dovetail.data import concat
 from dovetail.errors import DataError
 from dovetail.history import History
-from dovetail.runtime.signals import heeding_signals
+from dovetail.runtime.signals import stop_on_signals
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.diagnosis import (
@@ -54,7 +54,7 @@ def fit(
     val_data: Any = None,
     *,
     resume: str | Path | None = None,
-    **wishes: Any,
+    **requested: Any,
 ) -> History:
     """Train until the plan's length is reached or somebody stops it.
 
@@ -91,18 +91,18 @@ def fit(
         train_data: Training data, None for what the trainer has.
         val_data: Validation data, None for what the trainer has.
         resume: `"auto"`, the path of a checkpoint, or None.
-        wishes: `max_length`, `validation_period` and `checkpoint_period`; `trainer.plan` fills in the rest.
+        requested: `max_length`, `validation_period` and `checkpoint_period`; `trainer.plan` fills in the rest.
     """
     context = trainer.context
     set_data(context, train=train_data, valid=val_data)
-    context.run.plan = plan = trainer.plan(**wishes)
+    context.run.plan = plan = trainer.plan(**requested)
     context.run.stop_reason, context.run.signal, context.run.stop_request = None, None, None
-    with running(trainer, "train"), heeding_signals(context):
+    with running(trainer, "train"), stop_on_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if resume is not None:
             saving.resume(trainer, resume)
             # What a run is made of may depend on what it has made of itself so far.
-            context.run.plan = plan = trainer.plan(**wishes)
+            context.run.plan = plan = trainer.plan(**requested)
         elif plan.max_length.reached(progress):
             warnings.warn(
                 f"nothing to train: {plan.max_length} is reached already ({counted(progress.epoch, 'epoch')}, "

@@ -61,19 +61,19 @@ class Outlook:
     follows_metric: bool = False
 
 
-def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
+def look_ahead(trainer: Trainer, **requested: Any) -> Outlook:
     """Return what the next epoch will do; the trainer does not change.
 
     Args:
         trainer: The outermost layer.
-        wishes: `max_length`, `validation_period` and `checkpoint_period`, as for `fit`.
+        requested: `max_length`, `validation_period` and `checkpoint_period`, as for `fit`.
     """
     context = trainer.context
     with preserve_attributes(trainer), warnings.catch_warnings():
         # Torch wants an optimizer to step before its scheduler, and here none steps.
         warnings.simplefilter("ignore")
         _work_on_copies(trainer)
-        plan = trainer.plan(**wishes)
+        plan = trainer.plan(**requested)
         saver, progress = context.run.saver, context.progress
         has_data, num_batches = _length(trainer, "train")
         rest = None if num_batches is None else num_batches - progress.batch
@@ -238,7 +238,7 @@ class _Rehearsal(Trainer):
     def reduce(self, meter: Meter) -> Meter:
         return meter
 
-    def plan(self, **wishes: Any) -> Plan:
+    def plan(self, **requested: Any) -> Plan:
         assert self.context.run.plan is not None
         return self.context.run.plan
 

@@ -191,14 +191,14 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     # ------------------------------------------------------------------ verbs, in the order of the loop
 
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+    def plan(self, **requested: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of a `fit`: its arguments, or else the options."""
         return make_plan(
             self.context,
             self.strategies,
             self.options,
             self._given,
-            wishes,
+            requested,
             validates=self.context.run.data.get("valid") is not None or not self._is_default("val_epoch"),
             saves_by_default=self._saves_by_default,
         )

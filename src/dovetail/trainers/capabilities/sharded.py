@@ -80,9 +80,9 @@ class ShardedDataParallel(DataParallel):
 
     # ------------------------------------------------------------------ once per run
 
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+    def plan(self, **requested: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Refuse to write checkpoints in the background, where processes could not wait for each other."""
-        plan, saver = super().plan(**wishes), self.context.run.saver
+        plan, saver = super().plan(**requested), self.context.run.saver
         if saver is not None and saver.in_background and num_launched() > 1:
             raise ConfigError("save_in_background: processes that write a checkpoint together do so in the foreground")
         return plan
