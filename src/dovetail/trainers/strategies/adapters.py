@@ -69,9 +69,9 @@ class OptionOptimizerStrategy(Described, base.OptimizerStrategy):
 
     Args:
         optimizer: An optimizer, a list of them, a name, a class, or a callable of the parameters.
-        lr: The learning rate of an optimizer that is made by name or class; `config["lr"]` comes first.
-        weight_decay: Given to an optimizer that is made by name or class, if it takes one.
-        momentum: Given to an optimizer that is made by name or class, if it takes one.
+        lr: The learning rate of an optimizer that is built by name or class; `config["lr"]` takes precedence.
+        weight_decay: Passed to an optimizer that is built by name or class, if it has one.
+        momentum: Passed to an optimizer that is built by name or class, if it has one.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -99,7 +99,7 @@ class OptionOptimizerStrategy(Described, base.OptimizerStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OptionSchedulerStrategy(Described, base.LRSchedulerStrategy):
-    """The scheduler that the options of a trainer describe; one that follows a metric is given that of the epoch.
+    """The scheduler that the options of a trainer describe. A scheduler that follows a metric gets it every epoch.
 
     Args:
         scheduler: A scheduler, a schedule, a name, or a callable of the optimizer.
@@ -146,7 +146,7 @@ class OptionLoaderStrategy(Described, base.DataLoaderStrategy):
     def create_train_loader(
         self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
     ) -> Iterable[Any]:
-        """Return the training batches; data that does not fill one batch is kept, whatever `drop_last` is."""
+        """Return the training batches; data smaller than one batch is kept even if `drop_last` is true."""
         settings = {
             "batch_size": batch_size,
             "shuffle": self.shuffle,
@@ -218,8 +218,8 @@ class CallableSchedulerStrategy(Described, base.LRSchedulerStrategy):
     """A scheduler, a schedule or a callable of the optimizer as a learning-rate strategy.
 
     Attributes:
-        interval: That of the scheduler's kind, known once it is made: our schedules have their own, `OneCycleLR` and
-            `CyclicLR` count updates, all others epochs. `DefaultLRSchedulerStrategy` takes another.
+        interval: The interval of the scheduler's kind, set when it is created: our schedules have their own,
+            `OneCycleLR` and `CyclicLR` count updates, all others epochs. `DefaultLRSchedulerStrategy` takes another.
 
     Example:
         >>> import torch
@@ -257,7 +257,7 @@ class CallableUpdateStrategy(Described, base.ModelUpdateStrategy):
     function: Callable[[TrainingContext], object]
 
     def after_step(self, context: TrainingContext) -> None:
-        """Call it."""
+        """Call the function."""
         self.function(context)
 
 
@@ -303,9 +303,9 @@ def _optimizer_from(given: Any, model: nn.Module, settings: Mapping[str, Any]) -
     """Return an optimizer from an object, a name, a class, or a callable of the parameters.
 
     Args:
-        given: What the user gave.
+        given: The value that the user passed.
         model: The model whose parameters a new optimizer gets.
-        settings: Arguments for an optimizer that is made by name or class; those that it does not take are left out.
+        settings: Arguments for an optimizer that is built by name or class; those that it does not have are omitted.
     """
     if isinstance(given, Optimizer):
         return given

@@ -1,4 +1,4 @@
-"""The strategies of one trainer: set up once, heard at their hooks, kept in its checkpoints, torn down once."""
+"""Bundle of the strategies of one trainer: setup, hooks as a callback, state for checkpoints, and teardown."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Strategies:
                 yield strategy
 
     def setup(self, context: TrainingContext) -> None:
-        """Set every strategy up; if one of them fails, those before it are torn down."""
+        """Set up every strategy; if one of them fails, the earlier ones are torn down."""
         with ExitStack() as done:
             for strategy in self:
                 strategy.setup(context)
@@ -62,7 +62,7 @@ class Strategies:
         self.is_set_up = True
 
     def teardown(self, context: TrainingContext) -> None:
-        """Tear every strategy down, once however often this is called, and all even if one of them fails."""
+        """Tear down every strategy, even if one of them fails; later calls do nothing."""
         if not self.is_set_up:
             return
         self.is_set_up = False
@@ -76,21 +76,21 @@ class Strategies:
             raise failure
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states by role, of the strategies that have one."""
+        """Return the states by role, without empty ones."""
         return {strategy.role: state for strategy in self if (state := strategy.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every strategy its state back."""
+        """Restore the state of every strategy."""
         for strategy in self:
             if strategy.role in state:
                 strategy.load_state_dict(state[strategy.role])
 
     def as_callback(self) -> Callback | None:
-        """Return a callback that calls the hooks which these strategies override, or None if there are none."""
+        """Return a callback that calls the hooks which these strategies override, or None if they override none."""
         events: dict[str, Any] = {}
         if listeners := [*self._overriding("on_prepare"), *self._overriding("on_train_start")]:
             events["on_train_start"] = _calling(listeners)
-        # First whoever may have other weights in the model: the rest look at the one that is sent.
+        # The update strategy first: it may restore the weights of the model, which the other strategies then read.
         in_order = sorted(self.hearing("on_train_end"), key=lambda strategy: strategy is not self.model_update)
         endings: list[Callable[..., None]] = [it.on_train_end for it in in_order]
         if endings:
@@ -113,7 +113,7 @@ class Strategies:
 
             events["on_gradients"] = on_gradients
         self._add_update_events(events)
-        # A class that is made here can be pickled by what it is made from only.
+        # Pickle cannot find a class that is built here, so it rebuilds the callback from the strategies.
         events["__reduce__"] = lambda hooks: (Strategies.as_callback, (self,))
         is_empty = len(events) == 1
         return None if is_empty else type("StrategyHooks", (Callback,), {**events, "is_part_of_trainer": True})()
@@ -123,7 +123,7 @@ class Strategies:
         if _overrides(update, "before_step", ModelUpdateStrategy):
 
             def on_step_start(self: Callback, context: TrainingContext, batch: Any) -> None:
-                # The window that the last batch closed is the one that this batch opens anew.
+                # The window still describes the last batch: if that batch closed it, this batch opens the next one.
                 if context.run.window.closes:
                     update.before_step(context)
 
@@ -145,21 +145,21 @@ class Strategies:
             events["on_update"] = on_update
 
     def phases(self, epochs: int, context: TrainingContext) -> tuple[Phase, ...]:
-        """Return what a run of some epochs is made of; phases without an epoch are left out."""
+        """Return the phases of a run of `epochs` epochs, without empty phases."""
         update = self.model_update
         if not _overrides(update, "phases", ModelUpdateStrategy):
             return (Phase(epochs),)
         return tuple(phase for phase in update.phases(epochs, context) if phase.epochs) or (Phase(0),)
 
     def prepare(self, context: TrainingContext) -> None:
-        """Call `on_prepare` of every strategy, as the start of a run does."""
+        """Call `on_prepare` of every strategy, as at the start of a run."""
         for prepare in self._overriding("on_prepare"):
             prepare(context)
 
     def hearing(self, hook: str) -> list[Strategy]:
-        """Return the given strategies that do something at a hook which all strategies have.
+        """Return the given strategies that override a hook which all strategies have.
 
-        Strategies that the options describe need no hook, so a plain trainer has no callback for them.
+        Strategies that are built from options need no hook, so a plain trainer has no callback for them.
         """
         return [strategy for strategy in self if strategy.role in self.given and _hears(strategy, hook)]
 
@@ -186,7 +186,7 @@ ROLES = tuple(each.name for each in fields(Strategies) if each.name not in ("giv
 
 
 def check_roles(strategies: Mapping[str, Any]) -> None:
-    """Raise if a name is no role, or a strategy has another role."""
+    """Raise if a name is not a role, or if a strategy has another role."""
     for role, strategy in strategies.items():
         if role not in ROLES:
             raise UnknownNameError("role of a strategy", role, ROLES)
@@ -195,7 +195,7 @@ def check_roles(strategies: Mapping[str, Any]) -> None:
 
 
 def _hears(strategy: Strategy, hook: str) -> bool:
-    """Whether a strategy, or one that it holds, does something at a hook."""
+    """Return whether a strategy, or a strategy inside it, overrides a hook."""
     if isinstance(strategy, Nesting) and getattr(type(strategy), hook) is getattr(Nesting, hook):
         return any(_hears(part, hook) for part in strategy.parts)
     return _overrides(strategy, hook, Strategy)
