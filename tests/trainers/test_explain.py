@@ -465,7 +465,7 @@ def test_the_report_has_what_was_measured(problem: Problem, capsys: pytest.Captu
     trainer = trainer_of(problem, verbose=True)
     loss = trainer.fit(dry_run=True).losses[0]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "dry run: 1 training, 1 validation batch; all put back"
+    assert lines[0] == "dry run: 1 training, 1 validation batch; state restored"
     assert lines[1] == f"  loss        {loss:.6g}"
     assert [line.split()[0] for line in lines[2:5]] == ["step", "validation", "checkpoint"]
     assert lines[5] == "  parameters  103, 103 of them trainable"

@@ -1,4 +1,4 @@
-"""One update, one validation batch and one checkpoint, to see whether training would work."""
+"""Dry run of training: one update, one validation batch and one checkpoint, to find errors early."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def dry_run(
     resume: str | Path | None = None,
     **requested: Any,
 ) -> History:
-    """Try training out through the real loop, put everything back, and say what was found.
+    """Try training with the real loop, restore the trainer, and report what was found.
 
-    One accumulation window is trained, which is one batch without accumulation; one batch is validated; and one
-    checkpoint is written to a temporary folder. Callbacks are not called, except for what strategies and the
-    trainer's own class hook in. The report is printed; a trainer that is not `verbose` only warns of problems.
+    The trial trains one accumulation window (one batch without accumulation), validates one batch, and writes one
+    checkpoint to a temporary folder. Only the callbacks of strategies and of the trainer's own class are called. The
+    report is printed; a trainer that is not `verbose` only warns of problems.
 
     Args:
         trainer: The outermost layer.
-        train_data: Training data, None for what the trainer has.
-        val_data: Validation data, None for what the trainer has.
-        resume: Refused: a dry run tries the trainer as it is.
-        requested: What `fit` takes; the estimated time follows them.
+        train_data: Training data; None means the data that the trainer already has.
+        val_data: Validation data; None means the data that the trainer already has.
+        resume: Rejected: a dry run tries the trainer in its current state.
+        requested: Lengths and periods as for `fit`, for the time estimate.
 
     Returns:
         The history of the trial: the losses of its batches and the metrics of its validation.
@@ -80,8 +80,8 @@ def dry_run(
         num_batches = min(context.run.window.size, ahead.num_batches or context.run.window.size)
         moment = Batches(context.progress.batches + num_batches)
         with warnings.catch_warnings():
-            # The trial looks at gradients, which a compiled step keeps to itself: it runs eagerly, and that is fine.
-            warnings.filterwarnings("ignore", "training goes on without a graph: _Watch")
+            # The trial reads gradients, which a compiled step does not expose: it runs eagerly, without a warning.
+            warnings.filterwarnings("ignore", "training continues without a graph: _Watch")
             history = trainer.fit(max_length=moment, validation_period=moment, checkpoint_period=moment)
     problems = watch.problems(history, has_validation=has_validation)
     if _is_verbose(trainer):
@@ -93,7 +93,7 @@ def dry_run(
 
 
 class _Watch(Callback):
-    """Measures the trial, and looks out for what is wrong with it."""
+    """Measures the trial and collects problems."""
 
     def __init__(self) -> None:
         self.step_seconds: list[float] = []
@@ -139,7 +139,7 @@ class _Watch(Callback):
         self.checkpoint_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
     def problems(self, history: History, *, has_validation: bool) -> list[str]:
-        """Return one sentence for each thing that is probably not meant."""
+        """Return one sentence for each probable mistake."""
         found = []
         if not all(math.isfinite(loss) for loss in history.losses):
             found.append(f"the loss is not finite: {list(history.losses)}")
@@ -158,7 +158,7 @@ class _Watch(Callback):
         return self._since - before
 
     def _look_for_gradients(self) -> None:
-        # Those that were seen once are out: a step by hand may clear them before the next look.
+        # A parameter is removed once it had a gradient: a manual step may clear gradients before the next check.
         self._without_gradient = {name: it for name, it in self._without_gradient.items() if it.grad is None}
 
 
@@ -167,7 +167,7 @@ def _given(**data: Any) -> dict[str, Any]:
 
 
 def _shorten_validation(trainer: Trainer) -> bool:
-    """Leave one batch of the validation data, and return whether there is one."""
+    """Reduce the validation data to one batch, and return whether there is one."""
     context = trainer.context
     if context.run.data.get("valid") is None:
         return False
@@ -192,18 +192,18 @@ def _report(model: nn.Module, history: History, watch: _Watch, ahead: Outlook, p
         "parameters": f"{total:,}, {trainable:,} of them trainable",
         "one epoch": _estimate(step, validation, watch.checkpoint_seconds, ahead),
     }
-    lines = [f"dry run: {len(watch.step_seconds)} training, {len(watch.val_seconds)} validation batch; all put back"]
+    lines = [f"dry run: {len(watch.step_seconds)} training, {len(watch.val_seconds)} validation batch; state restored"]
     lines += [f"  {name:<11} {text}" for name, text in rows.items()]
     return "\n".join(lines + [f"  problem     {problem}" for problem in problems])
 
 
 def _estimate(step: float, validation: float, checkpoint: float, ahead: Outlook) -> str:
     if ahead.num_batches is None:
-        return "unknown, as the number of batches is"
+        return "unknown, because the number of batches is unknown"
     seconds = step * ahead.num_batches + checkpoint * len(ahead.checkpoints or ())
     if ahead.validations and ahead.num_val_batches:
         seconds += validation * ahead.num_val_batches * ahead.validations
-    return f"about {_seconds(seconds)}, as slow as the first step"
+    return f"about {_seconds(seconds)}, if every step takes as long as the first"
 
 
 def _mean(values: list[float]) -> float:

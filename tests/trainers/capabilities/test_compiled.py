@@ -317,7 +317,7 @@ class OwnAfterStep(Trainer):
     ("cause", "kind", "settings"),
     [
         ("a schedule moves at every update", Trainer, {"scheduler": schedule}),
-        ("Note wants to see every step", Trainer, {"callbacks": [Note()]}),
+        ("Note has a hook for every step", Trainer, {"callbacks": [Note()]}),
         ("OwnAfterStep has its own after_step", OwnAfterStep, {}),
     ],
 )
@@ -326,7 +326,7 @@ def test_where_every_step_is_looked_at_each_is_a_call(
 ) -> None:
     several, single = (make(problem, kind.add_on(Compiled), steps_per_call=number, **settings) for number in (3, 1))
     torch.manual_seed(2)
-    with pytest.warns(UserWarning, match=f"steps_per_call: every step is a call of its own: {cause}"):
+    with pytest.warns(UserWarning, match=f"steps_per_call: each call makes only one step: {cause}"):
         several.fit(problem.batches[:5], max_length=Epochs(1))
     torch.manual_seed(2)
     single.fit(problem.batches[:5], max_length=Epochs(1))
@@ -344,7 +344,7 @@ def test_where_only_a_single_step_can_be_compiled_each_is_a_call(problem: Proble
     several.fit(problem.batches[:11], max_length=Batches(2))
     with (
         config.patch({"cpp.cxx": ("/nowhere/g++",)}),
-        pytest.warns(UserWarning, match="every step is a call of its own: there is no C"),
+        pytest.warns(UserWarning, match="each call makes only one step: there is no C"),
     ):
         several.fit(problem.batches[:11], max_length=Epochs(2))
     torch.manual_seed(2)
@@ -430,7 +430,7 @@ def add_on(kind: Any) -> Callable[..., Any]:
             Trainer,
             {"optimizer": lambda model: torch.optim.Adagrad(model.parameters())},
         ),
-        ("WantsGradients wants to see gradients", add_on(Trainer), Trainer, {"callbacks": [WantsGradients()]}),
+        ("WantsGradients has a hook for gradients", add_on(Trainer), Trainer, {"callbacks": [WantsGradients()]}),
         ("OwnBackward has its own backward", add_on(OwnBackward), OwnBackward, {}),
         ("train_step optimises by itself", add_on(ByHand), ByHand, {}),
         ("by .item() or an if", add_on(ReadsValues), ReadsValues, {}),

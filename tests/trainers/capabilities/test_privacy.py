@@ -504,7 +504,7 @@ def test_accumulation_of_poisson_batches_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [PROBLEM.batches, DATA], ids=["batches", "not shuffled"])
 def test_data_whose_sampling_is_not_known_is_refused(data: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot tell how the training data is sampled"):
+    with pytest.raises(ConfigError, match="needs to know how the training data is sampled"):
         private(shuffle=False).fit(data)
 
 
