@@ -576,11 +576,11 @@ def test_a_checkpoint_of_a_trainer_that_has_not_trained_is_loaded_like_any_other
 
 def test_weights_of_another_model_are_refused_by_their_first_difference(problem: Problem, tmp_path: Path) -> None:
     quiet(nn.Linear(2, 2)).save_model(tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match=r"of something else: 'weight' has shape \(2, 2\) in it and \(3, 2\)"):
+    with pytest.raises(CheckpointError, match=r"do not fit the model: 'weight' has shape \(2, 2\) in it and \(3, 2\)"):
         quiet(nn.Linear(2, 3)).load_model(tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match="of something else: it has 'weight', which the model lacks"):
+    with pytest.raises(CheckpointError, match="do not fit the model: it has 'weight', which the model lacks"):
         quiet(nn.Sequential(nn.Linear(2, 2))).load_model(tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match="of something else: 'weight' has shape"):
+    with pytest.raises(CheckpointError, match="do not fit the model: 'weight' has shape"):
         quiet(nn.Bilinear(2, 2, 3)).load_model(tmp_path / "weights.safetensors", strict=False)
 
 

@@ -94,7 +94,7 @@ def test_an_interval_of_lightning_is_answered_with_ours() -> None:
 
 def test_the_last_checkpoint_is_called_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="resume='auto' goes on from the newest one"):
+    with pytest.raises(CheckpointError, match="resume='auto' continues from the newest one"):
         quiet(nn.Linear(4, 2)).fit((X, Y), resume="last")
 
 

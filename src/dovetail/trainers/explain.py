@@ -1,4 +1,4 @@
-"""Explanation of a trainer as a tree: its parts, and what its next epoch will do."""
+"""Explanation of a trainer as a tree: its parts, and the plan of its next epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Measured(Protocol):
-    """A layer that knows where the time of the last run went, such as `Timed`."""
+    """A layer that has measured the times of the last run, such as `Timed`."""
 
     @property
     def verb_times(self) -> Mapping[str, Spent]:
@@ -29,7 +29,7 @@ class Measured(Protocol):
 
 
 class Explanation(str):
-    """A tree as text, which a prompt or a notebook shows as it is meant to be seen."""
+    """A tree as text, which a prompt or a notebook shows with its line breaks."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ class Explanation(str):
 
 
 def explain(trainer: Trainer) -> Explanation:
-    """Return, as a tree: layers, verbs, strategies, callbacks, and what the next epoch will do.
+    """Return a tree of layers, verbs, strategies, callbacks, and the plan of the next epoch.
 
     Example:
         >>> import torch
@@ -116,14 +116,14 @@ def _shown_layers(trainer: Trainer) -> list[str]:
 
 
 def _classes(layer: Trainer) -> list[type[Any]]:
-    """The classes that a user mounted, wrote or named, the outermost first."""
+    """Return the classes that a user combined, wrote or named, the outermost first."""
     line, is_decorator = type(layer).__mro__, layer.core is not layer
     names = [cls.__name__ for cls in line]
     return [
         cls
         for cls in line[: names.index("TrainerDecorator") if is_decorator else line.index(Trainer)]
         if cls.__module__ not in _UNNAMED
-        # The name of a decorator says which capability it is.
+        # The name of a decorator already identifies its capability.
         and not (is_decorator and not issubclass(cls, Trainer))
         and (is_decorator or not _is_mounted(cls))
     ]
@@ -133,7 +133,7 @@ _UNNAMED = tuple(f"dovetail.trainers.{it}" for it in ("addons.best_weights", "ad
 
 
 def _is_mounted(cls: type[Any]) -> bool:
-    """Whether a class only joins an add-on and what it is mounted on."""
+    """Return whether a class only combines an add-on and its base."""
     return not issubclass(cls.__bases__[0], Trainer) and len(cls.__bases__) > 1 and not _own_names(cls)
 
 
@@ -169,14 +169,14 @@ def _shown_model(context: TrainingContext) -> str:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return how many numbers the parameters of a model hold, and how many of them are trained."""
+    """Return the number of elements in the parameters of a model, and how many of them are trained."""
     parameters = list(model.parameters())
     return sum(it.numel() for it in parameters), sum(it.numel() for it in parameters if it.requires_grad)
 
 
 def _shown_callback(callback: Any) -> str:
     text = repr(callback)
-    # The default shows nothing but an address.
+    # The default repr only shows an address.
     return type(callback).__name__ if text == object.__repr__(callback) else text
 
 

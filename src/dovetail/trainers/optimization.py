@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of a trainer: how they are built, and the numbers that options set in them."""
+"""Optimizers and schedulers of a trainer: construction, and the rates that options set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Optimization:
-    """Builds the optimizers and schedulers of a trainer, once and again after a change.
+    """Builds the optimizers and schedulers of a trainer, and rebuilds them after a change.
 
     Attributes:
         assigned: The numbers (`learning_rate`, `momentum`, `weight_decay`) that were assigned after construction.
@@ -36,7 +36,7 @@ class Optimization:
         self._rates_are_checked = False
 
     def build_later(self, trainer: SingleProcessTrainer) -> None:
-        """Build what a run lacks when it is first read: the training loader, the optimizers and the schedulers."""
+        """Build the missing parts of a run on first access: the training loader, the optimizers and the schedulers."""
         context = trainer.context
         if context.optimizers:
             self.build(trainer)
@@ -44,7 +44,7 @@ class Optimization:
             defer_optimizers(context, partial(self._build_run, trainer))
 
     def _build_run(self, trainer: SingleProcessTrainer) -> None:
-        # A subclass with its own `train_epoch` may have no training data that the trainer knows.
+        # A subclass with its own `train_epoch` may have no training data in the trainer.
         if trainer.context.run.data.get("train") is not None:
             trainer._loader("train")
         self.build(trainer)
@@ -109,7 +109,7 @@ class Optimization:
         for optimizer in context.optimizers:
             made = trainer.get_lr_scheduler(context.config, optimizer)
             if isinstance(made, list):
-                # A list is complete: it names the optimizers itself.
+                # A list is complete: it contains the schedulers of all optimizers.
                 context.schedulers.extend(made)
                 break
             if made is not None and not _is_bound(context, made):
@@ -145,7 +145,7 @@ def _check_closure(context: TrainingContext) -> None:
 
 
 def _is_bound(context: TrainingContext, scheduler: Any) -> bool:
-    """Return whether a scheduler is there already, because one object was given for several optimizers."""
+    """Return whether a scheduler is already bound, because one object was given for several optimizers."""
     return any(bound.scheduler is scheduler for bound in context.schedulers)
 
 
