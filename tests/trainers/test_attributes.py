@@ -27,7 +27,7 @@ from dovetail.trainers import AMPTrainer, CompiledTrainer, TrainerDecorator, Tra
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.options import OPTION_NAMES
-from dovetail.trainers.reuse import fit_anew
+from dovetail.trainers.reuse import fit_new_run
 from dovetail.trainers.schedules import TriangularMtm
 from dovetail.trainers.strategies import GradientAccumulationStepStrategy, SGDOptimizerStrategy
 
@@ -216,10 +216,10 @@ def test_assigned_rates_reach_optimizers_that_are_built_later(problem: Problem) 
     )
     options = trainer.options
     options.learning_rate, options.momentum, options.weight_decay = 0.2, 0.5, 0.125
-    fit_anew(trainer, (problem.x, problem.y), config={"epochs": 1})
+    fit_new_run(trainer, (problem.x, problem.y), config={"epochs": 1})
     (group,) = trainer.optimizer.param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.5, 0.125)
-    fit_anew(trainer, (problem.x, problem.y), config={"epochs": 1, "lr": 0.4})
+    fit_new_run(trainer, (problem.x, problem.y), config={"epochs": 1, "lr": 0.4})
     assert rate(trainer) == 0.2
 
 

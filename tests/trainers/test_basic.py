@@ -21,7 +21,7 @@ from dovetail.data import DataLoader
 from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.reuse import fit_anew, reset
+from dovetail.trainers.reuse import fit_new_run, reset
 from dovetail.trainers.schedules import DecayWhenAcc, TriangularMtm
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
@@ -224,15 +224,15 @@ def test_a_rate_of_the_optimizer_may_be_given_twice_if_it_is_the_same(problem: P
     scheduler = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     trainer = quiet(model, optimizer=optimizer, learning_rate=0.5, lr_scheduler=scheduler)
     for _ in range(2):
-        fit_anew(trainer, problem.batches, config={"epochs": 1})
+        fit_new_run(trainer, problem.batches, config={"epochs": 1})
     assert trainer.optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_the_rate_of_a_runs_configuration_is_used(problem: Problem) -> None:
     trainer = quiet(problem.model(), optim_function="SGD")
-    fit_anew(trainer, problem.batches, config={"epochs": 1, "lr": 0.25})
+    fit_new_run(trainer, problem.batches, config={"epochs": 1, "lr": 0.25})
     assert trainer.optimizer.param_groups[0]["lr"] == 0.25
-    fit_anew(trainer, problem.batches, config={"epochs": 1})
+    fit_new_run(trainer, problem.batches, config={"epochs": 1})
     assert trainer.optimizer.param_groups[0]["lr"] == 1e-4
 
 
@@ -241,7 +241,7 @@ def test_a_sampler_needs_samples_to_choose_from(problem: Problem) -> None:
     with pytest.raises(ConfigError, match=r"call train\(trainset, sampler\)"):
         trainer.train(sampler=[0, 1])
     with pytest.raises(DataError, match="sampler: a list holds batches already; give the dataset instead"):
-        fit_anew(trainer, problem.batches, [0, 1], {"epochs": 1})
+        fit_new_run(trainer, problem.batches, [0, 1], {"epochs": 1})
 
 
 def test_a_loader_strategy_needs_samples_to_form_batches_of(problem: Problem) -> None:

@@ -22,7 +22,7 @@ from dovetail.callbacks import EMA, LambdaCallback
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.processes import Errand, Seats, TrainingProcessError
+from dovetail.trainers.processes import ConcurrencyLimit, RemoteJob, TrainingProcessError
 from dovetail.trainers.randomness import rng_state
 from dovetail.trainers.strategies import StateTrackingUpdateStrategy
 
@@ -189,17 +189,17 @@ def test_a_run_that_goes_on_elsewhere_is_the_run_that_went_on_here(problem: Prob
     here = begun("here")
     here.train()
     elsewhere = begun("elsewhere")
-    errand = Errand(elsewhere, None, None)
-    errand.take(Errand.unpack(errand.pack()).run())
+    job = RemoteJob(elsewhere, None, None)
+    job.take(RemoteJob.unpack(job.pack()).run())
     assert plain(elsewhere.state_dict()) == plain(here.state_dict())
     assert elsewhere.context.progress.epoch == 4
 
 
 def test_a_copy_in_another_process_shares_no_memory(problem: Problem) -> None:
     trainer = make_trainer(problem)
-    errand = Errand(trainer, (problem.x, problem.y), None)
+    job = RemoteJob(trainer, (problem.x, problem.y), None)
     before = plain(trainer.model.state_dict())
-    Errand.unpack(errand.pack()).run()
+    RemoteJob.unpack(job.pack()).run()
     assert plain(trainer.model.state_dict()) == before
     assert not any(it.is_shared() for it in trainer.model.parameters())
 
@@ -251,12 +251,12 @@ def test_a_basic_trainer_trains_elsewhere_to_the_same_bits(problem: Problem) -> 
 
 
 def test_no_more_than_the_limit_run_at_once() -> None:
-    seats, most = Seats(), []
+    limiter, most = ConcurrencyLimit(), []
     meeting = threading.Barrier(2)
 
     def work() -> None:
-        with seats.taken(limit=2):
-            most.append(seats.num_taken)
+        with limiter.enter(limit=2):
+            most.append(limiter.num_active)
             # Passes only while two are inside.
             meeting.wait(timeout=120)
 
@@ -267,14 +267,14 @@ def test_no_more_than_the_limit_run_at_once() -> None:
         thread.join()
     assert len(most) == 6
     assert max(most) == 2
-    assert seats.num_taken == 0
+    assert limiter.num_active == 0
 
 
-def test_a_seat_is_given_back_after_an_error() -> None:
-    seats = Seats()
-    with pytest.raises(ValueError, match="failed"), seats.taken(limit=1):
+def test_the_limit_is_released_after_an_error() -> None:
+    limiter = ConcurrencyLimit()
+    with pytest.raises(ValueError, match="failed"), limiter.enter(limit=1):
         raise ValueError("failed")
-    assert seats.num_taken == 0
+    assert limiter.num_active == 0
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5])

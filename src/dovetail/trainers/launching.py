@@ -37,7 +37,7 @@ from dovetail.runtime.signals import Interrupted
 from dovetail.trainers import loop, run_scope
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Plan
-from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
+from dovetail.trainers.transfer import apply_trained_state, initial_state, set_initial_state, trained_state
 
 _RESULT, _INTERRUPTED = "result", "interrupted"
 
@@ -63,10 +63,10 @@ class ProcessLauncher:
                 other errors are raised with their own class. A note has the traceback of the worker.
             Interrupted: A signal ended the run, here or in a worker.
         """
-        cargo = _packed(trainer, entry, arguments)
+        message = _pack(trainer, entry, arguments)
         with TemporaryDirectory(prefix="dovetail-run-", ignore_cleanup_errors=True) as folder:
             found = json.dumps(circumstances(self.num_processes)).encode()
-            with _handing_out((found, cargo), Path(folder, "socket")):
+            with _serve_messages((found, message), Path(folder, "socket")):
                 outcome = run_workers(
                     ("-m", "dovetail.trainers.worker", folder), self.num_processes, folder, self.max_restarts
                 )
@@ -74,7 +74,7 @@ class ProcessLauncher:
                 raise _failure(Path(folder), outcome)
             result = Path(folder, _RESULT)
             if result.exists():
-                returned = _taken(trainer, entry, arguments, store.load(result))
+                returned = _apply_result(trainer, entry, arguments, store.load(result))
             number = _signal_in(Path(folder)) or (outcome if isinstance(outcome, int) else None)
             if number is not None:
                 raise Interrupted(number)
@@ -111,7 +111,7 @@ def work(folder: Path) -> None:
 # ------------------------------------------------------------------ sending the trainer, receiving the result
 
 
-def _packed(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes:
+def _pack(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes:
     initial = initial_state(trainer, continues=True)
     try:
         return bytes(cloudpickle.dumps((trainer, entry, dict(arguments), initial)))
@@ -119,12 +119,12 @@ def _packed(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes
         raise ConfigError(f"the trainer or its data cannot be sent to other processes: {error}") from error
 
 
-def _taken(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: Mapping[str, Any]) -> Any:
+def _apply_result(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: Mapping[str, Any]) -> Any:
     """Set the trainer to the state of its copies in the workers, and return the result of the entry point."""
     if entry != "fit":
         return result["returned"]
     run_scope.set_data(trainer.context, train=arguments["train_data"], valid=arguments["val_data"])
-    take_trained_state(trainer, _planned(trainer, arguments), result)
+    apply_trained_state(trainer, _planned(trainer, arguments), result)
     return trainer.context.history
 
 
@@ -138,14 +138,14 @@ def _planned(trainer: Trainer, arguments: Mapping[str, Any]) -> Plan:
 
 def _failure(folder: Path, outcome: RunResult) -> Exception:
     """Return the first error of a worker, not counting reports about other workers; else the end of a killed worker."""
-    told = [load_error(path) for path in sorted(folder.glob("failure-*.json"))]
-    own = [each for each in told if each["name"] != PeerError.__name__]
+    errors = [load_error(path) for path in sorted(folder.glob("failure-*.json"))]
+    own = [each for each in errors if each["name"] != PeerError.__name__]
     killed = {rank: end for rank, end in outcome.failures.items() if end.exitcode < 0}
     if not own and killed:
         ends = " and ".join(f"rank {rank} was ended by {end.signal_name()}" for rank, end in sorted(killed.items()))
         return TrainingProcessError(f"{ends}, which ended the run")
-    if own or told:
-        return rebuilt((own or told)[-1])
+    if own or errors:
+        return rebuilt((own or errors)[-1])
     codes = " and ".join(f"rank {rank} ended with exit code {end.exitcode}" for rank, end in outcome.failures.items())
     return TrainingProcessError(f"{codes}, without a result")
 
@@ -159,7 +159,7 @@ def _signal_in(folder: Path) -> int | None:
 
 
 @contextmanager
-def _handing_out(messages: Sequence[bytes], address: Path) -> Iterator[None]:
+def _serve_messages(messages: Sequence[bytes], address: Path) -> Iterator[None]:
     """Send the messages to every worker that connects to a socket, in a folder that only this user can read."""
     listener = Listener(str(address), "AF_UNIX")
 

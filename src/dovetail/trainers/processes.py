@@ -37,7 +37,7 @@ from dovetail.runtime.relay import (
 )
 from dovetail.runtime.signals import ignore_interrupts
 from dovetail.trainers.reuse import configure, reset
-from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
+from dovetail.trainers.transfer import apply_trained_state, initial_state, set_initial_state, trained_state
 
 if TYPE_CHECKING:
     from dovetail.trainers.trainer import Trainer
@@ -49,40 +49,40 @@ _RESULT, _FAILURE = "result", "failure.json"
 _GRACE = 30.0
 
 
-class Seats:
+class ConcurrencyLimit:
     """Limits the number of threads inside a block.
 
     Example:
-        >>> seats = Seats()
-        >>> with seats.taken(limit=2), seats.taken(limit=2):
-        ...     seats.num_taken
+        >>> limiter = ConcurrencyLimit()
+        >>> with limiter.enter(limit=2), limiter.enter(limit=2):
+        ...     limiter.num_active
         2
     """
 
     def __init__(self) -> None:
-        self.num_taken = 0
+        self.num_active = 0
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, limit: int) -> Iterator[None]:
+    def enter(self, limit: int) -> Iterator[None]:
         """Wait until fewer than `limit` blocks are active, then enter."""
         with self._changed:
-            self._changed.wait_for(lambda: self.num_taken < limit)
-            self.num_taken += 1
+            self._changed.wait_for(lambda: self.num_active < limit)
+            self.num_active += 1
         try:
             yield
         finally:
             with self._changed:
-                self.num_taken -= 1
+                self.num_active -= 1
                 self._changed.notify_all()
 
 
 # One limit per process: it counts the children of all trainers and threads.
-_CHILDREN = Seats()
+_CHILDREN = ConcurrencyLimit()
 
 
 @dataclass
-class Errand:
+class RemoteJob:
     """One training run for another process.
 
     Attributes:
@@ -98,7 +98,7 @@ class Errand:
     config: Mapping[str, Any] | None = None
 
     @property
-    def begins_anew(self) -> bool:
+    def is_new_run(self) -> bool:
         """True if progress, history and optimizers are reset first."""
         return self.trainset is not None or self.config is not None
 
@@ -108,7 +108,7 @@ class Errand:
         Raises:
             ConfigError: An object cannot be pickled; the message names it.
         """
-        initial = initial_state(self.trainer, continues=not self.begins_anew)
+        initial = initial_state(self.trainer, continues=not self.is_new_run)
         try:
             # Not multiprocessing's pickler: torch makes it move tensors to shared memory, with one open file each, and
             # the child would then train the caller's own weights.
@@ -121,16 +121,16 @@ class Errand:
             ) from error
 
     @classmethod
-    def unpack(cls, cargo: bytes) -> Errand:
+    def unpack(cls, message: bytes) -> RemoteJob:
         """Return the job, ready to run in this process, without progress display."""
-        errand: Errand
-        errand, initial = pickle.loads(cargo)  # noqa: S301 - the caller sent these bytes through a pipe
-        trainer = errand.trainer
+        job: RemoteJob
+        job, initial = pickle.loads(message)  # noqa: S301 - the caller sent these bytes through a pipe
+        trainer = job.trainer
         trainer.options.max_concurrency = None
         callbacks = trainer.context.callbacks
         callbacks.remove(*[callback for callback in callbacks if isinstance(callback, ProgressDisplay)])
         set_initial_state(trainer, initial)
-        return errand
+        return job
 
     def run(self) -> dict[str, Any]:
         """Train, and return the state that the caller's trainer needs."""
@@ -149,7 +149,7 @@ class Errand:
     def take(self, result: Mapping[str, Any]) -> None:
         """Set the trainer to the state of the copy that ran."""
         trainer, context = self.trainer, self.trainer.context
-        if self.begins_anew:
+        if self.is_new_run:
             reset(trainer)
             trainer._sampler = self.sampler
             if self.config is not None:
@@ -160,7 +160,7 @@ class Errand:
             trainer._saves_by_default = True
         trainer._data.forget_loaders()
         context.state.pop("train_loader", None)
-        take_trained_state(trainer, trainer.plan(), result)
+        apply_trained_state(trainer, trainer.plan(), result)
 
     def _culprits(self) -> Iterator[tuple[str, Exception]]:
         for name, piece in self._pieces():
@@ -217,12 +217,12 @@ def train_in_process(
     """
     limit = trainer.options.max_concurrency
     assert limit is not None
-    errand = Errand(trainer, trainset, sampler, config)
+    job = RemoteJob(trainer, trainset, sampler, config)
     with (
-        _CHILDREN.taken(limit),
+        _CHILDREN.enter(limit),
         TemporaryDirectory(prefix="dovetail-training-", ignore_cleanup_errors=True) as folder,
     ):
-        exit_code = _spawn(errand.pack(), folder, limit)
+        exit_code = _spawn(job.pack(), folder, limit)
         failure = Path(folder, _FAILURE)
         if failure.exists():
             raise rebuilt(load_error(failure))
@@ -230,11 +230,11 @@ def train_in_process(
             guard = "; a program must start training below `if __name__ == '__main__':`" if 0 < exit_code < 128 else ""
             raise TrainingProcessError(f"the training process {describe_exit(exit_code)} without a result{guard}")
         result = store.load(Path(folder, _RESULT))
-    errand.take(result)
+    job.take(result)
     return result["seconds"], result["payload"]
 
 
-def _spawn(cargo: bytes, folder: str, limit: int) -> int:
+def _spawn(message: bytes, folder: str, limit: int) -> int:
     """Run a child process until it ends, and return its exit code."""
     spawn = multiprocessing.get_context("spawn")
     theirs, ours = spawn.Pipe(duplex=False)
@@ -247,7 +247,7 @@ def _spawn(cargo: bytes, folder: str, limit: int) -> int:
         try:
             # If the child has already ended, its exit code reports the reason.
             with suppress(BrokenPipeError):
-                ours.send_bytes(cargo)
+                ours.send_bytes(message)
             child.join()
         except BaseException:
             _end(child)
@@ -265,7 +265,7 @@ def _end(child: SpawnProcess) -> None:
         child.join()
 
 
-def _work(cargo: Connection, folder: str, found: Mapping[str, Any]) -> None:
+def _work(connection: Connection, folder: str, found: Mapping[str, Any]) -> None:
     """Run a child process: receive the job, train, and write the result or the error."""
     # The caller forwards Ctrl-C as one SIGTERM.
     ignore_interrupts()
@@ -273,7 +273,7 @@ def _work(cargo: Connection, folder: str, found: Mapping[str, Any]) -> None:
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
         with saved_error(Path(folder, _FAILURE)):
-            store.save(Path(folder, _RESULT), Errand.unpack(cargo.recv_bytes()).run())
+            store.save(Path(folder, _RESULT), RemoteJob.unpack(connection.recv_bytes()).run())
     finally:
         caller = multiprocessing.parent_process()
         if caller is not None and not caller.is_alive():

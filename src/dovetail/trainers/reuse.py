@@ -17,7 +17,7 @@ from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies.bundle import check_roles
 from dovetail.units import Progress
 
-__all__ = ["configure", "equip", "fit_anew", "reset"]
+__all__ = ["configure", "equip", "fit_new_run", "reset"]
 
 
 def reset(trainer: SingleProcessTrainer) -> None:
@@ -48,7 +48,7 @@ def configure(trainer: SingleProcessTrainer, config: Mapping[str, Any]) -> None:
     trainer.context.config = {**trainer._own_config, **config}
 
 
-def fit_anew(
+def fit_new_run(
     trainer: SingleProcessTrainer, trainset: Any, sampler: Any = None, config: Mapping[str, Any] | None = None
 ) -> None:
     """Reset a trainer, and train it on a training set.

@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.processes import train_in_process
-from dovetail.trainers.reuse import fit_anew
+from dovetail.trainers.reuse import fit_new_run
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import counted
 
@@ -82,7 +82,7 @@ class Trainer(SingleProcessTrainer):
             raise ConfigError("sampler: it chooses samples of a trainset; call train(trainset, sampler)")
         started = time.perf_counter()
         if trainset is not None:
-            fit_anew(self, trainset, sampler)
+            fit_new_run(self, trainset, sampler)
         else:
             self._saves_by_default = True
             self.fit()

@@ -40,7 +40,7 @@ def trained_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def take_trained_state(trainer: Trainer, plan: Plan, result: Mapping[str, Any]) -> None:
+def apply_trained_state(trainer: Trainer, plan: Plan, result: Mapping[str, Any]) -> None:
     """Restore the state returned by `trained_state` in the caller's trainer.
 
     Args:
