@@ -46,7 +46,7 @@ LOOPS_THAT_TRAIN = {
 # Functions that differentiate, clear or step without the context or a layer of the trainer in between.
 DIRECT_CALLS = {
     "AutoBatch._all_parts": "Repeats the backward pass of a batch that did not fit into memory.",
-    "AutoBatch._letting_go.differentiate": "Differentiates the graph that the returned loss stands for.",
+    "AutoBatch._release_graph.differentiate": "Differentiates the graph that the returned loss stands for.",
     "SingleProcessTrainer.backward": "The verb.",
     "SingleProcessTrainer.optimizer_step": "The verb.",
     "Precision.step": "Called by the verb `optimizer_step`.",

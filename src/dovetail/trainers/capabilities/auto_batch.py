@@ -86,16 +86,16 @@ class AutoBatch(Capability):
             if size < length:
                 return self._in_parts(step, batch, size, length, gradients)
             output = step(batch)
-            return output if self.context.run.batch.optimized else self._letting_go(output, batch, gradients)
+            return output if self.context.run.batch.optimized else self._release_graph(output, batch, gradients)
 
         if "train" in self._sizes:
             return self._fitting("train", batch, compute, gradients)
         # While every batch fits, a step has no extra work.
         try:
             output = step(batch)
-            return output if self.context.run.batch.optimized else self._letting_go(output, batch, gradients)
+            return output if self.context.run.batch.optimized else self._release_graph(output, batch, gradients)
         except Exception as error:
-            failure = self._checked(error, batch)
+            failure = self._check_error(error, batch)
         return self._fitting("train", batch, compute, gradients, failure=failure)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -106,11 +106,11 @@ class AutoBatch(Capability):
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the metrics of the whole batch."""
-        return self._evaluated(batch, super().test_step, _joined)
+        return self._evaluate(batch, super().test_step, _join_outputs)
 
     def predict_step(self, batch: Any) -> Any:
         """Return the predictions for the whole batch."""
-        return self._evaluated(batch, super().predict_step, lambda outputs, lengths: concat(outputs))
+        return self._evaluate(batch, super().predict_step, lambda outputs, lengths: concat(outputs))
 
     def state_dict(self) -> dict[str, Any]:
         """Add the sizes that fitted, so that a resumed run splits the same batches."""
@@ -141,7 +141,7 @@ class AutoBatch(Capability):
             # Not in the handler: its frames still hold the tensors of the failed attempt.
             if failure is not None:
                 if gradients is not None:
-                    gradients.put_back()
+                    gradients.restore()
                 _free(self.context.device)
                 size = (size + 1) // 2
             try:
@@ -153,12 +153,12 @@ class AutoBatch(Capability):
                 add_note(failure, str(refusal))
                 raise failure from None
             except Exception as error:
-                failure = self._checked(error, batch, size)
+                failure = self._check_error(error, batch, size)
         if size < length:
             self._sizes[what] = size
         return result
 
-    def _checked(self, error: Exception, batch: Any, size: int | None = None) -> Exception:
+    def _check_error(self, error: Exception, batch: Any, size: int | None = None) -> Exception:
         """Return an error without its frames, or raise it if a smaller part of the batch would not help."""
         length = self.batch_length(batch)
         if not is_out_of_memory(error):
@@ -176,7 +176,7 @@ class AutoBatch(Capability):
             raise error from None
         return error.with_traceback(None)
 
-    def _evaluated(self, batch: Any, step: Callable[[Any], _T], join: Callable[..., _T]) -> _T:
+    def _evaluate(self, batch: Any, step: Callable[[Any], _T], join: Callable[..., _T]) -> _T:
         if not self._is_active:
             return step(batch)
 
@@ -215,11 +215,11 @@ class AutoBatch(Capability):
                 assert context.run.trainer is not None
                 context.run.trainer.backward(loss * share)
             outputs.append(map_tensors(Tensor.detach, output))
-        joined = _joined(outputs, [stop - start for start, stop in bounds])
+        joined = _join_outputs(outputs, [stop - start for start, stop in bounds])
         total = _items(joined, length)
         if window.opens and (isinstance(total, Tensor) or total != expected):
             gradients.scale(expected / total)
-        return self._letting_go(joined, batch, gradients, loss * (num_items / total), size)
+        return self._release_graph(joined, batch, gradients, loss * (num_items / total), size)
 
     def _part(self, step: Callable[[Any], Mapping[str, Any]], part: Any) -> Mapping[str, Any]:
         self._is_inside_part = True
@@ -231,7 +231,7 @@ class AutoBatch(Capability):
             raise _ManualStepError(_MANUAL)
         return output
 
-    def _letting_go(
+    def _release_graph(
         self,
         output: Mapping[str, Any],
         batch: Any,
@@ -251,7 +251,7 @@ class AutoBatch(Capability):
             try:
                 graph.pop().backward(gradient)  # type: ignore[no-untyped-call]  # torch has no types for it
             except Exception as error:
-                failure = self._checked(error, batch, size)
+                failure = self._check_error(error, batch, size)
             else:
                 gradients.copies = None
                 return
@@ -263,9 +263,9 @@ class AutoBatch(Capability):
             gradients.copies = None
 
         anchor = torch.zeros((), requires_grad=True)
-        lent = _Lent.apply(anchor, loss.detach(), differentiate)  # type: ignore[no-untyped-call]  # torch has no types
+        detached = _DetachedLoss.apply(anchor, loss.detach(), differentiate)  # type: ignore[no-untyped-call]  # torch has no types
         # Detach all other outputs: they would hold the graph, too.
-        return {**map_tensors(Tensor.detach, output), "loss": lent} if len(output) > 1 else {"loss": lent}
+        return {**map_tensors(Tensor.detach, output), "loss": detached} if len(output) > 1 else {"loss": detached}
 
     def _all_parts(self, batch: Any, size: int, length: int, total: Any, gradient: Tensor) -> None:
         """Recompute a batch inside the backward pass that failed; `gradient` already includes scale and weight."""
@@ -304,7 +304,7 @@ def find_batch_size(trainer: Trainer, data: Any = None, *, start: int = 16, limi
         raise ConfigError(f"find_batch_size: expected start and limit of at least 1, got {start!r} and {limit!r}")
     if trainer.context.model is None:
         raise ConfigError("find_batch_size: the trainer has no model: give it one, Trainer(model, …)")
-    with _trying(trainer, data, 1):
+    with _trial(trainer, data, 1):
         num_samples = trainer.num_batches("train")
     if num_samples is None and limit is None:
         raise ConfigError("find_batch_size: the data has no length, so give a limit")
@@ -351,7 +351,7 @@ class _ManualStepError(Exception):
     """A step would make an update from a part of its batch."""
 
 
-class _Lent(torch.autograd.Function):
+class _DetachedLoss(torch.autograd.Function):
     """A loss whose backward pass calls a function, so that holding the loss does not hold its graph."""
 
     @staticmethod
@@ -382,7 +382,7 @@ class _Gradients:
         if not context.run.window.opens:
             self.copies = [(it, None if it.grad is None else it.grad.clone()) for it in self._parameters()]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the gradients."""
         if self.copies is None:
             for optimizer in self._optimizers:
@@ -412,7 +412,7 @@ def _bounds(length: int, size: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _joined(outputs: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> dict[str, Any]:
+def _join_outputs(outputs: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> dict[str, Any]:
     """Return the output of a step for all samples, from the outputs for its parts."""
     items = [_items(output, length) for output, length in zip(outputs, lengths, strict=True)]
     joined: dict[str, Any] = {}
@@ -452,7 +452,7 @@ def _free(device: torch.device) -> None:
 
 
 @contextmanager
-def _trying(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
+def _trial(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
     """Prepare the trainer for batches of a size from the start of an epoch, and restore it afterwards."""
     context, core = trainer.context, trainer.core
     with preserve_state(trainer, train=data):
@@ -469,7 +469,7 @@ def _failure(trainer: Trainer, data: Any, size: int) -> BaseException | None:
     """Return the error if a step with this batch size runs out of memory, else None."""
     never = Batches(0)
     try:
-        with _trying(trainer, data, size):
+        with _trial(trainer, data, size):
             trainer.fit(
                 max_length=Batches(trainer.context.run.window.size), validation_period=never, checkpoint_period=never
             )

@@ -76,7 +76,7 @@ class Compiled(Capability):
     # True if each call makes only one step, although more were requested.
     _is_one_by_one: bool
     # Warnings that were already given.
-    _told: set[str]
+    _warned: set[str]
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Compiled(Capability):
         self._waiting, self._coming = [], deque()
         self._step = self._restored = self._epoch = self._causes = None
         self._is_eager = self._is_one_by_one = False
-        self._told = set()
+        self._warned = set()
         super().__init__(*args, **kwargs)
 
     @property
@@ -124,7 +124,7 @@ class Compiled(Capability):
         try:
             check_compiler()
         except CannotCompileError as cause:
-            self._tell(_EAGER.format(cause))
+            self._warn_once(_EAGER.format(cause))
         else:
             _compile_in_place(model)
 
@@ -138,7 +138,7 @@ class Compiled(Capability):
         if why_not is not None:
             return batches
         if cause is not None:
-            self._tell(_ONE_BY_ONE.format(cause))
+            self._warn_once(_ONE_BY_ONE.format(cause))
             return batches
         return self._in_calls(iter(batches))
 
@@ -154,14 +154,14 @@ class Compiled(Capability):
                     # Its data is smaller than a batch: nearly every such run would need its own graph.
                     self._is_eager = True
                     return super().train_step(batch)
-                self._step = self._prepared()
+                self._step = self._prepare_step()
                 self._epoch = context.progress.epoch
             assert self._step is not None
             if self._waiting:
                 self._call_ahead(self._step, batch)
             output = self._coming.popleft() if self._coming else self._step(batch)
         except CannotCompileError as cause:
-            self._tell(_EAGER.format(cause))
+            self._warn_once(_EAGER.format(cause))
             self._is_eager, output = True, None
             # The trace set this flag, but this batch has made no update.
             context.run.batch.optimized = False
@@ -201,7 +201,7 @@ class Compiled(Capability):
 
     # ------------------------------------------------------------------ private
 
-    def _prepared(self) -> WholeStep:
+    def _prepare_step(self) -> WholeStep:
         """Return the compiled step for the current state of this trainer."""
         context = self.context
         self._causes = None
@@ -222,7 +222,7 @@ class Compiled(Capability):
         owners = (*layers(context.run.trainer), *with_parts(self.strategies))
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
-        step = WholeStep(self._computed, modules, optimizer, self.options.gradient_clip, spaces)
+        step = WholeStep(self._compute_output, modules, optimizer, self.options.gradient_clip, spaces)
         step.look_again(self._read_by_step())
         step.begin(is_among_many=context.run.is_one_of_many)
         if self._restored:
@@ -287,7 +287,7 @@ class Compiled(Capability):
             self._coming.extend(step.several(waiting) or ())
         except CannotCompileError as cause:
             self._is_one_by_one = True
-            self._tell(_ONE_BY_ONE.format(cause))
+            self._warn_once(_ONE_BY_ONE.format(cause))
 
     def _ruled_out(self) -> tuple[str | None, str | None]:
         """Return the reason against a graph, and the reason against several steps per call; None means no reason."""
@@ -307,10 +307,10 @@ class Compiled(Capability):
                 return f"a schedule moves at every {bound.interval}"
         return _own_verb(self._run_layer, "scheduler_step", "after_step")
 
-    def _computed(self, batch: Any) -> Mapping[str, Any]:
+    def _compute_output(self, batch: Any) -> Mapping[str, Any]:
         """Return the output of the inner layers' `train_step`, without its side effects on the context."""
         context = self.context
-        kept = {name: context.state[name] for name in _SHARED if name in context.state}
+        shared = {name: context.state[name] for name in _SHARED if name in context.state}
         trainer, context.run.trainer = context.run.trainer, cast(Trainer, _NoVerbs())
         try:
             return super().train_step(batch)
@@ -318,7 +318,7 @@ class Compiled(Capability):
             context.run.trainer = trainer
             for name in _SHARED:
                 context.state.pop(name, None)
-            context.state.update(kept)
+            context.state.update(shared)
 
     def _why_not(self) -> str | None:
         """Return why the run cannot use a graph, or None."""
@@ -342,10 +342,10 @@ class Compiled(Capability):
         trainer = self._run_layer
         return _outer_step(trainer) or _own_verb(trainer, "backward", "clip_gradients", "optimizer_step")
 
-    def _tell(self, message: str) -> None:
+    def _warn_once(self, message: str) -> None:
         """Warn, once per message."""
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
 
 

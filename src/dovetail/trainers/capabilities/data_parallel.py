@@ -57,7 +57,7 @@ class DataParallel(Capability):
     _bucket_size: int
     _devices: list[torch.device]
     _group: Group | None
-    _turn: _Turn
+    _turn: _StepState
     _layouts: dict[int, _Layout]
 
     def __init__(
@@ -78,7 +78,7 @@ class DataParallel(Capability):
         self._bucket_size = bucket_size
         self._devices = []
         self._group = None
-        self._turn = _Turn()
+        self._turn = _StepState()
         self._layouts = {}
         super().__init__(*args, **kwargs)
 
@@ -120,7 +120,7 @@ class DataParallel(Capability):
             seed_everything(derive_seed(context.state["order_seed"], 0, group.rank, rule="rank"))
         # Drop the state of a step that an error interrupted.
         self._layouts.clear()
-        self._turn, context.run.batch.is_idle = _Turn(), False
+        self._turn, context.run.batch.is_idle = _StepState(), False
 
     def teardown(self, error: BaseException | None) -> None:
         """Leave the group; after an error, report it to the other processes."""
@@ -146,26 +146,26 @@ class DataParallel(Capability):
             self._copy_buffers(group)
         state = super().state_dict()
         own = {"rng": rng_state(), **{name: state[name] for name in _OWN_PARTS}}
-        everyone = [own] if group is None else group.exchange(own)
-        return {**state, "data_parallel": {name: [each[name] for each in everyone] for name in own}}
+        all_ranks = [own] if group is None else group.exchange(own)
+        return {**state, "data_parallel": {name: [each[name] for each in all_ranks] for name in own}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this process's state; another number of processes seeds again and shares the rest of the epoch."""
-        group, kept = self._group, state.get("data_parallel", {})
-        check_kind({"rng": []}, {"rng": kept.get("rng", [])}, "data_parallel")
+        group, saved = self._group, state.get("data_parallel", {})
+        check_kind({"rng": []}, {"rng": saved.get("rng", [])}, "data_parallel")
         size, rank = (1, 0) if group is None else (group.size, group.rank)
         own: dict[str, Any] = {}
-        if len(kept.get("rng", ())) == size:
-            own = {name: kept[name][rank] for name in _OWN_PARTS if name in kept}
-        elif "meter" in kept:
+        if len(saved.get("rng", ())) == size:
+            own = {name: saved[name][rank] for name in _OWN_PARTS if name in saved}
+        elif "meter" in saved:
             # The first process continues the sums of all, so that the mean of the epoch counts every sample once.
-            own = {"meter": _sum_of(kept["meter"]) if rank == 0 else Meter().state_dict()}
+            own = {"meter": _sum_of(saved["meter"]) if rank == 0 else Meter().state_dict()}
         super().load_state_dict({**state, **own})
         if group is None:
             return
-        if len(kept.get("rng", ())) == size:
+        if len(saved.get("rng", ())) == size:
             with restoring("data_parallel.rng"):
-                set_rng_state(kept["rng"][rank])
+                set_rng_state(saved["rng"][rank])
         elif rank:
             seed_everything(
                 derive_seed(self.context.state["order_seed"], self.context.progress.batches, rank, rule="rank")
@@ -177,7 +177,7 @@ class DataParallel(Capability):
         if self._group is not None and self.context.process.has_peers:
             flags = torch.tensor(self._flags(), dtype=torch.float64)
             self._group.sum(flags)
-            self._heed(flags.tolist())
+            self._apply_stop_request(flags.tolist())
 
     # ------------------------------------------------------------------ once per pass
 
@@ -207,8 +207,8 @@ class DataParallel(Capability):
         parts = super().gather(parts)
         if self._group is None or not self.context.process.has_peers:
             return parts
-        everyone = [each["parts"] for each in self._group.exchange({"parts": parts})]
-        return [each[step] for step in range(len(everyone[0])) for each in everyone if step < len(each)]
+        all_ranks = [each["parts"] for each in self._group.exchange({"parts": parts})]
+        return [each[step] for step in range(len(all_ranks[0])) for each in all_ranks if step < len(each)]
 
     # ------------------------------------------------------------------ once per batch
 
@@ -218,7 +218,7 @@ class DataParallel(Capability):
             self._turn.randomness = rng_state()
             self.context.run.batch.is_idle = True
             if not self.context.run.window.closes:
-                self._set_aside()
+                self._store_gradients()
         return super().to_device(batch)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
@@ -244,16 +244,16 @@ class DataParallel(Capability):
             turn.samples += notes.num_samples
             notes.num_records = 0
             return
-        if turn.news is None:
+        if turn.extras is None:
             # No optimizer stepped, in any process.
-            news = torch.tensor([turn.samples + notes.num_samples, *self._flags()], dtype=torch.float64)
-            group.sum(news)
-            turn.news = news.tolist()
-        records, *flags = turn.news
-        turn.samples, turn.news, turn.kept = 0, None, None
+            extras = torch.tensor([turn.samples + notes.num_samples, *self._flags()], dtype=torch.float64)
+            group.sum(extras)
+            turn.extras = extras.tolist()
+        records, *flags = turn.extras
+        turn.samples, turn.extras, turn.gradients = 0, None, None
         notes.num_records = round(records)
         if flags[0]:
-            self._heed(flags)
+            self._apply_stop_request(flags)
 
     # ------------------------------------------------------------------ private
 
@@ -264,15 +264,15 @@ class DataParallel(Capability):
         # If all processes agreed on the number of steps, and more than one is left, each still has a batch.
         knows_total = total is not None and total == turn.agreed and total - step > 1
         if not knows_total:
-            everyone = group.exchange({"has": batch is not _END, "total": total})
-            if not everyone[0]["has"]:
+            all_ranks = group.exchange({"has": batch is not _END, "total": total})
+            if not all_ranks[0]["has"]:
                 return
-            if not all(each["has"] for each in everyone):
+            if not all(each["has"] for each in all_ranks):
                 # Fewer batches than processes: a process without one computes with the first process's batch.
                 lent = group.exchange({"batch": batch if group.rank == 0 else None})[0]["batch"]
                 if batch is _END:
                     turn.own, batch = step, lent
-            knows_total = total is not None and all(each["total"] == total for each in everyone)
+            knows_total = total is not None and all(each["total"] == total for each in all_ranks)
             turn.agreed = total if knows_total else None
         while True:
             yield batch
@@ -295,14 +295,14 @@ class DataParallel(Capability):
         with torch.no_grad():
             group.copy_first([*model.parameters(), *model.buffers()])
 
-    def _set_aside(self) -> None:
+    def _store_gradients(self) -> None:
         """Store the gradients of the running window, before an idle batch with weight zero adds to them."""
         window, turn = self.context.run.window, self._turn
-        if turn.kept is None:
+        if turn.gradients is None:
             trained = [it for each in self.context.optimizers for group in each.param_groups for it in group["params"]]
             # The same division as at the end of the window, by the items that count.
             factor = window.expected / window.items
-            turn.kept = [(it, None if it.grad is None else it.grad * factor) for it in trained]
+            turn.gradients = [(it, None if it.grad is None else it.grad * factor) for it in trained]
             turn.items = window.items
 
     def _copy_buffers(self, group: Group) -> None:
@@ -319,42 +319,42 @@ class DataParallel(Capability):
             layout = self._layouts[id(optimizer)] = _Layout(optimizer, self._bucket_size)
         if context.progress.batch >= turn.own:
             weight, samples = 0, turn.samples
-            if turn.kept is not None:
+            if turn.gradients is not None:
                 weight = turn.items
-                for parameter, gradient in turn.kept:
+                for parameter, gradient in turn.gradients:
                     parameter.grad = gradient
         else:
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
-        news = layout.average(
-            group, weight, [samples, *(_NO_WISH if context.run.stop_request is None else self._flags())]
+        extras = layout.average(
+            group, weight, [samples, *(_NO_STOP_REQUEST if context.run.stop_request is None else self._flags())]
         )
         context.run.batch.num_averaged = layout.weight
-        if turn.news is None:
-            turn.news = news
+        if turn.extras is None:
+            turn.extras = extras
 
     def _flags(self) -> list[float]:
         """Return whether this process received a stop request, by SIGINT, by SIGTERM, as numbers."""
-        wish = self.context.run.stop_request
-        asked = None if wish is None else wish[1]
-        return [wish is not None, asked == signal.SIGINT, asked == signal.SIGTERM]
+        request = self.context.run.stop_request
+        number = None if request is None else request[1]
+        return [request is not None, number == signal.SIGINT, number == signal.SIGTERM]
 
-    def _heed(self, flags: Sequence[float]) -> None:
+    def _apply_stop_request(self, flags: Sequence[float]) -> None:
         """End training in every process, with the reason of the first process that has one."""
         context, group = self.context, self._group
         if not flags[0] or context.run.stop_reason is not None:
             return
         assert group is not None
-        wishes = [each["wish"] for each in group.exchange({"wish": context.run.stop_request})]
-        reason = next(wish[0] for wish in wishes if wish is not None)
+        requests = [each["request"] for each in group.exchange({"request": context.run.stop_request})]
+        reason = next(request[0] for request in requests if request is not None)
         number = signal.SIGINT if flags[1] else signal.SIGTERM if flags[2] else None
         context.run.end(reason, None if number is None else int(number))
 
 
-class _Turn:
+class _StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "items", "kept", "news", "own", "randomness", "samples")
+    __slots__ = ("agreed", "extras", "gradients", "items", "own", "randomness", "samples")
 
     def __init__(self) -> None:
         # The steps of an epoch, if all processes reported the same number.
@@ -364,12 +364,12 @@ class _Turn:
         # Samples of the batches of the running accumulation window before this one.
         self.samples = 0
         # Gradients and items of the running window, if this process has batches for only a part of it.
-        self.kept: list[tuple[Tensor, Tensor | None]] | None = None
+        self.gradients: list[tuple[Tensor, Tensor | None]] | None = None
         self.items: Any = 0
         # The RNG state before an idle batch.
         self.randomness: Any = None
         # Sums of the numbers that were sent with the first gradients of the running step.
-        self.news: list[float] | None = None
+        self.extras: list[float] | None = None
 
 
 class _Layout:
@@ -378,7 +378,7 @@ class _Layout:
     Optimized for the step of a small model, in which every Python call counts: `map` and `operator` make none.
     """
 
-    def __init__(self, optimizer: Optimizer, bucket_size: int, num_news: int = 4) -> None:
+    def __init__(self, optimizer: Optimizer, bucket_size: int, num_extras: int = 4) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
@@ -397,7 +397,7 @@ class _Layout:
                     room = bucket_size
                 buckets[-1].append(parameter)
                 room -= parameter.nbytes
-        self.buckets = [_Bucket(parameters, num_news) for parameters in buckets]
+        self.buckets = [_Bucket(parameters, num_extras) for parameters in buckets]
 
     @property
     def is_whole(self) -> bool:
@@ -407,8 +407,8 @@ class _Layout:
             map(_REQUIRES_GRAD, self.parameters)
         )
 
-    def average(self, group: Group, weight: Any, news: list[float]) -> list[float]:
-        """Replace every gradient by the mean over all processes, and return the sums of `news`."""
+    def average(self, group: Group, weight: Any, extras: list[float]) -> list[float]:
+        """Replace every gradient by the mean over all processes, and return the sums of `extras`."""
         sums = []
         for bucket in self.buckets:
             gradients, has = list(map(_GRAD, bucket.parameters)), bucket.has_all
@@ -424,13 +424,13 @@ class _Layout:
             else:
                 for gradient, part in zip(gradients, bucket.parts, strict=True):
                     part.copy_(gradient).mul_(weight)
-            bucket.tail.copy_(torch.tensor([*has, *news, 0.0], dtype=bucket.tail.dtype))
+            bucket.tail.copy_(torch.tensor([*has, *extras, 0.0], dtype=bucket.tail.dtype))
             bucket.tail[-1] = weight
             sums += bucket.sums
         if not sums:
-            told = torch.tensor(news, dtype=torch.float64)
-            group.sum(told)
-            return cast("list[float]", told.tolist())
+            summed = torch.tensor(extras, dtype=torch.float64)
+            group.sum(summed)
+            return cast("list[float]", summed.tolist())
         group.sum(*sums)
         numbers: list[float] = []
         for bucket in self.buckets:
@@ -450,11 +450,11 @@ class _Bucket:
     torch's `gradient_as_bucket_view`.
     """
 
-    def __init__(self, parameters: list[Tensor], num_news: int) -> None:
+    def __init__(self, parameters: list[Tensor], num_extras: int) -> None:
         first = parameters[0]
         dtype = torch.promote_types(first.dtype, torch.float32)
         sizes = [parameter.numel() for parameter in parameters]
-        num_numbers = len(parameters) + num_news + 1
+        num_numbers = len(parameters) + num_extras + 1
         self.parameters = parameters
         # Sums in half precision would lose too much.
         self.is_exact = dtype == first.dtype
@@ -474,7 +474,7 @@ class _Bucket:
 
 _GRAD, _REQUIRES_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("is_sparse")
 _PARAMS = itemgetter("params")
-_NO_WISH = (0.0, 0.0, 0.0)
+_NO_STOP_REQUEST = (0.0, 0.0, 0.0)
 
 
 def _any(group: Group, holds: bool) -> bool:

@@ -36,7 +36,7 @@ class MixedPrecision(Capability):
 
     kind = "mixed precision"
 
-    _wanted_precisions: list[PrecisionName]
+    _precision_names: list[PrecisionName]
     _init_scale: float
     _precision: Precision | None
 
@@ -54,14 +54,14 @@ class MixedPrecision(Capability):
             Precision(name)
         if init_scale != _INIT_SCALE and not {"auto", "fp16"} & set(names):
             raise ConfigError(f"init_scale: only float16 is scaled, got precision={precision!r}")
-        self._wanted_precisions = names
+        self._precision_names = names
         self._init_scale = init_scale
         self._precision = None
         super().__init__(*args, **kwargs)
 
     def setup(self) -> None:
         """Set the precision of the context."""
-        precision = self._made()
+        precision = self._get_precision()
         if self.context.precision not in (None, precision):
             raise ConfigError("mixed precision twice: leave out the layer, or the MixedPrecisionStepStrategy")
         self.context.precision = precision
@@ -75,17 +75,17 @@ class MixedPrecision(Capability):
 
     def state_dict(self) -> dict[str, Any]:
         """Add the scaler's state."""
-        return {**super().state_dict(), "mixed_precision": self._made().state_dict()}
+        return {**super().state_dict(), "mixed_precision": self._get_precision().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the scaler's state; without one the scaler starts with its initial scale."""
         super().load_state_dict(state)
-        restore({"mixed_precision": {}, **state}, "mixed_precision", self._made().load_state_dict, {})
+        restore({"mixed_precision": {}, **state}, "mixed_precision", self._get_precision().load_state_dict, {})
 
-    def _made(self) -> Precision:
+    def _get_precision(self) -> Precision:
         if self._precision is None:
             kind = self.context.device.type
-            self._precision = Precision(_first_possible(self._wanted_precisions, kind), kind, self._init_scale)
+            self._precision = Precision(_first_possible(self._precision_names, kind), kind, self._init_scale)
         return self._precision
 
 

@@ -206,7 +206,7 @@ class DifferentialPrivacy(Capability):
         try:
             super().teardown(error)
         finally:
-            self._let_go()
+            self._remove_hooks()
 
     def state_dict(self) -> dict[str, Any]:
         """Add the spent budget and the state of the noise generator."""
@@ -251,7 +251,7 @@ class DifferentialPrivacy(Capability):
         batches = super().batches(stage)
         if stage != "train" or not self.poisson_sampling:
             return batches
-        progress, share, sampling = self.context.progress, self.context.process.share, self._sampled()
+        progress, share, sampling = self.context.progress, self.context.process.share, self._get_sampling()
         loader = sampling.loader
         total = num_batches(loader)
         assert total is not None
@@ -320,9 +320,9 @@ class DifferentialPrivacy(Capability):
         super().clip_gradients(optimizer)
         context, private = self.context, self._private
         if not self._is_clipped or any(it.grad is None or it.grad_sample is not None for it in private.params):
-            raise ConfigError(f"differential privacy: {_PAST} instead of loss.backward()")
+            raise ConfigError(f"differential privacy: {_BYPASSED} instead of loss.backward()")
         sampling, size = (
-            self._sampled(),
+            self._get_sampling(),
             context.run.batch.num_averaged if context.process.has_peers else self._num_samples,
         )
         if self.poisson_sampling:
@@ -346,7 +346,7 @@ class DifferentialPrivacy(Capability):
         """Step, and count a real step in the privacy accountant."""
         stepped = super().optimizer_step(optimizer)
         if stepped:
-            self._accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self._sampled().rate)
+            self._accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self._get_sampling().rate)
         return stepped
 
     # ------------------------------------------------------------------ private
@@ -363,7 +363,7 @@ class DifferentialPrivacy(Capability):
         self._seed = randomness["seed"]
         self._noise().set_state(randomness["generator"])
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         if self._guard is not None:
             self._guard.remove()
         if self._hooks is not None:
@@ -380,7 +380,7 @@ class DifferentialPrivacy(Capability):
         # The next run may have other data, and other processes to share it with.
         self._sampling = None
 
-    def _sampled(self) -> _Sampling:
+    def _get_sampling(self) -> _Sampling:
         """Return how the updates of this epoch are sampled; set delta and noise from it if they were not given."""
         if self._sampling is not None:
             return self._sampling
@@ -430,7 +430,7 @@ class DifferentialPrivacy(Capability):
             if found is None:
                 raise ConfigError(f"differential privacy: the loss does not depend on {name!r}; freeze it, or use it")
             if isinstance(found, list):
-                raise ConfigError(f"differential privacy: {_PAST} instead of loss.backward()")
+                raise ConfigError(f"differential privacy: {_BYPASSED} instead of loss.backward()")
             if len(found) != num_samples:
                 raise ConfigError(
                     f"differential privacy: {name!r} saw {len(found)} samples in a batch of {num_samples}; keep "
@@ -450,7 +450,7 @@ class DifferentialPrivacy(Capability):
 
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_private:
-            raise ConfigError(f"differential privacy: {_PAST} and context.step() instead of optimizer.step()")
+            raise ConfigError(f"differential privacy: {_BYPASSED} and context.step() instead of optimizer.step()")
         self._is_private = False
 
 
@@ -486,7 +486,7 @@ class _Part(Sampler[list[int]]):
             yield batch[self._share.rank :: self._share.num_replicas]
 
 
-_PAST = "the gradients bypassed the trainer; call context.backward(loss)"
+_BYPASSED = "the gradients bypassed the trainer; call context.backward(loss)"
 
 # In the first batches of an epoch gradients are compared with the sum over samples, for half the cost of clipping.
 _CHECKED_BATCHES = 8

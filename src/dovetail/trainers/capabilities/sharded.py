@@ -55,7 +55,7 @@ class ShardedDataParallel(DataParallel):
     _reshard_after_forward: bool | None
     _mesh: DeviceMesh | None
     # Pairs of each parameter before and after sharding.
-    _divided: list[tuple[Tensor, Tensor]]
+    _sharded_parameters: list[tuple[Tensor, Tensor]]
     # The number of items with weight 1, chosen so that weighted losses keep about their usual size.
     _unit: float | None
     # Items of this process in the running accumulation window, without the running batch.
@@ -73,7 +73,7 @@ class ShardedDataParallel(DataParallel):
         self._blocks = shard
         self._reshard_after_forward = reshard_after_forward
         self._mesh = None
-        self._divided = []
+        self._sharded_parameters = []
         self._unit = None
         self._items = 0
         super().__init__(*args, **kwargs)
@@ -117,7 +117,7 @@ class ShardedDataParallel(DataParallel):
         own = super().batches(stage)
         if self._mesh is None or self._group is None or stage == "train":
             return own
-        return self._taken_apart_after(self._attended(self._group, own, stage))
+        return self._reshard_after(self._with_idle_steps(self._group, own, stage))
 
     # ------------------------------------------------------------------ once per batch
 
@@ -187,26 +187,26 @@ class ShardedDataParallel(DataParallel):
         before = dict(model.named_parameters())
         # A scalar cannot be sharded.
         numbers = {parameter for parameter in before.values() if parameter.ndim == 0}
-        for module in (*self._chosen(model), model):
+        for module in (*self._choose_blocks(model), model):
             fully_shard(
                 module, mesh=self._mesh, reshard_after_forward=self._reshard_after_forward, ignored_params=numbers
             )
         after = dict(model.named_parameters())
-        self._divided = [(before[name], after[name]) for name in before]
+        self._sharded_parameters = [(before[name], after[name]) for name in before]
 
     def _start_alike(self, group: Group) -> None:
         context = self.context
         if self._mesh is None:
             super()._start_alike(group)
             return
-        divided = {id(before): after for before, after in self._divided}
+        divided = {id(before): after for before, after in self._sharded_parameters}
         for optimizer in context.optimizers:
             _replace_parameters(optimizer, divided)
             _divide_state(optimizer)
-        self._divided = []
+        self._sharded_parameters = []
         context.process.peers = _Parts(group, self._mesh)
 
-    def _chosen(self, model: nn.Module) -> list[nn.Module]:
+    def _choose_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks, inner ones before outer ones."""
         chosen = self._blocks
         if chosen is None:
@@ -217,7 +217,7 @@ class ShardedDataParallel(DataParallel):
         wanted = chosen if callable(chosen) else lambda module: isinstance(module, tuple(chosen))
         return [module for module in reversed(list(model.modules())) if module is not model and wanted(module)]
 
-    def _attended(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
+    def _with_idle_steps(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
         """Yield this process's batches; while others have more, compute the last batch again and drop the outputs."""
         # On the outermost layer, as the loop does with a real batch.
         trainer = self.context.run.trainer
@@ -225,7 +225,7 @@ class ShardedDataParallel(DataParallel):
         step = trainer.predict_step if stage == "predict" else trainer.test_step
         batches = iter(own)
         batch = fresh = next(batches, _END)
-        have = _ask(group, fresh is not _END)
+        have = _gather_flags(group, fresh is not _END)
         if any(have) and not all(have):
             # Fewer batches than processes: a process without one computes with another one's batch.
             lender = have.index(True)
@@ -238,9 +238,9 @@ class ShardedDataParallel(DataParallel):
                 step(trainer.to_device(batch))
             fresh = next(batches, _END)
             batch = batch if fresh is _END else fresh
-            have = _ask(group, fresh is not _END)
+            have = _gather_flags(group, fresh is not _END)
 
-    def _taken_apart_after(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _reshard_after(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches, and afterwards reshard the blocks that are still gathered for a backward pass."""
         from torch.distributed.fsdp import FSDPModule
 
@@ -269,10 +269,10 @@ class ShardedDataParallel(DataParallel):
     def _own_items(self) -> Any:
         return self._items if self._is_idle() else self._items + self.context.run.num_items
 
-    def _set_aside(self) -> None:
+    def _store_gradients(self) -> None:
         """Do nothing: the loss of an idle batch has weight zero and does not change the gradients."""
         if self._mesh is None:
-            super()._set_aside()
+            super()._store_gradients()
 
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Complete the average: backward has summed gradients that each process weighted by its own items."""
@@ -283,9 +283,9 @@ class ShardedDataParallel(DataParallel):
         samples = turn.samples + (0 if self._is_idle() else self.context.run.batch.num_samples)
         sums = torch.tensor([float(self._own_items()), samples, *self._flags()], dtype=torch.float64)
         group.sum(sums)
-        total, *told = sums.tolist()
-        if turn.news is None:
-            turn.news = told
+        total, *extras = sums.tolist()
+        if turn.extras is None:
+            turn.extras = extras
         # The window has divided by the items of this process only.
         own = float(window.items / window.expected) if window.size > 1 else 1.0
         factor = (self._unit or 1.0) / (total or 1.0)
@@ -332,7 +332,7 @@ def _are_modules(chosen: Any) -> bool:
     return isinstance(chosen, Sequence) and all(isinstance(it, type) and issubclass(it, nn.Module) for it in chosen)
 
 
-def _ask(group: Group, holds: bool) -> list[bool]:
+def _gather_flags(group: Group, holds: bool) -> list[bool]:
     """Return the values of a flag in all processes."""
     answers = torch.zeros(group.size)
     answers[group.rank] = holds
@@ -360,10 +360,10 @@ def _replace_parameters(optimizer: Optimizer, divided: Mapping[int, Tensor]) -> 
 
 def _divide_state(optimizer: Optimizer) -> None:
     """Shard the optimizer's state of every element of a parameter in the same way as the parameter."""
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                kept[name] = part_of(value, parameter)
+                state[name] = part_of(value, parameter)
 
 
 def _whole(state: Any) -> Any:

@@ -30,11 +30,11 @@ def _measured(verb: str) -> Any:
         times = self._times
         if not times.are_running:
             return getattr(super(Timed, self), verb)(*args, **kwargs)
-        outside, times.inside, began = times.inside, 0.0, perf_counter()
+        outside, times.inside, started = times.inside, 0.0, perf_counter()
         try:
             return getattr(super(Timed, self), verb)(*args, **kwargs)
         finally:
-            seconds, spent = perf_counter() - began, times.spent[verb]
+            seconds, spent = perf_counter() - started, times.spent[verb]
             spent[0] += seconds - times.inside
             spent[1] += 1
             times.inside = outside + seconds
@@ -79,7 +79,7 @@ class Timed(Capability):
             return {}
         ordered = {name: Spent(*times.spent[name]) for name in _ORDER if name in times.spent}
         ended = perf_counter() if times.are_running else times.ended
-        rest = ended - times.began - sum(spent.seconds for spent in ordered.values())
+        rest = ended - times.started - sum(spent.seconds for spent in ordered.values())
         return {**ordered, "rest": Spent(rest, 1)}
 
     def setup(self) -> None:
@@ -96,7 +96,7 @@ class Timed(Capability):
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches, and measure the waiting time for each."""
         batches = super().batches(stage)
-        return self._awaited(batches) if self._times.are_running else batches
+        return self._measure_waiting(batches) if self._times.are_running else batches
 
     state_dict = _measured("state_dict")
     to_device = _measured("to_device")
@@ -109,13 +109,13 @@ class Timed(Capability):
     scheduler_step = _measured("scheduler_step")
     after_step = _measured("after_step")
 
-    def _awaited(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _measure_waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
         times, iterator = self._times, iter(batches)
         spent = times.spent["data"]
         while True:
-            outside, times.inside, began = times.inside, 0.0, perf_counter()
+            outside, times.inside, started = times.inside, 0.0, perf_counter()
             batch = next(iterator, _END)
-            seconds = perf_counter() - began
+            seconds = perf_counter() - started
             spent[0] += seconds - times.inside
             times.inside = outside + seconds
             if batch is _END:
@@ -130,17 +130,17 @@ class _Times:
     Attributes:
         spent: Seconds and calls by name.
         inside: Seconds of measured calls inside the running call.
-        began: The start time of the run.
+        started: The start time of the run.
         ended: The end time of the run.
         are_running: True during a run: calls between two runs are not counted.
     """
 
-    __slots__ = ("are_running", "began", "ended", "inside", "spent")
+    __slots__ = ("are_running", "ended", "inside", "spent", "started")
 
     def __init__(self) -> None:
         self.spent: defaultdict[str, list[Any]] = defaultdict(_none)
         self.inside = 0.0
-        self.began = self.ended = perf_counter()
+        self.started = self.ended = perf_counter()
         self.are_running = False
 
 
