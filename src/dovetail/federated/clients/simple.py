@@ -197,7 +197,7 @@ class Client:
                 if type(it).state_dict is not Callback.state_dict
             ],
         }
-        self._keeps = bool(trainer.strategies.hearing("on_prepare"))
+        self._keeps = bool(trainer.strategies.overriding("on_prepare"))
         # The layers that stay with a client start as those of the server's model.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)

@@ -335,7 +335,7 @@ class Compiled(Capability):
             return "several processes share an update"
         if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_detached:
             return "the run has phases, in which different things are trained"
-        for strategy in self.strategies.hearing("on_gradients"):
+        for strategy in self.strategies.overriding("on_gradients"):
             return f"{type(strategy).__name__} has a hook for gradients"
         for hook in context.callbacks.on_gradients:
             return f"{_owner(hook)} has a hook for gradients"

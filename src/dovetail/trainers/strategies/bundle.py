@@ -88,24 +88,24 @@ class Strategies:
     def as_callback(self) -> Callback | None:
         """Return a callback that calls the hooks which these strategies override, or None if they override none."""
         events: dict[str, Any] = {}
-        if listeners := [*self._overriding("on_prepare"), *self._overriding("on_train_start")]:
+        if listeners := [*self._hooks("on_prepare"), *self._hooks("on_train_start")]:
             events["on_train_start"] = _calling(listeners)
         # The update strategy first: it may restore the weights of the model, which the other strategies then read.
-        in_order = sorted(self.hearing("on_train_end"), key=lambda strategy: strategy is not self.model_update)
+        in_order = sorted(self.overriding("on_train_end"), key=lambda strategy: strategy is not self.model_update)
         endings: list[Callable[..., None]] = [it.on_train_end for it in in_order]
         if endings:
             events["on_train_end"] = _calling(endings)
-        if listeners := [*self._phase_starts(), *self._overriding("on_epoch_start")]:
+        if listeners := [*self._phase_starts(), *self._hooks("on_epoch_start")]:
             events["on_epoch_start"] = _calling(listeners)
-        if listeners := self._overriding("on_epoch_end"):
-            heard = listeners
+        if listeners := self._hooks("on_epoch_end"):
+            epoch_listeners = listeners
 
             def on_epoch_end(self: Callback, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-                for listener in heard:
+                for listener in epoch_listeners:
                     listener(context)
 
             events["on_epoch_end"] = on_epoch_end
-        if touching := self._overriding("on_gradients"):
+        if touching := self._hooks("on_gradients"):
 
             def on_gradients(self: Callback, context: TrainingContext, optimizer: Any) -> None:
                 for touch in touching:
@@ -128,19 +128,19 @@ class Strategies:
                     update.before_step(context)
 
             events["on_step_start"] = on_step_start
-        step_heard = update_heard = None
+        on_optimizer_step = after_step = None
         if _overrides(optimizer_strategy, "on_optimizer_step", OptimizerStrategy):
-            step_heard = optimizer_strategy.on_optimizer_step
+            on_optimizer_step = optimizer_strategy.on_optimizer_step
         if _overrides(update, "after_step", ModelUpdateStrategy):
-            update_heard = update.after_step
-        if step_heard is not None or update_heard is not None:
+            after_step = update.after_step
+        if on_optimizer_step is not None or after_step is not None:
 
             def on_update(self: Callback, context: TrainingContext) -> None:
-                if step_heard is not None:
+                if on_optimizer_step is not None:
                     for optimizer in context.run.batch.stepped:
-                        step_heard(optimizer, context)
-                if update_heard is not None:
-                    update_heard(context)
+                        on_optimizer_step(optimizer, context)
+                if after_step is not None:
+                    after_step(context)
 
             events["on_update"] = on_update
 
@@ -153,33 +153,33 @@ class Strategies:
 
     def prepare(self, context: TrainingContext) -> None:
         """Call `on_prepare` of every strategy, as at the start of a run."""
-        for prepare in self._overriding("on_prepare"):
+        for prepare in self._hooks("on_prepare"):
             prepare(context)
 
-    def hearing(self, hook: str) -> list[Strategy]:
+    def overriding(self, hook: str) -> list[Strategy]:
         """Return the given strategies that override a hook which all strategies have.
 
         Strategies that are built from options need no hook, so a plain trainer has no callback for them.
         """
-        return [strategy for strategy in self if strategy.role in self.given and _hears(strategy, hook)]
+        return [strategy for strategy in self if strategy.role in self.given and _overrides_hook(strategy, hook)]
 
     def _phase_starts(self) -> list[Callable[..., None]]:
         update = self.model_update
         if not _overrides(update, "phases", ModelUpdateStrategy):
             return []
-        heard = update.on_phase_start
+        on_phase_start = update.on_phase_start
 
         def begin(context: TrainingContext) -> None:
             run, epoch = context.run, context.progress.epoch
             phase = run.phase_at(epoch)
             run.is_detached = phase.is_detached
             if run.starts_phase(epoch):
-                heard(phase, context)
+                on_phase_start(phase, context)
 
         return [begin]
 
-    def _overriding(self, hook: str) -> list[Callable[..., None]]:
-        return [getattr(strategy, hook) for strategy in self.hearing(hook)]
+    def _hooks(self, hook: str) -> list[Callable[..., None]]:
+        return [getattr(strategy, hook) for strategy in self.overriding(hook)]
 
 
 ROLES = tuple(each.name for each in fields(Strategies) if each.name not in ("given", "is_set_up"))
@@ -194,10 +194,10 @@ def check_roles(strategies: Mapping[str, Any]) -> None:
             raise ConfigError(f"{role}: expected a strategy of this role, got {strategy!r}")
 
 
-def _hears(strategy: Strategy, hook: str) -> bool:
+def _overrides_hook(strategy: Strategy, hook: str) -> bool:
     """Return whether a strategy, or a strategy inside it, overrides a hook."""
     if isinstance(strategy, Nesting) and getattr(type(strategy), hook) is getattr(Nesting, hook):
-        return any(_hears(part, hook) for part in strategy.parts)
+        return any(_overrides_hook(part, hook) for part in strategy.parts)
     return _overrides(strategy, hook, Strategy)
 
 

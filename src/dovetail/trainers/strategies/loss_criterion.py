@@ -102,7 +102,7 @@ class CrossEntropyLossStrategy(Described, LossCriterionStrategy):
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch."""
-        self.weight = _beside(outputs, self.weight)
+        self.weight = _on_device_of(outputs, self.weight)
         return functional.cross_entropy(
             outputs,
             labels,
@@ -149,7 +149,7 @@ class BCEWithLogitsLossStrategy(Described, LossCriterionStrategy):
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch."""
-        self.weight, self.pos_weight = _beside(outputs, self.weight), _beside(outputs, self.pos_weight)
+        self.weight, self.pos_weight = _on_device_of(outputs, self.weight), _on_device_of(outputs, self.pos_weight)
         return functional.binary_cross_entropy_with_logits(
             outputs,
             labels if labels.is_floating_point() else labels.to(outputs.dtype),
@@ -181,7 +181,7 @@ class NLLLossStrategy(Described, LossCriterionStrategy):
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch."""
-        self.weight = _beside(outputs, self.weight)
+        self.weight = _on_device_of(outputs, self.weight)
         return functional.nll_loss(
             outputs, labels, self.weight, ignore_index=self.ignore_index, reduction=self.reduction
         )
@@ -255,6 +255,6 @@ def _configured(config: Mapping[str, Any]) -> LossFunction:
     return made
 
 
-def _beside(outputs: Tensor, weight: Tensor | None) -> Tensor | None:
+def _on_device_of(outputs: Tensor, weight: Tensor | None) -> Tensor | None:
     """Return a weight on the device of the outputs; the caller stores it, so that it is moved only once."""
     return weight if weight is None or weight.device == outputs.device else weight.to(outputs.device)

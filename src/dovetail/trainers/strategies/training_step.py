@@ -102,11 +102,11 @@ class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
     retain_graph: bool = False
 
     def __post_init__(self) -> None:
-        self._options = _wanted(create_graph=self.create_graph, retain_graph=self.retain_graph)
+        self._options = _enabled(create_graph=self.create_graph, retain_graph=self.retain_graph)
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Read the configuration of the run."""
-        self._options = _wanted(
+        self._options = _enabled(
             create_graph=self.create_graph or context.config.get("create_graph", False),
             retain_graph=self.retain_graph or context.config.get("retain_graph", False),
         )
@@ -233,7 +233,7 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
 
     def __post_init__(self) -> None:
         check_count("accumulation_steps", self.accumulation_steps)
-        self.backward_options = _wanted(create_graph=self.create_graph)
+        self.backward_options = _enabled(create_graph=self.create_graph)
 
     def setup(self, context: TrainingContext) -> None:
         """Set the size of the window.
@@ -283,7 +283,7 @@ class MixedPrecisionStepStrategy(NestingStepStrategy):
     _precision: Precision | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.backward_options = _wanted(create_graph=self.create_graph)
+        self.backward_options = _enabled(create_graph=self.create_graph)
         # Raises now if the name is unknown.
         Precision(self.precision)
 
@@ -466,27 +466,27 @@ class ValidateBeforeStepStrategy(NestingStepStrategy):
     ) -> Tensor:
         """Return the loss of a batch after the checks."""
         if self.check_inputs:
-            self._look_at(examples, "the examples of the batch", DataError)
-            self._look_at(labels, "the labels of the batch", DataError)
+            self._check_finite(examples, "the examples of the batch", DataError)
+            self._check_finite(labels, "the labels of the batch", DataError)
         if not self.check_outputs:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
 
-        def looked_at(outputs: Any, labels: Any) -> Tensor:
-            self._look_at(outputs, "the outputs of the model", NonFiniteLossError)
+        def checked_criterion(outputs: Any, labels: Any) -> Tensor:
+            self._check_finite(outputs, "the outputs of the model", NonFiniteLossError)
             loss = loss_criterion(outputs, labels)
-            self._look_at(loss, "the loss", NonFiniteLossError)
+            self._check_finite(loss, "the loss", NonFiniteLossError)
             return loss
 
-        return super().loss(model, optimizer, examples, labels, looked_at, context)
+        return super().loss(model, optimizer, examples, labels, checked_criterion, context)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Check the gradients of the optimizer, before a strategy inside changes them."""
         if self.check_gradients and (context.precision is None or context.precision.scaler is None):
             gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-            self._look_at(gradients, "the gradients", NonFiniteLossError)
+            self._check_finite(gradients, "the gradients", NonFiniteLossError)
         super().on_gradients(optimizer, context)
 
-    def _look_at(self, values: Any, what: str, error: type[Exception]) -> None:
+    def _check_finite(self, values: Any, what: str, error: type[Exception]) -> None:
         if all(tensor.isfinite().all() for tensor in _tensors(values)):
             return
         message = f"NaN or infinity in {what}"
@@ -557,8 +557,8 @@ def _chain(strategy: TrainingStepStrategy | None) -> Iterator[TrainingStepStrate
         strategy = strategy.base_strategy if isinstance(strategy, NestingStepStrategy) else None
 
 
-def _wanted(**options: bool) -> dict[str, bool]:
-    return {name: True for name, is_wanted in options.items() if is_wanted}
+def _enabled(**options: bool) -> dict[str, bool]:
+    return {name: True for name, is_enabled in options.items() if is_enabled}
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
