@@ -134,7 +134,9 @@ class OptionAssignment:
             self._data.forget_loaders()
         if name in _SAVER_OPTIONS:
             saves = options.save_best or options.save_every != 0
-            context.run.saver = context.run.saver.renewed(options) if context.run.saver is not None and saves else None
+            context.run.saver = (
+                context.run.saver.with_options(options) if context.run.saver is not None and saves else None
+            )
             context.history.detach()
         if name in CALLBACK_OPTIONS or name == "log_bar":
             self._renew_callbacks("verbose" if name == "log_bar" else name)

@@ -291,29 +291,29 @@ def customizers(kind: type[Trainer], name: str) -> tuple[type[Any], ...]:
 
 def _mount(add_on: type[Any], base: type[Any]) -> type[Any]:
     """Return a class that looks up names in `add_on` first, then in `base`; cached, so equal arguments share it."""
-    names = {"__module__": add_on.__module__, "__parts__": (add_on, base), "__reduce_ex__": _reduced}
+    names = {"__module__": add_on.__module__, "__parts__": (add_on, base), "__reduce_ex__": _reduce_mounted}
     return type(f"{add_on.__name__}{base.__name__}", (add_on, base), names)
 
 
 mount = cast("Callable[[type[Any], type[Any]], type[Any]]", cache(_mount))
 
 
-def _reduced(trainer: Any, protocol: Any) -> Any:
+def _reduce_mounted(trainer: Any, protocol: Any) -> Any:
     """Pickle an instance of a mounted class by its parts, because no module contains the class itself."""
-    base, add_ons = _taken_apart(type(trainer))
+    base, add_ons = _split_mounted(type(trainer))
     if not add_ons:
         return object.__reduce_ex__(trainer, protocol)
-    return _put_together, (base, *add_ons), trainer.__getstate__()
+    return _build_mounted, (base, *add_ons), trainer.__getstate__()
 
 
-def _taken_apart(cls: type[Any]) -> tuple[type[Any], tuple[type[Any], ...]]:
+def _split_mounted(cls: type[Any]) -> tuple[type[Any], tuple[type[Any], ...]]:
     if "__parts__" not in vars(cls):
         return cls, ()
     add_on, base = vars(cls)["__parts__"]
-    base, add_ons = _taken_apart(base)
+    base, add_ons = _split_mounted(base)
     return base, (*add_ons, add_on)
 
 
-def _put_together(base: type[Any], *add_ons: type[Any]) -> Any:
+def _build_mounted(base: type[Any], *add_ons: type[Any]) -> Any:
     made: Any = reduce(lambda built, add_on: mount(add_on, built), add_ons, base)
     return made.__new__(made)

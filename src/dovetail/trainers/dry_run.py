@@ -23,7 +23,7 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.explain import count_parameters
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.preserve_state import own_callbacks, preserve_state
-from dovetail.trainers.rehearsal import Outlook, look_ahead
+from dovetail.trainers.rehearsal import EpochForecast, forecast_epoch
 from dovetail.trainers.saving import Saver
 from dovetail.units import Batches
 
@@ -73,11 +73,11 @@ def dry_run(
             )
     watch = _Watch()
     with preserve_state(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
-        ahead = look_ahead(trainer, **requested)
+        forecast = forecast_epoch(trainer, **requested)
         has_validation = _shorten_validation(trainer)
         context.callbacks = Callbacks([*own_callbacks(context), watch])
         context.run.saver = Saver(Path(folder))
-        num_batches = min(context.run.window.size, ahead.num_batches or context.run.window.size)
+        num_batches = min(context.run.window.size, forecast.num_batches or context.run.window.size)
         moment = Batches(context.progress.batches + num_batches)
         with warnings.catch_warnings():
             # The trial reads gradients, which a compiled step does not expose: it runs eagerly, without a warning.
@@ -85,7 +85,7 @@ def dry_run(
             history = trainer.fit(max_length=moment, validation_period=moment, checkpoint_period=moment)
     problems = watch.problems(history, has_validation=has_validation)
     if _is_verbose(trainer):
-        print(_report(context.model, history, watch, ahead, problems))
+        print(_report(context.model, history, watch, forecast, problems))
     else:
         for problem in problems:
             warnings.warn(f"dry run: {problem}", UserWarning, stacklevel=3)
@@ -181,7 +181,7 @@ def _is_verbose(trainer: Trainer) -> bool:
     return not isinstance(options, TrainerOptions) or options.verbose
 
 
-def _report(model: nn.Module, history: History, watch: _Watch, ahead: Outlook, problems: list[str]) -> str:
+def _report(model: nn.Module, history: History, watch: _Watch, forecast: EpochForecast, problems: list[str]) -> str:
     total, trainable = count_parameters(model)
     step, validation = _mean(watch.step_seconds), _mean(watch.val_seconds)
     rows = {
@@ -190,19 +190,19 @@ def _report(model: nn.Module, history: History, watch: _Watch, ahead: Outlook, p
         "validation": f"{_seconds(validation)} per batch" if watch.val_seconds else "none",
         "checkpoint": f"{watch.checkpoint_bytes / 1000:,.1f} kB in {_seconds(watch.checkpoint_seconds)}",
         "parameters": f"{total:,}, {trainable:,} of them trainable",
-        "one epoch": _estimate(step, validation, watch.checkpoint_seconds, ahead),
+        "one epoch": _estimate(step, validation, watch.checkpoint_seconds, forecast),
     }
     lines = [f"dry run: {len(watch.step_seconds)} training, {len(watch.val_seconds)} validation batch; state restored"]
     lines += [f"  {name:<11} {text}" for name, text in rows.items()]
     return "\n".join(lines + [f"  problem     {problem}" for problem in problems])
 
 
-def _estimate(step: float, validation: float, checkpoint: float, ahead: Outlook) -> str:
-    if ahead.num_batches is None:
+def _estimate(step: float, validation: float, checkpoint: float, forecast: EpochForecast) -> str:
+    if forecast.num_batches is None:
         return "unknown, because the number of batches is unknown"
-    seconds = step * ahead.num_batches + checkpoint * len(ahead.checkpoints or ())
-    if ahead.validations and ahead.num_val_batches:
-        seconds += validation * ahead.num_val_batches * ahead.validations
+    seconds = step * forecast.num_batches + checkpoint * len(forecast.checkpoints or ())
+    if forecast.validations and forecast.num_val_batches:
+        seconds += validation * forecast.num_val_batches * forecast.validations
     return f"about {_seconds(seconds)}, if every step takes as long as the first"
 
 

@@ -10,7 +10,7 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.units import counted
 
 
-def leave_if_signalled(context: TrainingContext) -> None:
+def raise_if_signalled(context: TrainingContext) -> None:
     """Raise `Interrupted` if a signal stopped the run, and print what was saved."""
     number, context.run.signal = context.run.signal, None
     if number is None:

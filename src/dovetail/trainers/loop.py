@@ -29,7 +29,7 @@ from dovetail.trainers.diagnosis import (
     check_repeatable,
     update_metric,
 )
-from dovetail.trainers.interruption import leave_if_signalled
+from dovetail.trainers.interruption import raise_if_signalled
 from dovetail.trainers.metrics import (
     Meter,
     WholePass,
@@ -129,7 +129,7 @@ def fit(
         saving.checkpoint(trainer, due=plan.save is not None or context.run.signal is not None, final=True)
         saving.finish(trainer)
         context.history.sync()
-        leave_if_signalled(context)
+        raise_if_signalled(context)
         for on_train_end in callbacks.on_train_end:
             on_train_end(context)
     return context.history

@@ -62,7 +62,7 @@ class WatchedStep:
         return loss
 
 
-def watched(strategy: TrainingStepStrategy) -> TrainingStepStrategy | WatchedStep:
+def watch_step(strategy: TrainingStepStrategy) -> TrainingStepStrategy | WatchedStep:
     """Return the strategy if it leaves updates to the loop, else a `WatchedStep` that detects manual updates."""
     return strategy if isinstance(strategy, SplitStepStrategy) else WatchedStep(strategy)
 
@@ -102,7 +102,7 @@ def count_own_update(context: TrainingContext, name: str) -> None:
     run.batch.stepped.extend(context.optimizers[:1])
 
 
-def refuse_two_steps(trainer: SingleProcessTrainer, strategy: TrainingStepStrategy) -> None:
+def reject_two_steps(trainer: SingleProcessTrainer, strategy: TrainingStepStrategy) -> None:
     """Raise if the step of a strategy would never be used; a strategy that accumulates or clips fits any step."""
     if is_plain(strategy):
         return

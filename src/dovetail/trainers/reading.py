@@ -83,7 +83,7 @@ class Reader:
             state = self.state_dict(loader, is_running=True) if loader is self._loader else self._start
         self._loader, self._before_ahead = loader, None
         batches = self._batches(loader, epoch, start, is_running, state)
-        return self._remembered(batches) if reads_ahead else batches
+        return self._with_state_before(batches) if reads_ahead else batches
 
     def _batches(
         self, loader: Any, epoch: int, start: int, is_running: bool, state: dict[str, Any] | None
@@ -113,7 +113,7 @@ class Reader:
             if state.get("ahead") is not None:
                 # One batch was read ahead, before the last step drew its random numbers.
                 set_rng_state(state["ahead"])
-                batches = _taken_first(batches)
+                batches = _read_first(batches)
             set_rng_state(now)
         return batches
 
@@ -203,7 +203,7 @@ class Reader:
             "private": generator_states(_private_sources(loader, with_order=True)),
         }
 
-    def _remembered(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _with_state_before(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches, and keep the state before the last one: a caller that reads ahead has not used it."""
         iterator = iter(batches)
         while True:
@@ -240,7 +240,7 @@ class Reader:
             return self._workers.unstamped(iter(loader))
 
 
-def _taken_first(batches: Iterable[Any]) -> Iterator[Any]:
+def _read_first(batches: Iterable[Any]) -> Iterator[Any]:
     """Return the same batches, after reading the first one."""
     iterator = iter(batches)
     return chain(list(islice(iterator, 1)), iterator)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class EpochForecast:
     """The plan of the next epoch, or of the rest of the running one. None means that a value is unknown in advance.
 
     Attributes:
@@ -61,7 +61,7 @@ class Outlook:
     follows_metric: bool = False
 
 
-def look_ahead(trainer: Trainer, **requested: Any) -> Outlook:
+def forecast_epoch(trainer: Trainer, **requested: Any) -> EpochForecast:
     """Return the plan of the next epoch; the trainer does not change.
 
     Args:
@@ -93,7 +93,7 @@ def look_ahead(trainer: Trainer, **requested: Any) -> Outlook:
             checkpoints = tuple(rehearsal.checkpoints)
             if is_ours(trainer, "scheduler_step"):
                 end_rate = _rate(optimizers)
-        return Outlook(
+        return EpochForecast(
             plan=plan,
             has_data=has_data,
             num_batches=rest,
@@ -114,12 +114,12 @@ def owners_of(trainer: Trainer, name: str) -> tuple[list[type[Any]], bool]:
     found: list[type[Any]] = []
     for cls in trainer._customized_by(name):
         found.append(cls)
-        if not _passes_on(vars(cls)[name]):
+        if not _calls_super(vars(cls)[name]):
             return found, False
     return found, True
 
 
-def _passes_on(method: Any) -> bool:
+def _calls_super(method: Any) -> bool:
     code = getattr(method, "__code__", None)
     return code is not None and "super" in code.co_names
 

@@ -12,7 +12,7 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.history import History
 from dovetail.trainers.metrics import Meter
-from dovetail.trainers.own_steps import refuse_two_steps
+from dovetail.trainers.own_steps import reject_two_steps
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies.bundle import check_roles
 from dovetail.units import Progress
@@ -84,7 +84,7 @@ def equip(trainer: SingleProcessTrainer, **strategies: Any) -> None:
     if context.run.trainer is not None:
         raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
     check_roles(strategies)
-    refuse_two_steps(trainer, strategies.get("training_step", trainer.strategies.training_step))
+    reject_two_steps(trainer, strategies.get("training_step", trainer.strategies.training_step))
     context.run.loss_is_default &= "loss" not in strategies
     if not trainer.strategies.is_set_up:
         raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")

@@ -93,7 +93,7 @@ class Saver:
             in_background=options.save_in_background,
         )
 
-    def renewed(self, options: TrainerOptions) -> Saver:
+    def with_options(self, options: TrainerOptions) -> Saver:
         """Return a saver for other options; it keeps the state if directory and names are the same."""
         other = Saver.from_options(options)
         if (other.directory, other.name) == (self.directory, self.name):
@@ -191,14 +191,14 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
         return
     due = due or (saver.after_validation and saver.validated)
     saver.validated = False
-    saver.owes = due and not (final and saver.saved_at == _place(progress))
+    saver.owes = due and not (final and saver.saved_at == _position(progress))
     if saver.keep_best and saver.improved:
         saver.improved = False
         save(trainer, saver.best_path)
     if saver.owes:
         saver.owes, saver.saved_at = False, None
         if _write(trainer, saver.path(progress)):
-            saver.saved_at = _place(progress)
+            saver.saved_at = _position(progress)
 
 
 def save(trainer: Trainer, path: Path) -> Path:
@@ -231,7 +231,7 @@ def _write(trainer: Trainer, path: Path) -> bool:
     if store.save(path, state, summary=summary, on_error=on_error, peers=context.process.peers) is None:
         return False
     if context.process.is_main:
-        _tell(trainer, path)
+        _notify(trainer, path)
     return True
 
 
@@ -250,12 +250,12 @@ def finish(trainer: Trainer) -> None:
         return
     # A write that failed with a warning has left no checkpoint.
     if path.exists():
-        _tell(trainer, path)
+        _notify(trainer, path)
     else:
         saver.saved_at = None
 
 
-def _tell(trainer: Trainer, path: Path) -> None:
+def _notify(trainer: Trainer, path: Path) -> None:
     context = trainer.context
     for on_checkpoint in context.callbacks.on_checkpoint:
         on_checkpoint(context, path)
@@ -305,7 +305,7 @@ def resume(trainer: Trainer, source: str | Path) -> None:
     _restore(trainer, path, state)
     # Not for `best_<name>`: at the end of training the periodic checkpoint is still written beside it.
     if path == saver.path(context.progress):
-        saver.saved_at = _place(context.progress)
+        saver.saved_at = _position(context.progress)
     # No process writes or removes files before every process has read the checkpoint.
     trainer.settle()
     if saver.owes:
@@ -319,7 +319,7 @@ def resume(trainer: Trainer, source: str | Path) -> None:
     sweep(DISK, saver.directory)
 
 
-def _place(progress: Progress) -> tuple[int, int]:
+def _position(progress: Progress) -> tuple[int, int]:
     return progress.epoch, progress.batches
 
 

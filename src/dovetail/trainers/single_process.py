@@ -40,7 +40,7 @@ from dovetail.trainers.metrics import Meter, accuracy, as_metrics
 from dovetail.trainers.modules import as_module, forward
 from dovetail.trainers.optimization import Optimization
 from dovetail.trainers.options import as_mode
-from dovetail.trainers.own_steps import refuse_two_steps, watched
+from dovetail.trainers.own_steps import reject_two_steps, watch_step
 from dovetail.trainers.planning import make_plan
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.recipe import SPELLINGS, check_owned, make_strategies, options_from
@@ -131,7 +131,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             "testing": testing_strategy,
         }
         self.strategies = strategies = make_strategies(given, self.options, written)
-        refuse_two_steps(self, strategies.training_step)
+        reject_two_steps(self, strategies.training_step)
         # A seam that a subclass overrides; looked up once, because many short runs need it.
         self._has_own_loss = not self._is_default("get_loss_criterion")
         if not self._has_own_loss:
@@ -501,7 +501,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
         # The optimizer of a step is None if a subclass builds none.
-        self._step_strategy: Any = watched(self.strategies.training_step)
+        self._step_strategy: Any = watch_step(self.strategies.training_step)
         self._step_is_plain = is_plain(self.strategies.training_step)
         # Only strategies read the batch number and the last loss, and storing them slows a tiny step by some percent.
         self._shares_steps = bool(self.strategies.given)

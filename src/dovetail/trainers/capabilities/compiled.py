@@ -213,17 +213,17 @@ class Compiled(Capability):
         modules = [context.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
         clips_alike = self._step is not None and self._step.max_norm == self.options.gradient_clip
         if self._step is not None and clips_alike and self._step.adopt(modules, optimizer):
-            if self._epoch is None and not self._step.find_again() and context.run.is_one_of_many:
+            if self._epoch is None and not self._step.refresh_constants() and context.run.is_one_of_many:
                 # A new graph for each of many runs would take longer than it saves.
                 raise CannotCompileError("it uses a tensor that neither model, batch nor strategies hold in its form")
-            self._step.look_again(self._read_by_step())
+            self._step.recheck(self._read_by_step())
             return self._step
         assert context.run.trainer is not None
         owners = (*layers(context.run.trainer), *with_parts(self.strategies))
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
         step = WholeStep(self._compute_output, modules, optimizer, self.options.gradient_clip, spaces)
-        step.look_again(self._read_by_step())
+        step.recheck(self._read_by_step())
         step.begin(is_among_many=context.run.is_one_of_many)
         if self._restored:
             step.load_state_dict(self._restored)

@@ -78,23 +78,23 @@ def check_memory(tensors: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def unchanged(spaces: Sequence[Space]) -> Iterator[None]:
+def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
     """Undo changes that a trace makes to objects that it should only read, and raise."""
     before = [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
-    dice = _dice()
+    generators = _generator_states()
     changed = []
     try:
         yield
     finally:
         for owner, space, old in before:
-            changed += [f"{owner}.{name}" for name in _put_back(space, old)]
+            changed += [f"{owner}.{name}" for name in _undo_changes(space, old)]
     if changed:
         raise CannotCompileError(f"the step changes {changed[0]}, which a graph would not do again")
-    if dice != _dice():
+    if generators != _generator_states():
         raise CannotCompileError("the step draws random numbers from Python or numpy, and not from torch")
 
 
-def _dice() -> tuple[Any, ...]:
+def _generator_states() -> tuple[Any, ...]:
     """Return the state of the generators whose numbers a trace would treat as constants."""
     state = np.random.get_state(legacy=False)["state"]
     return random.getstate(), state["key"].tobytes(), state["pos"]
@@ -105,7 +105,7 @@ def _content(value: Any) -> Any:
     return value.copy() if isinstance(value, (list, dict)) else None
 
 
-def _put_back(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+def _undo_changes(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[str]:
     """Undo changes of numbers, tensors and containers, and return the names of changed attributes."""
     changed = []
     for name, value in list(space.items()):

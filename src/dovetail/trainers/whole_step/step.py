@@ -26,14 +26,14 @@ from dovetail.trainers.whole_step.limits import (
     check_optimizer,
     first_line,
     ids,
-    unchanged,
+    reject_changes,
 )
 from dovetail.trainers.whole_step.rules import RULES, clipped, state_of
 from dovetail.trainers.whole_step.tracing import (
     channels_last,
     compiled,
     cut,
-    described,
+    describe_batch,
     empty_like,
     fake_inputs,
     lift_constants,
@@ -63,7 +63,7 @@ class WholeStep:
     modules, the optimizer's state and its numbers such as `lr`. Random numbers come from torch's generator, in the
     same order as in eager training.
 
-    All other Python values are constants of the graph. So the loss of a new graph, and of the call after `look_again`,
+    All other Python values are constants of the graph. So the loss of a new graph, and of the call after `recheck`,
     is compared with the loss of `compute`, and a step that has changed is rejected.
 
     Args:
@@ -117,7 +117,7 @@ class WholeStep:
         self._previous = ""
         self._is_among_many = False
         # True if the next graph is compared with an eager step, unless this was done for equal inputs.
-        self._looks = True
+        self._is_unchecked = True
         self._read: Any = None
 
     @property
@@ -157,7 +157,7 @@ class WholeStep:
         self.optimizer = optimizer
         return True
 
-    def find_again(self) -> bool:
+    def refresh_constants(self) -> bool:
         """Update the constants of all graphs: tensors that objects besides the modules hold.
 
         A graph is dropped if such a tensor has another form now, or if no known object holds it.
@@ -170,14 +170,14 @@ class WholeStep:
         self._last = None
         return len(self._graphs) == number
 
-    def look_again(self, read: Any = None) -> None:
+    def recheck(self, read: Any = None) -> None:
         """Compare the loss of the next call with the loss of `compute`, which may have changed.
 
         Args:
             read: All inputs of `compute` besides tensors: a graph that was compared with equal inputs is not compared
                 again. None if they are unknown.
         """
-        self._looks, self._read = True, read
+        self._is_unchecked, self._read = True, read
 
     def __call__(self, batch: Any) -> Outputs | None:
         """Make one update and return the detached outputs; None for a batch whose form has no graph yet.
@@ -185,7 +185,7 @@ class WholeStep:
         Raises:
             CannotCompileError: The step cannot be compiled, or its computation has changed.
         """
-        leaves, form = described(batch)
+        leaves, form = describe_batch(batch)
         key = form, self._state()
         if self._last is not None and key == self._last[0]:
             graph = self._last[1]
@@ -196,17 +196,17 @@ class WholeStep:
                 return self._shorter(batch, leaves, *key)
             if name not in self._graphs:
                 self._graphs[name] = self._compile([batch], leaves)
-                self._looks = True
+                self._is_unchecked = True
                 if len(self._graphs) > _MOST_KEPT:
                     del self._graphs[next(iter(self._graphs))]
             self._compiled.add(name)
             graph = self._graphs[name]
             self._last = (key, graph)
-        self._bring_up_to_date(graph)
-        if self._looks:
-            self._looks = False
+        self._refresh(graph)
+        if self._is_unchecked:
+            self._is_unchecked = False
             if self._read is None or self._read != graph.read:
-                (outputs,) = self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)
+                (outputs,) = self._run_and_compare(graph, leaves, lambda: [self._expected(batch)], changes=False)
                 graph.read = self._read
                 return outputs
         return _named(graph, leaves)
@@ -223,9 +223,9 @@ class WholeStep:
         Raises:
             CannotCompileError: These steps cannot be compiled.
         """
-        read = [described(batch) for batch in batches]
+        read = [describe_batch(batch) for batch in batches]
         form = read[0][1]
-        if self._looks or self._last is None or any(other != form for _, other in read):
+        if self._is_unchecked or self._last is None or any(other != form for _, other in read):
             return None
         key, single = self._last
         if key != (form, self._state()):
@@ -234,12 +234,12 @@ class WholeStep:
         leaves = [leaf for found, _ in read for leaf in found]
         graph = single.several.get(len(batches))
         if graph is not None:
-            self._bring_up_to_date(graph)
+            self._refresh(graph)
             return graph.outputs(leaves)
         graph = self._compile(batches, leaves)
         for each in (graph, single):
-            self._bring_up_to_date(each)
-        outputs = self._compared(
+            self._refresh(each)
+        outputs = self._run_and_compare(
             graph, leaves, lambda: [output for found, _ in read for output in single.outputs(found)], changes=True
         )
         single.several[len(batches)] = graph
@@ -281,11 +281,11 @@ class WholeStep:
         shorter, graph = single.shorter, single.shorter.graph
         if graph is None or is_cut != shorter.is_cut or size not in graph.sizes:
             return None
-        self._bring_up_to_date(graph)
+        self._refresh(graph)
         if shorter.is_proven:
             return _named(graph, leaves)
         try:
-            (outputs,) = self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)
+            (outputs,) = self._run_and_compare(graph, leaves, lambda: [self._expected(batch)], changes=False)
         except CannotCompileError:
             single.shorter = Shorter(None)
             return None
@@ -319,7 +319,7 @@ class WholeStep:
             list(map(_REQUIRES_GRAD, self._parameters.values())),
         )
 
-    def _bring_up_to_date(self, graph: Graph) -> None:
+    def _refresh(self, graph: Graph) -> None:
         """Update a graph to the current state and numbers of the optimizer."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         if graph.bound is not optimizer.state or graph.num_bound != len(optimizer.state):
@@ -358,7 +358,7 @@ class WholeStep:
         is_open = [False] * len(given) + (list(is_cut) or [False] * len(leaves))
         # If two inputs were one tensor here, they would be compiled as one input, but may differ in the next batch.
         given += [empty_like(it) for it in leaves]
-        with unchanged(self._spaces):
+        with reject_changes(self._spaces):
             traced, names, fixed = self._traced(batches, list(buffers), states, given, is_open)
         constants = lift_constants(traced)
         draws = lift_draws(traced)
@@ -490,7 +490,7 @@ class WholeStep:
         with _reparametrize_module(self._root, copies, tie_weights=True):
             return self._compute(batch)
 
-    def _compared(
+    def _run_and_compare(
         self, graph: Graph, leaves: list[Tensor], expect: Callable[[], Sequence[Mapping[str, Any]]], *, changes: bool
     ) -> list[Outputs]:
         """Run a graph and check that its losses are the expected ones; if not, restore everything and raise.
@@ -505,7 +505,7 @@ class WholeStep:
         randomness, written = _torch_generators(), graph.written()
         before = [value.detach().clone() for value in written]
 
-        def put_back(*, weights: bool = True) -> None:
+        def restore(*, weights: bool = True) -> None:
             for generator, state in randomness:
                 generator.set_state(state)
             if weights:
@@ -513,7 +513,7 @@ class WholeStep:
                     torch._foreach_copy_(written, before)
 
         expected = expect()
-        put_back(weights=changes)
+        restore(weights=changes)
         try:
             outputs = graph.outputs(leaves)
         except Exception as error:
@@ -522,7 +522,7 @@ class WholeStep:
             if all(_agree(found, due, graph.fixed) for found, due in zip(outputs, expected, strict=True)):
                 return outputs
             cause = "the step computes something that changes from call to call independently of its batch and weights"
-        put_back()
+        restore()
         raise CannotCompileError(cause)
 
 

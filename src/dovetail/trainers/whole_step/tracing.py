@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
 
 
-def described(batch: Any) -> tuple[list[Tensor], Any]:
+def describe_batch(batch: Any) -> tuple[list[Tensor], Any]:
     """Return the tensors of a batch, and its form: everything else that determines its graph."""
     kind = type(batch)
     # Nearly every batch is a flat pair of tensors.
@@ -44,7 +44,7 @@ def cut(form: Any, full: Any) -> tuple[tuple[bool, ...], int] | None:
     """Return which tensors of a batch have fewer samples than in a full batch, and how many they have.
 
     Args:
-        form: The form of the batch, from `described`.
+        form: The form of the batch, from `describe_batch`.
         full: The form of the full batch.
 
     Returns:
