@@ -275,7 +275,7 @@ def test_an_attribute_one_letter_off_an_option_is_pointed_out(problem: Problem) 
     trainer: Any = make(problem)
     trainer.checkpont_dir = "x"
     trainer.mine = "y"
-    with pytest.warns(UserWarning, match="'checkpont_dir' is no option .* did you mean 'checkpoint_dir'") as caught:
+    with pytest.warns(UserWarning, match="'checkpont_dir' is not an option .* did you mean 'checkpoint_dir'") as caught:
         trainer.fit(max_length=Epochs(1))
     assert len(caught) == 1
 
@@ -376,7 +376,7 @@ def test_what_is_tried_out_does_not_change_options(problem: Problem) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_option_is_no_attribute_of_a_trainer(problem: Problem, name: str, wrapped: bool) -> None:
     trainer: Any = AMPTrainer(make(problem)) if wrapped else make(problem)
-    expected = f"{name}: this is an option, no attribute of the trainer; write trainer.options.{name}"
+    expected = f"{name}: this is an option, not an attribute of the trainer; write trainer.options.{name}"
     with pytest.raises(AttributeError, match=expected):
         setattr(trainer, name, 1)
     with pytest.raises(AttributeError, match=expected):

@@ -168,7 +168,7 @@ def test_a_trainer_that_runs_or_is_closed_cannot_be_equipped() -> None:
             equip(context.run.trainer, loss=Squared())
 
     trainer = _trainer(model_update_strategy=Equipping())
-    with pytest.raises(ConfigError, match="a trainer that runs keeps its strategies"):
+    with pytest.raises(ConfigError, match="the trainer is running; replace its strategies"):
         trainer.fit(DATA)
     trainer.close()
     with pytest.raises(ConfigError, match="the trainer is closed"):

@@ -203,8 +203,8 @@ class _BackgroundErrors(Callback):
 def why_no_attribute(trainer: Any, name: str) -> str:
     """Return the error message for an option that is used as an attribute of a trainer."""
     if "options" in vars(trainer) or "trainer" in vars(trainer):
-        return f"{name}: this is an option, no attribute of the trainer; write trainer.options.{name}"
-    return f"{name}: this is an option, no attribute of the trainer; pass it as a keyword to super().__init__()"
+        return f"{name}: this is an option, not an attribute of the trainer; write trainer.options.{name}"
+    return f"{name}: this is an option, not an attribute of the trainer; pass it as a keyword to super().__init__()"
 
 
 def reject_option_names(kind: type[Any]) -> None:
@@ -234,7 +234,7 @@ def warn_of_near_names(names: Iterable[str]) -> None:
         option = _nearest_option(name)
         if option is not None:
             warnings.warn(
-                f"the trainer's attribute {name!r} is no option and has no effect: did you mean {option!r}?",
+                f"the trainer's attribute {name!r} is not an option and has no effect: did you mean {option!r}?",
                 UserWarning,
                 stacklevel=2,
             )

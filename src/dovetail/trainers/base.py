@@ -115,7 +115,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def test_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return the metrics of one batch of validation or test."""
+        """Return the loss and other outputs of one batch of validation or test."""
 
     @abstractmethod
     def predict_step(self, batch: Any) -> Any:

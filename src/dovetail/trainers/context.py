@@ -59,7 +59,7 @@ class TrainingContext:
         state: A dictionary that strategies share.
         client: The client that the trainer works for: an object that another package defines and reads. The kernel
             stores its state in checkpoints.
-        process: The rank of this process in a run of several processes.
+        process: The role of this process in a run of several processes.
         run: The state that the loop keeps about the run.
     """
 

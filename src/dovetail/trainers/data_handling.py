@@ -111,7 +111,7 @@ class TrainerData:
             return loader
         if keeps_place(loader):
             raise DataError(
-                "a loader that keeps its own place cannot be shared by several processes: give the dataset, or a "
+                "a loader with its own position (state_dict) cannot be shared by several processes: give the dataset, or a "
                 "loader whose sampler is a DistributedSampler"
             )
         known, part, of = self._parts.get(rank, (None, None, 0))

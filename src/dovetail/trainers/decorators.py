@@ -334,7 +334,7 @@ class PrivateTrainer(DifferentialPrivacy, TrainerDecorator):
         max_grad_norm: Largest norm of the gradient of one sample.
         delta: The probability that epsilon does not hold; None means one over the number of samples.
         target_epsilon: Epsilon after the planned length; it determines the noise.
-        sample_rate: The expected share of the samples in a batch; None means the rate of the data loader.
+        sample_rate: The expected share of the samples in a batch; None means that the loader determines it.
         poisson_sampling: True to draw each sample independently, as the privacy theorem requires.
         accountant: `rdp` or `prv`.
         noise_seed: Makes the noise reproducible, and therefore no longer private.

@@ -137,7 +137,7 @@ def _planned(trainer: Trainer, arguments: Mapping[str, Any]) -> Plan:
 
 
 def _failure(folder: Path, outcome: RunResult) -> Exception:
-    """Return the first error of a worker, not counting reports about other workers; else the end of a killed worker."""
+    """Return the error of a worker: its own if there is one, else the signal that killed it, else a report about it."""
     errors = [load_error(path) for path in sorted(folder.glob("failure-*.json"))]
     own = [each for each in errors if each["name"] != PeerError.__name__]
     killed = {rank: end for rank, end in outcome.failures.items() if end.exitcode < 0}

@@ -155,7 +155,7 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
         # Otherwise the run would never end.
         raise DataError(
             f"max_length: {plan.max_length} is never reached, because an epoch counted no batch; check the training "
-            "data, and that an own train_epoch counts its batches, or give a number of epochs"
+            "data, and that your train_epoch counts its batches, or give a number of epochs"
         )
     rates = {"lr": context.optimizers[0].param_groups[0]["lr"]} if context.optimizers else {}
     progress.epoch += 1

@@ -299,7 +299,7 @@ def _as_metric(metric: Any) -> Metric:
         function = metric.func if isinstance(metric, partial) else metric
         module, name = str(getattr(function, "__module__", None)), _name(function)
         if module.startswith("sklearn.metrics") and name not in _SKLEARN_MEANS:
-            raise ConfigError(f"metrics: {name} of scikit-learn is no mean over samples; {_NO_MEAN}")
+            raise ConfigError(f"metrics: {name} of scikit-learn is not a mean over samples; {_NO_MEAN}")
         return MeanOf(metric, check=metric is not accuracy)
     raise ConfigError(f"metrics: expected functions of outputs and targets, or torchmetrics objects, got {metric!r}")
 
@@ -352,7 +352,7 @@ def _is_mean_of_halves(
     largest = max(abs(whole), abs(first), abs(second))
     if not abs(whole - mean) <= _tolerance(outputs, value) * largest + 1e-6:
         raise ConfigError(
-            f"metrics: {_name(function)} is no mean over samples: it is {whole:.6g} for a batch, and {first:.6g} and "
+            f"metrics: {_name(function)} is not a mean over samples: it is {whole:.6g} for a batch, and {first:.6g} and "
             f"{second:.6g} for its halves; {_NO_MEAN}"
         ) from failure
     return first != second

@@ -127,8 +127,8 @@ class Optimization:
             bound = bind_scheduler(scheduler, on_batch=trainer.options.scheduler_step_on_batch)
         if bound.optimizer not in context.optimizers:
             raise ConfigError(
-                f"scheduler: {type(scheduler).__name__} schedules an optimizer that this trainer does not have; make "
-                "it of the trainer's optimizer, or give a callable such as partial(StepLR, step_size=3)"
+                f"scheduler: {type(scheduler).__name__} schedules an optimizer that this trainer does not have; build "
+                "it from the trainer's optimizer, or give a callable such as partial(StepLR, step_size=3)"
             )
         context.schedulers.append(bound)
 

@@ -15,7 +15,7 @@ from dovetail.trainers import other_libraries
 
 @dataclass(kw_only=True)
 class TrainerOptions:
-    """Options of `Trainer`: all keywords except model, device, callbacks, metrics, steps and strategies.
+    """Options of `Trainer`: its keywords besides objects such as model, device, callbacks, metrics and strategies.
 
     The options of a trainer (`trainer.options`) can be assigned: `trainer.options.batch_size = 32` is checked like the
     keyword of the constructor and takes effect from the next run on. `learning_rate`, `momentum`, `weight_decay`,

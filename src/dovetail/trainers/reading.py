@@ -161,7 +161,7 @@ class Reader:
         """Continue with the next pass at the position where `state_dict` was called.
 
         Raises:
-            KeyError, TypeError, ValueError: The state has not the form that `state_dict` returns. Most of it is used
+            KeyError, TypeError, ValueError: The state does not have the form of `state_dict`. Most of it is used
                 only when the next pass starts, so its form is checked now.
         """
         _check_form(state)

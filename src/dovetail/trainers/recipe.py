@@ -129,7 +129,7 @@ def check_owned(optimizer: Any, model: nn.Module | None, criterion: Any) -> None
     owned = {parameter for module in modules for parameter in module.parameters()}
     if owned.isdisjoint(parameter for it in given for group in it.param_groups for parameter in group["params"]):
         raise ConfigError(
-            "optimizer: none of its parameters is one of the model's: make it of the model that the trainer is given, "
+            "optimizer: none of its parameters is one of the model's: build it from the model of the trainer, "
             "or give a callable such as partial(SGD, lr=0.1)"
         )
 

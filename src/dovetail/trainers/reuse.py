@@ -82,7 +82,7 @@ def equip(trainer: SingleProcessTrainer, **strategies: Any) -> None:
         return
     context = trainer.context
     if context.run.trainer is not None:
-        raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
+        raise ConfigError("equip: the trainer is running; replace its strategies before or after a run")
     check_roles(strategies)
     reject_two_steps(trainer, strategies.get("training_step", trainer.strategies.training_step))
     context.run.loss_is_default &= "loss" not in strategies

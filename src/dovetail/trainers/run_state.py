@@ -1,4 +1,4 @@
-"""State of a run that the loop keeps: plan, running batch, stop request, and the rank of the process."""
+"""State of a run that the loop keeps: plan, running batch, stop request, and the role of the process."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class RunState:
         stop_reason: Why training ends; None if it continues.
         signal: The signal that requested the stop, or None.
         stop_request: The reason and the signal of a stop request that not all processes have received yet.
-        interrupted: True if a signal ended the run.
+        interrupted: True if the running epoch ended before its last batch, by a stop or by `max_length`.
     """
 
     trainer: Trainer | None = None
@@ -216,7 +216,7 @@ class RunState:
 
 @dataclass(slots=True)
 class ProcessState:
-    """The rank of this process in a run of several processes.
+    """Role of this process in a run of several processes.
 
     Attributes:
         is_main: True if this process writes, displays and logs; of several, only the first one does.

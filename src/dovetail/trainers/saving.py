@@ -83,7 +83,7 @@ class Saver:
         return cls(
             Path(options.checkpoint_dir),
             options.checkpoint_name,
-            # As in lernomatic: a trainer that saves at all also keeps the best checkpoint.
+            # A trainer that writes any checkpoints also keeps the best one.
             keep_best=options.save_best or options.save_every != 0,
             monitor=options.best_metric,
             mode=options.best_mode,

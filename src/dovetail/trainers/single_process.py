@@ -233,7 +233,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
                 warn_of_near_names([name for name in vars(self) if name[0] != "_" and not hasattr(type(self), name)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`; a state that does not fit is rejected before any change."""
+        """Restore the state returned by `state_dict`; a state of another model is rejected before any change."""
         context, options = self.context, self.options
         if options.device_map is not None:
             context.device = as_device(options.device_map)

@@ -438,7 +438,7 @@ def batch_norm() -> nn.Module:
 
 
 def test_batch_norm_is_refused_by_name_with_what_to_use() -> None:
-    with pytest.raises(ConfigError, match=r"'1' \(BatchNorm1d\): use GroupNorm, or train what .*fix\(model\) returns"):
+    with pytest.raises(ConfigError, match=r"'1' \(BatchNorm1d\): use GroupNorm, or train the model .*fix\(model\) returns"):
         private(batch_norm()).fit(DATA)
 
 
@@ -590,7 +590,7 @@ def of_one_layer(trainer: Any, batch: Any) -> dict[str, Any]:
         (past_the_context, r"call context\.backward\(loss\) instead of loss\.backward\(\)"),
         (past_everything, r"context\.step\(\) instead of optimizer\.step\(\)"),
         (twice_at_once, r"call context\.backward\(loss\) instead of loss\.backward\(\)"),
-        (with_a_penalty, "the loss depends on '0.weight' past its layer"),
+        (with_a_penalty, "the loss depends on '0.weight' outside its layer"),
         (for_nothing, r"compute it under torch\.no_grad\(\)"),
         (of_half_the_batch, "'0.weight' saw 4 samples in a batch of 8"),
         (of_one_layer, "the loss does not depend on '3.weight'"),

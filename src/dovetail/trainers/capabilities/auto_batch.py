@@ -105,7 +105,7 @@ class AutoBatch(Capability):
         super().backward(loss, **kwargs)
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return the metrics of the whole batch."""
+        """Return the outputs of `test_step` for the whole batch."""
         return self._evaluate(batch, super().test_step, _join_outputs)
 
     def predict_step(self, batch: Any) -> Any:

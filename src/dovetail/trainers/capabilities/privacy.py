@@ -55,7 +55,7 @@ class DifferentialPrivacy(Capability):
         max_grad_norm: The largest norm of one sample's gradient.
         delta: The probability that the guarantee fails; None means 1 over the number of samples.
         target_epsilon: Choose the noise that spends this much in the length that the first `fit` plans.
-        sample_rate: The share of the samples in one update of all processes; None means the rate of the data loader.
+        sample_rate: The share of the samples in one update of all processes; None means that the loader determines it.
         poisson_sampling: Draw every sample into every batch independently, as the accountants assume. Without it
             batches are taken from a shuffled epoch, and epsilon is an approximation.
         accountant: `rdp`, or `prv`, which is tighter and slower.
@@ -165,7 +165,7 @@ class DifferentialPrivacy(Capability):
         assert model is not None
         if trainer.options.gradient_clip:
             raise ConfigError(
-                "gradient_clip and differential privacy: set max_grad_norm, which clips every sample's gradient, alone"
+                "gradient_clip and differential privacy: set only max_grad_norm, which clips every sample's gradient"
             )
         if context.precision is not None and context.precision.scaler is not None:
             raise ConfigError("differential privacy needs gradients that are not scaled: use bf16 in place of fp16")
@@ -444,7 +444,7 @@ class DifferentialPrivacy(Capability):
             error = torch.linalg.vector_norm(found.mean(dim=0) - parameter.grad, math.inf)
             if error > tolerance * torch.linalg.vector_norm(found, math.inf):
                 raise ConfigError(
-                    f"differential privacy: the loss depends on {name!r} past its layer, as a penalty on weights does; "
+                    f"differential privacy: the loss depends on {name!r} outside its layer, as a penalty on weights does; "
                     "such a part has no samples to clip (weight_decay of the optimizer is fine)"
                 )
 
@@ -526,8 +526,8 @@ def _check_model(model: nn.Module) -> None:
                 f"use {type(validator.FIXERS[kind](module)).__name__}" if kind in validator.FIXERS else "replace it"
             )
             raise ConfigError(
-                f"differential privacy cannot train {what}: {advice}, or train what "
-                "opacus.validators.ModuleValidator.fix(model) returns"
+                f"differential privacy cannot train {what}: {advice}, or train the model "
+                "that opacus.validators.ModuleValidator.fix(model) returns"
             )
         if is_trained and any(True for _ in module.buffers()):
             raise ConfigError(

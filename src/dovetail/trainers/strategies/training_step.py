@@ -244,7 +244,7 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
         window = context.run.window
         if window.size not in (1, self.accumulation_steps):
             raise ConfigError(
-                f"accumulation_steps: {self!r} meets a window of {window.size} batches; accumulate in one place"
+                f"accumulation_steps: {self!r} finds a window of {window.size} batches; set the size in one place"
             )
         window.size = self.accumulation_steps
         super().setup(context)
@@ -348,7 +348,7 @@ class GradientClippingStepStrategy(NestingStepStrategy):
 class CustomBackwardStepStrategy(NestingStepStrategy):
     """A step whose backward pass is a function.
 
-    The loop calls the function with the loss of every batch. The function has two choices:
+    The function is called with the loss of every batch. It has two choices:
 
     * It calls `context.backward`, any number of times and with any loss. The optimizer steps afterwards, when the
       window closes. `loss.backward()` would bypass accumulation and scaling.

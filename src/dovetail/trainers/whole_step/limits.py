@@ -55,7 +55,7 @@ def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     known = set(ids(parameters.values()))
     name = type(optimizer).__name__
     if type(optimizer) not in RULES:
-        raise CannotCompileError(f"the optimizer is {name}, and none of {', '.join(it.__name__ for it in RULES)}")
+        raise CannotCompileError(f"the optimizer is {name}, not one of {', '.join(it.__name__ for it in RULES)}")
     for group in optimizer.param_groups:
         if group.get("dampening"):
             raise CannotCompileError(f"the optimizer {name} has dampening")
@@ -89,7 +89,7 @@ def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
         for owner, space, old in before:
             changed += [f"{owner}.{name}" for name in _undo_changes(space, old)]
     if changed:
-        raise CannotCompileError(f"the step changes {changed[0]}, which a graph would not do again")
+        raise CannotCompileError(f"the step changes {changed[0]}, which a graph would not repeat")
     if generators != _generator_states():
         raise CannotCompileError("the step draws random numbers from Python or numpy, and not from torch")
 

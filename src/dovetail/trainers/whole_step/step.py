@@ -295,7 +295,7 @@ class WholeStep:
     def _compile_shorter(self, batch: Any, leaves: list[Tensor], full: Any, is_cut: tuple[bool, ...]) -> Shorter:
         """Return a graph for all batches that are shorter than a full one."""
         most = next(shape[0] for (shape, *_), cuts in zip(full[1], is_cut, strict=True) if cuts) - 1
-        # Always show the longest size, because the compiler may specialize on the sizes that it sees.
+        # Always trace the longest size, so that the graph does not depend on which length comes first.
         shown = [
             torch.empty_strided((most, *it.shape[1:]), it.stride(), dtype=it.dtype, device=it.device) if cuts else it
             for it, cuts in zip(leaves, is_cut, strict=True)

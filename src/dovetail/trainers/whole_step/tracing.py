@@ -165,7 +165,7 @@ def lift_draws(traced: GraphModule) -> list[Callable[[], Tensor]]:
         if tensors and (len(tensors) > 1 or tensors[0] is not node.args[0] or name not in _DRAWN_BY_SHAPE):
             raise CannotCompileError(f"the step draws random numbers whose distribution it computes, by {name}")
         if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.meta["val"].shape):
-            raise CannotCompileError("the step draws more random numbers where a batch has more samples")
+            raise CannotCompileError("the step draws more random numbers if a batch has more samples")
         drawn = _new_input(traced, f"drawn_{number}", node)
         with traced.graph.inserting_before(node):
             if name.endswith("_"):
