@@ -108,7 +108,7 @@ def usual(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_an_assigned_option_is_worth_one_that_was_given(
+def test_an_assigned_option_equals_a_constructor_option(
     problem: Problem, tmp_path: Path, usual: dict[str, Any], name: str
 ) -> None:
     option = {name: OTHER[name]}

@@ -1,4 +1,4 @@
-"""Options, pieces, reproducibility and resuming of the trainer that works alone."""
+"""Single-process trainer: options, objects, reproducibility and resume."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_an_option_that_a_strategy_decides_is_refused(problem: Problem) -> None:
         quiet(problem.model(), optimizer_strategy=AdamOptimizerStrategy(lr=0.1), momentum=0.5)
 
 
-def test_an_option_answers_in_place_of_a_default_strategy(problem: Problem) -> None:
+def test_an_option_replaces_a_default_strategy(problem: Problem) -> None:
     trainer = ComposableTrainer(problem.model(), optim_function="Adam", learning_rate=0.5, verbose=False)
     assert isinstance(trainer.optimizer, torch.optim.Adam)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
@@ -162,7 +162,7 @@ def test_a_closed_trainer_trains_no_more(problem: Problem) -> None:
         trainer.fit(problem.batches, max_length=Epochs(2))
 
 
-def test_what_one_run_was_told_is_not_meant_for_the_next(problem: Problem) -> None:
+def test_the_configuration_of_one_run_does_not_affect_the_next(problem: Problem) -> None:
     trainer = ComposableTrainer(problem.model(), verbose=False)
     trainer.train_model({"epochs": 1, "batch_size": 48, "lr": 0.3}, (problem.x, problem.y))
     trainer.train_model({"epochs": 1}, (problem.x, problem.y))
@@ -204,7 +204,7 @@ def test_an_option_that_would_have_no_effect_is_an_error(
 
 
 @pytest.mark.parametrize("option", [{"save_in_background": True}, {"on_save_error": "warn"}])
-def test_how_to_write_checkpoints_means_nothing_in_a_run_without(problem: Problem, option: dict[str, Any]) -> None:
+def test_saving_options_warn_in_a_run_without_checkpoints(problem: Problem, option: dict[str, Any]) -> None:
     trainer = quiet(problem.model(), **option)
     with pytest.warns(UserWarning, match=f"{next(iter(option))} has no effect: this run writes no checkpoints"):
         trainer.fit(problem.batches, problem.batches, max_length=Epochs(1))

@@ -1,4 +1,4 @@
-"""States whose checksums are right and whose values are not."""
+"""Checkpoints with valid checksums and invalid values."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_values_of_any_type_come_to_the_host(dtypes: list[torch.dtype]) -> None:
     assert meter.compute() == {"value": 1.0}
 
 
-def test_what_is_no_scalar_is_passed_over() -> None:
+def test_outputs_that_are_not_scalars_are_skipped() -> None:
     meter = Meter()
     meter.add({"loss": torch.tensor(1.0), "output": torch.ones(3), "name": "x", "num_items": 3}, 1)
     assert set(meter.compute()) == {"loss"}

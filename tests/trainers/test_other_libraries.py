@@ -1,4 +1,4 @@
-"""What those meet who come from another library, and use its words and habits here."""
+"""Error messages for names and habits of other libraries."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_list_of_samples_is_not_taken_for_batches() -> None:
         quiet(nn.Linear(4, 2)).evaluate(samples)
 
 
-def test_whoever_computes_the_step_may_have_one_target_for_a_batch() -> None:
+def test_a_custom_step_may_have_one_target_for_a_batch() -> None:
     def step(trainer: Any, batch: Any) -> dict[str, Tensor]:
         inputs, scale = batch
         return {"loss": trainer.model(inputs).square().mean() * scale}

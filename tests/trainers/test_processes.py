@@ -108,7 +108,7 @@ class TestAfterTrainingElsewhere:
     def test_randomness_goes_on_where_training_left_it(self, twins: Twins) -> None:
         assert plain(twins.rng[1]) == plain(twins.rng[0])
 
-    def test_the_payload_is_what_the_strategies_said_there(self, twins: Twins) -> None:
+    def test_the_payload_of_the_strategies_is_returned(self, twins: Twins) -> None:
         payload = twins.elsewhere.update_payload
         assert plain(payload) == plain(twins.here.update_payload)
         assert payload["total_steps"] == 14
@@ -159,7 +159,7 @@ def test_an_error_comes_back_with_its_traceback_and_changes_nothing(problem: Pro
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_told_by_its_signal(problem: Problem) -> None:
+def test_a_killed_process_is_reported_with_its_signal(problem: Problem) -> None:
     trainer = make_trainer(problem, callbacks=[KillsItself], max_concurrency=1)
     with pytest.raises(TrainingProcessError, match="ended by SIGKILL"):
         trainer.train((problem.x, problem.y))
@@ -179,7 +179,7 @@ def test_control_c_ends_the_process_after_its_update(problem: Problem, tmp_path:
 # ------------------------------------------------------------------ without a process
 
 
-def test_a_run_that_goes_on_elsewhere_is_the_run_that_went_on_here(problem: Problem, tmp_path: Path) -> None:
+def test_a_run_continued_in_a_process_equals_one_continued_here(problem: Problem, tmp_path: Path) -> None:
     def begun(name: str) -> SpeakingTrainer:
         trainer = make_trainer(problem, checkpoint_dir=tmp_path / name, train_dataset=(problem.x, problem.y))
         trainer.train()
@@ -278,6 +278,6 @@ def test_the_limit_is_released_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5])
-def test_a_limit_that_cannot_be_meant_is_refused(problem: Problem, limit: Any) -> None:
+def test_an_invalid_limit_is_rejected(problem: Problem, limit: Any) -> None:
     with pytest.raises(ConfigError, match="max_concurrency: expected None or a whole number that is at least 1"):
         ComposableTrainer(problem.model(), max_concurrency=limit)

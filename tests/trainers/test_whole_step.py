@@ -1,4 +1,4 @@
-"""A whole step as one graph: the same numbers as eager training, and a clear no where that cannot be."""
+"""Whole-step compilation: equality with eager training, and reasons for rejection."""
 
 from __future__ import annotations
 

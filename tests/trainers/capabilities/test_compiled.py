@@ -1,4 +1,4 @@
-"""The compiled trainer is the same trainer: hooks, schedules, checkpoints, and eager where a graph cannot be."""
+"""Compiled trainer: hooks, schedules and checkpoints as in eager training, and the fallback to it."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ class OwnAfterStep(Trainer):
         ("OwnAfterStep has its own after_step", OwnAfterStep, {}),
     ],
 )
-def test_where_every_step_is_looked_at_each_is_a_call(
+def test_hooks_for_every_step_need_one_call_per_step(
     problem: Problem, cause: str, kind: Any, settings: dict[str, Any]
 ) -> None:
     several, single = (make(problem, kind.add_on(Compiled), steps_per_call=number, **settings) for number in (3, 1))
@@ -486,7 +486,7 @@ def test_the_modes_of_a_trainer_are_handed_on(problem: Problem) -> None:
     assert make(problem, mode="test")._mode == "test"
 
 
-def test_a_dry_run_looks_at_gradients_without_a_word(problem: Problem) -> None:
+def test_a_dry_run_reads_gradients_without_a_warning(problem: Problem) -> None:
     plain = Trainer(problem.model(), "cpu", optim_function="SGD", verbose=False)
     trainer = CompiledTrainer(plain, steps_per_call=4)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Differential privacy: known answers by hand, and equalities with training as it is without it."""
+"""Differential privacy: known answers, and equality with training without it."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_an_update_of_several_batches_draws_that_many_times_the_samples() -> Non
     assert trainer.epsilon == expected.get_epsilon(delta=1 / 96)
 
 
-def test_callbacks_hear_epsilon_grow() -> None:
+def test_callbacks_receive_a_growing_epsilon() -> None:
     heard = []
 
     class Watch(Callback):
@@ -333,7 +333,7 @@ def test_every_epoch_draws_anew() -> None:
     assert [len(x) for x, _ in first] != [len(x) for x, _ in second]
 
 
-def test_an_update_into_which_nobody_was_drawn_is_noise_alone() -> None:
+def test_an_update_without_samples_is_noise_alone() -> None:
     seen = Batchwise()
     settings = {"poisson_sampling": True, "noise_seed": 0}
     trainer = private(privacy=settings, batch_size=1, callbacks=[seen], num_epochs=3, drop_last=False)
@@ -438,7 +438,9 @@ def batch_norm() -> nn.Module:
 
 
 def test_batch_norm_is_refused_by_name_with_what_to_use() -> None:
-    with pytest.raises(ConfigError, match=r"'1' \(BatchNorm1d\): use GroupNorm, or train the model .*fix\(model\) returns"):
+    with pytest.raises(
+        ConfigError, match=r"'1' \(BatchNorm1d\): use GroupNorm, or train the model .*fix\(model\) returns"
+    ):
         private(batch_norm()).fit(DATA)
 
 
@@ -611,7 +613,7 @@ def test_a_step_that_would_break_the_guarantee_is_refused(step: Callable[..., An
         ({"noise_multiplier": 1.0, "target_epsilon": 3.0}, "give one of them"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         private(privacy=settings)
 
