@@ -111,8 +111,8 @@ class TrainerData:
             return loader
         if keeps_place(loader):
             raise DataError(
-                "a loader with its own position (state_dict) cannot be shared by several processes: give the dataset, or a "
-                "loader whose sampler is a DistributedSampler"
+                "a loader with its own position (state_dict) cannot be shared by several processes: give the dataset, "
+                "or a loader whose sampler is a DistributedSampler"
             )
         known, part, of = self._parts.get(rank, (None, None, 0))
         if known is not loader or of != share.num_replicas:

@@ -352,8 +352,8 @@ def _is_mean_of_halves(
     largest = max(abs(whole), abs(first), abs(second))
     if not abs(whole - mean) <= _tolerance(outputs, value) * largest + 1e-6:
         raise ConfigError(
-            f"metrics: {_name(function)} is not a mean over samples: it is {whole:.6g} for a batch, and {first:.6g} and "
-            f"{second:.6g} for its halves; {_NO_MEAN}"
+            f"metrics: {_name(function)} is not a mean over samples: it is {whole:.6g} for a batch, and {first:.6g} "
+            f"and {second:.6g} for its halves; {_NO_MEAN}"
         ) from failure
     return first != second
 

@@ -216,7 +216,7 @@ class Compiled(Capability):
             if self._epoch is None and not self._step.refresh_constants() and context.run.is_one_of_many:
                 # A new graph for each of many runs would take longer than it saves.
                 raise CannotCompileError(
-                    "it uses a tensor that is not in the model, the batch or the strategies in the same form"
+                    "it uses a tensor that model, batch and strategies do not have in the same form"
                 )
             self._step.recheck(self._read_by_step())
             return self._step

@@ -444,8 +444,8 @@ class DifferentialPrivacy(Capability):
             error = torch.linalg.vector_norm(found.mean(dim=0) - parameter.grad, math.inf)
             if error > tolerance * torch.linalg.vector_norm(found, math.inf):
                 raise ConfigError(
-                    f"differential privacy: the loss depends on {name!r} outside its layer, as a penalty on weights does; "
-                    "such a part has no samples to clip (weight_decay of the optimizer is fine)"
+                    f"differential privacy: the loss depends on {name!r} outside its layer, as a penalty on weights "
+                    "does; such a part has no samples to clip (weight_decay of the optimizer is fine)"
                 )
 
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -84,9 +84,7 @@ class ShardedDataParallel(DataParallel):
         """Return the plan; raise if checkpoints are to be written in the background, which needs one process."""
         plan, saver = super().plan(**requested), self.context.run.saver
         if saver is not None and saver.in_background and num_launched() > 1:
-            raise ConfigError(
-                "save_in_background: several processes that write one checkpoint together must do so in the foreground"
-            )
+            raise ConfigError("save_in_background: processes that share a checkpoint must write it in the foreground")
         return plan
 
     def teardown(self, error: BaseException | None) -> None:

@@ -348,8 +348,8 @@ class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
         base = self.base_scheduler
         if base is not None and (base.interval, base.frequency) != (self.interval, self.frequency):
             raise ConfigError(
-                f"{self!r}: the warm-up steps at every {self.frequency}. {self.interval}, the schedule after it at every "
-                f"{base.frequency}. {base.interval}; give both the same interval and frequency"
+                f"{self!r}: the warm-up steps at every {self.frequency}. {self.interval}, the schedule after it at "
+                f"every {base.frequency}. {base.interval}; give both the same interval and frequency"
             )
 
 

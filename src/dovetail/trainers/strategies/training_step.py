@@ -244,7 +244,7 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
         window = context.run.window
         if window.size not in (1, self.accumulation_steps):
             raise ConfigError(
-                f"accumulation_steps: {self!r} finds a window of {window.size} batches; set the size in one place"
+                f"accumulation_steps: {self!r} finds a window of {window.size} batches; accumulate in one place"
             )
         window.size = self.accumulation_steps
         super().setup(context)
