@@ -315,5 +315,5 @@ def _split_mounted(cls: type[Any]) -> tuple[type[Any], tuple[type[Any], ...]]:
 
 
 def _build_mounted(base: type[Any], *add_ons: type[Any]) -> Any:
-    made: Any = reduce(lambda built, add_on: mount(add_on, built), add_ons, base)
-    return made.__new__(made)
+    mounted: Any = reduce(lambda built, add_on: mount(add_on, built), add_ons, base)
+    return mounted.__new__(mounted)

@@ -189,12 +189,12 @@ def as_metrics(metrics: Any) -> dict[str, Metric]:
     else:
         several = metrics if isinstance(metrics, (list, tuple)) else [metrics]
         named = [(_name(metric), metric) for metric in several]
-    made: dict[str, Metric] = {}
+    by_name: dict[str, Metric] = {}
     for name, metric in named:
-        if name in made:
+        if name in by_name:
             raise _twice(name)
-        made[name] = _as_metric(metric)
-    return made
+        by_name[name] = _as_metric(metric)
+    return by_name
 
 
 class MeanOf:

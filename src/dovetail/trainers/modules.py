@@ -15,10 +15,10 @@ def as_module(model: Any) -> nn.Module | None:
     """Return the module itself, or the module that a class or a function builds."""
     if model is None or isinstance(model, nn.Module):
         return model
-    made = model() if callable(model) else model
-    if not isinstance(made, nn.Module):
+    module = model() if callable(model) else model
+    if not isinstance(module, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, or a class or function that makes one, got {model!r}")
-    return made
+    return module
 
 
 def forward(model: Any, inputs: Any) -> Any:

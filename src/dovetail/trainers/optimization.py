@@ -107,13 +107,13 @@ class Optimization:
     def _build_schedulers(self, trainer: SingleProcessTrainer) -> None:
         context, schedule = trainer.context, trainer.options.mtm_scheduler
         for optimizer in context.optimizers:
-            made = trainer.get_lr_scheduler(context.config, optimizer)
-            if isinstance(made, list):
+            scheduler = trainer.get_lr_scheduler(context.config, optimizer)
+            if isinstance(scheduler, list):
                 # A list is complete: it contains the schedulers of all optimizers.
-                context.schedulers.extend(made)
+                context.schedulers.extend(scheduler)
                 break
-            if made is not None and not _is_bound(context, made):
-                self._bind(trainer, made)
+            if scheduler is not None and not _is_bound(context, scheduler):
+                self._bind(trainer, scheduler)
         for optimizer in context.optimizers if schedule is not None else ():
             momentum = as_scheduler(schedule, optimizer)
             if momentum is not None and not _is_bound(context, momentum):

@@ -179,13 +179,13 @@ def twin_of(optimizer: Optimizer, twins: Mapping[Tensor, Tensor]) -> Optimizer:
         0.9
     """
     # A shallow copy: only the parameter groups and the state are new.
-    made = copy.copy(optimizer)
-    made.param_groups = [
+    twin = copy.copy(optimizer)
+    twin.param_groups = [
         {**group, "params": [twins[parameter] for parameter in group["params"] if parameter in twins]}
         for group in optimizer.param_groups
     ]
-    made.state = defaultdict(dict)
-    return made
+    twin.state = defaultdict(dict)
+    return twin
 
 
 def requires_closure(optimizer: Optimizer) -> bool:

@@ -171,10 +171,10 @@ class TrainerOptions:
 
     def bound_to(self, trainer: Any) -> TrainerOptions:
         """Return a copy that belongs to a trainer; assignments to it call the trainer's `_set_option`."""
-        made = copy.copy(self)
+        bound = copy.copy(self)
         # A weak reference, because the trainer holds its options.
-        vars(made)["_trainer"] = weakref.ref(trainer)
-        return made
+        vars(bound)["_trainer"] = weakref.ref(trainer)
+        return bound
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no trainer until `bound_to`.

@@ -64,9 +64,9 @@ def make_strategies(given: Mapping[str, Any], options: TrainerOptions, names: Co
     Raises:
         ConfigError: An option and a strategy define the same thing.
     """
-    made = {role: as_strategy(role, piece) for role, piece in given.items() if piece is not None}
-    others = {role: strategy_from_options(role, options) for role in ROLES if role not in made}
-    strategies = Strategies(**made, **others, given=frozenset(made))
+    from_user = {role: as_strategy(role, piece) for role, piece in given.items() if piece is not None}
+    others = {role: strategy_from_options(role, options) for role in ROLES if role not in from_user}
+    strategies = Strategies(**from_user, **others, given=frozenset(from_user))
     check_conflicts(strategies, names)
     return strategies
 
@@ -210,8 +210,8 @@ class _Form:
 
 def _weighted_sum(given: Sequence[Any]) -> base.Strategy:
     pairs = [it if isinstance(it, tuple) else (it, None) for it in given]
-    made = [(as_strategy("loss", it), weight) for it, weight in pairs]
-    return loss_criterion.CompositeLossStrategy([it if weight is None else (it, weight) for it, weight in made])
+    weighted = [(as_strategy("loss", it), weight) for it, weight in pairs]
+    return loss_criterion.CompositeLossStrategy([it if weight is None else (it, weight) for it, weight in weighted])
 
 
 _FORMS = {

@@ -56,7 +56,7 @@ class Plan:
     """Length and periods of one call of `fit`.
 
     Attributes:
-        max_length: Where training ends, counted from the start of the trainer's progress.
+        max_length: The length of training, counted from the start of the trainer's progress.
         validate: The validation period, or None for no validation.
         save: The checkpoint period, or None.
         report: Batches between two reports.
@@ -223,7 +223,7 @@ class ProcessState:
         share: The batches that belong to this process.
         peers: The processes that write and read checkpoints together if each holds a part of the state; else None.
         has_peers: True if a stop request must wait until every process of the run has received it.
-        stays_here: True if runs start in this process, whatever a layer would launch.
+        stays_here: True if runs stay in this process, even if a layer has a launcher.
     """
 
     is_main: bool = True

@@ -433,9 +433,9 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy builds these itself in its next run.
-        made = {} if self._has_own_loss else {"criterion": None}
-        kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
-        return {**kept, **made, "_placed": None}
+        rebuilt = {} if self._has_own_loss else {"criterion": None}
+        copied = {name: value for name, value in self.__dict__.items() if name != "_closing"}
+        return {**copied, **rebuilt, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, options=state["options"].bound_to(self))

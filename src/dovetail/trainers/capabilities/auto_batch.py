@@ -460,7 +460,7 @@ def _trial(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
             if isinstance(layer, AutoBatch):
                 layer._is_active = False
         context.progress = Progress()
-        core.options.batch_size = size  # type: ignore[attr-defined]  # trainers of ours have it, an abstract one not
+        core.options.batch_size = size  # type: ignore[attr-defined]  # every trainer of the library has it
         context.callbacks = Callbacks([_BatchesOf(size), *own_callbacks(context)])
         yield
 
@@ -491,6 +491,6 @@ class _BatchesOf(Callback):
         length = context.run.trainer.batch_length(batch)
         if length != self._size and context.progress.batch == 0:
             raise ConfigError(
-                f"find_batch_size: the batches have {length} samples, whatever batch_size is; give the data set "
+                f"find_batch_size: the batches have {length} samples, independent of batch_size; give the dataset "
                 "instead of a loader, and leave out strategies that choose the size"
             )

@@ -260,7 +260,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
     def _set_size(self, context: TrainingContext) -> None:
         assert self._batches is not None
         context.state["batch_size"] = self._batches.batch_size
-        # The loader may be made between two epochs: the function receives the number of the epoch that starts.
+        # The loader may be built between two epochs: the function receives the number of the epoch that starts.
         run = context.run
         before, run.is_in_epoch = run.is_in_epoch, True
         try:
@@ -320,7 +320,7 @@ def _loader(
     sampler = _resolved(sampler)
     seed = context.state.get("order_seed")
     shuffle = shuffle or (sampler is not None and not isinstance(sampler, Sampler))
-    made = as_loader(
+    loader = as_loader(
         trainset,
         batch_size=batch_size,
         shuffle=shuffle,
@@ -331,14 +331,14 @@ def _loader(
         collate_fn=collate_fn,
         pin_memory=pin_memory,
     )
-    if not isinstance(made, DataLoader) or not made.num_workers or made is trainset:
-        return made
+    if not isinstance(loader, DataLoader) or not loader.num_workers or loader is trainset:
+        return loader
     if prefetch_factor is None and not persistent_workers:
-        return made
-    # `made` has the dataset and the order of the user's data and sampler; only the settings of the workers are missing.
-    own_order = isinstance(sampler, Sampler) or isinstance(made.dataset, IterableDataset)
+        return loader
+    # `loader` has the dataset and the order of the user's data and sampler; only the workers' settings are missing.
+    own_order = isinstance(sampler, Sampler) or isinstance(loader.dataset, IterableDataset)
     return DataLoader(
-        made.dataset,
+        loader.dataset,
         batch_size,
         False if own_order else shuffle,
         sampler if isinstance(sampler, Sampler) else None,

@@ -251,8 +251,8 @@ class L2RegularizationStrategy(Described, LossCriterionStrategy):
 
 def _configured(config: Mapping[str, Any]) -> LossFunction:
     arguments = config.get("parameters", {}).get("loss_criterion", {})
-    made: LossFunction = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))(**arguments)
-    return made
+    criterion: LossFunction = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))(**arguments)
+    return criterion
 
 
 def _on_device_of(outputs: Tensor, weight: Tensor | None) -> Tensor | None:

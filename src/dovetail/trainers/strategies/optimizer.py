@@ -34,10 +34,10 @@ def make_optimizer(
     optimizer_class: type[Optimizer], model: nn.Module, context: TrainingContext, settings: Mapping[str, Any]
 ) -> Optimizer:
     """Return an optimizer of all parameters of a model; without a given `lr` it uses the configured rate."""
-    made: Any = optimizer_class
+    build: Any = optimizer_class
     takes_lr = "lr" in inspect.signature(optimizer_class).parameters
     rate = {"lr": learning_rate(None, context)} if takes_lr else {}
-    optimizer: Optimizer = made(_parameters(model), **{**rate, **settings})
+    optimizer: Optimizer = build(_parameters(model), **{**rate, **settings})
     return optimizer
 
 
@@ -187,9 +187,9 @@ class ParameterGroupOptimizerStrategy(OptimizerStrategy):
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
         """Return the optimizer of a model."""
-        made: Any = self.optimizer_class
+        build: Any = self.optimizer_class
         groups = [dict(group) for group in self.parameter_groups_fn(model)]
-        optimizer: Optimizer = made(groups, lr=learning_rate(self.default_lr, context), **self.settings)
+        optimizer: Optimizer = build(groups, lr=learning_rate(self.default_lr, context), **self.settings)
         return optimizer
 
     def __repr__(self) -> str:

@@ -293,8 +293,8 @@ class MixedPrecisionStepStrategy(NestingStepStrategy):
         name: PrecisionName = "fp32" if self.enabled is False else self.precision
         if self.enabled and name == "auto" and device_type == "cpu":
             name = "bf16"
-        made = Precision(name, device_type)
-        self._precision = context.precision = None if made.dtype is torch.float32 else made
+        precision = Precision(name, device_type)
+        self._precision = context.precision = None if precision.dtype is torch.float32 else precision
         super().setup(context)
 
     def teardown(self, context: TrainingContext) -> None:

@@ -198,9 +198,9 @@ def _new_input(traced: GraphModule, name: str, like: Node) -> Node:
     """Add an input after all others."""
     last = [node for node in traced.graph.nodes if node.op == "placeholder"][-1]
     with traced.graph.inserting_after(last):
-        made = traced.graph.placeholder(name)
-    made.meta.update(like.meta)
-    return made
+        placeholder = traced.graph.placeholder(name)
+    placeholder.meta.update(like.meta)
+    return placeholder
 
 
 def _draws(node: Node) -> bool:
