@@ -169,7 +169,7 @@ def test_a_tensor_that_nobody_is_known_to_hold_makes_later_clients_eager() -> No
     model, data = make_model(), Sizes(24, 24)
     client = make_client(data, model, CompiledTrainer(make_trainer(loss_strategy=weighted)))
     ask(client, model, 1)
-    with pytest.warns(UserWarning, match="neither model, batch nor strategies hold in its form"):
+    with pytest.warns(UserWarning, match="model, batch and strategies do not have in the same form"):
         ask(client, model, 2)
 
 

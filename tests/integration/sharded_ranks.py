@@ -236,7 +236,7 @@ def overflow_in_one_process(folder: Path) -> Any:
         layer(Trainer(model(torch.float32), "cpu", **SETTINGS, batch_size=4, train_step=train_step)), precision="fp16"
     )
     trainer.fit(data(48, torch.float32), max_length=Batches(3))
-    return [trainer.context.progress.updates, trainer._made().scaler.get_scale()]
+    return [trainer.context.progress.updates, trainer._get_precision().scaler.get_scale()]
 
 
 class Pair(nn.Module):

@@ -107,7 +107,7 @@ def test_a_signal_finishes_the_window_saves_and_says_where(
     assert announced.startswith(f"{number.name}: finishing the running update")
     assert left == (
         f"interrupted by {number.name} after 0 epochs and 6 batches: "
-        f"the checkpoint is in {checkpoints}, and fit(resume='auto') goes on from it"
+        f"the checkpoint is in {checkpoints}, and fit(resume='auto') continues from it"
     )
     assert [info.path.name for info in store.list_checkpoints(checkpoints)] == ["ck_epoch_0_iter_6"]
     store.verify(checkpoints / "ck_epoch_0_iter_6")

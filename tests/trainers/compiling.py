@@ -1,4 +1,4 @@
-"""Whether compiled steps can be tested on this machine."""
+"""Check whether this machine can compile steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces that a training process can import, for the tests of `dovetail.trainers.processes`."""
+"""Classes that a training process can import, for the tests of `dovetail.trainers.processes`."""
 
 from __future__ import annotations
 

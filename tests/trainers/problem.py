@@ -1,4 +1,4 @@
-"""A tiny problem, its hand-written training, and what to compare."""
+"""Tiny training problem, its hand-written solution, and comparisons."""
 
 from __future__ import annotations
 

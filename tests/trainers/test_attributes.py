@@ -23,11 +23,11 @@ from dovetail import checkpoint as store
 from dovetail.callbacks import Callback, ProgressDisplay
 from dovetail.compat import lernomatic, plato, zae_engine
 from dovetail.errors import ConfigError, NonFiniteLossError, UnknownNameError
-from dovetail.trainers import AMPTrainer, CompiledTrainer, TrainerDecorator, TrainerOptions, foreign
+from dovetail.trainers import AMPTrainer, CompiledTrainer, TrainerDecorator, TrainerOptions, other_libraries
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.options import OPTION_NAMES
-from dovetail.trainers.reuse import fit_anew
+from dovetail.trainers.reuse import fit_new_run
 from dovetail.trainers.schedules import TriangularMtm
 from dovetail.trainers.strategies import GradientAccumulationStepStrategy, SGDOptimizerStrategy
 
@@ -108,7 +108,7 @@ def usual(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_an_assigned_option_is_worth_one_that_was_given(
+def test_an_assigned_option_equals_a_constructor_option(
     problem: Problem, tmp_path: Path, usual: dict[str, Any], name: str
 ) -> None:
     option = {name: OTHER[name]}
@@ -216,10 +216,10 @@ def test_assigned_rates_reach_optimizers_that_are_built_later(problem: Problem) 
     )
     options = trainer.options
     options.learning_rate, options.momentum, options.weight_decay = 0.2, 0.5, 0.125
-    fit_anew(trainer, (problem.x, problem.y), config={"epochs": 1})
+    fit_new_run(trainer, (problem.x, problem.y), config={"epochs": 1})
     (group,) = trainer.optimizer.param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.5, 0.125)
-    fit_anew(trainer, (problem.x, problem.y), config={"epochs": 1, "lr": 0.4})
+    fit_new_run(trainer, (problem.x, problem.y), config={"epochs": 1, "lr": 0.4})
     assert rate(trainer) == 0.2
 
 
@@ -275,7 +275,7 @@ def test_an_attribute_one_letter_off_an_option_is_pointed_out(problem: Problem) 
     trainer: Any = make(problem)
     trainer.checkpont_dir = "x"
     trainer.mine = "y"
-    with pytest.warns(UserWarning, match="'checkpont_dir' is no option .* did you mean 'checkpoint_dir'") as caught:
+    with pytest.warns(UserWarning, match="'checkpont_dir' is not an option .* did you mean 'checkpoint_dir'") as caught:
         trainer.fit(max_length=Epochs(1))
     assert len(caught) == 1
 
@@ -376,7 +376,7 @@ def test_what_is_tried_out_does_not_change_options(problem: Problem) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_option_is_no_attribute_of_a_trainer(problem: Problem, name: str, wrapped: bool) -> None:
     trainer: Any = AMPTrainer(make(problem)) if wrapped else make(problem)
-    expected = f"{name}: this is an option, no attribute of the trainer; write trainer.options.{name}"
+    expected = f"{name}: this is an option, not an attribute of the trainer; write trainer.options.{name}"
     with pytest.raises(AttributeError, match=expected):
         setattr(trainer, name, 1)
     with pytest.raises(AttributeError, match=expected):
@@ -442,13 +442,13 @@ def test_a_name_of_another_library_says_where_it_is(kind: type[Any], library: st
     for name in own:
         with pytest.raises(AttributeError, match=f"no attribute {name!r}: (it is a name of dovetail.compat|write)"):
             getattr(trainer, name)
-    assert {name for name, answer in foreign.ATTRIBUTES.items() if f"compat.{library}." in answer} <= {
+    assert {name for name, answer in other_libraries.ATTRIBUTES.items() if f"compat.{library}." in answer} <= {
         *public(dir(kind)),
         *public(dir(ComposableTrainer)),
     }
 
 
-@pytest.mark.parametrize("name", sorted(foreign.HOOKS))
+@pytest.mark.parametrize("name", sorted(other_libraries.HOOKS))
 def test_a_hook_that_only_another_class_calls_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"Mine.{name}: nothing here calls it: (derive from|override _)"):
         type("Mine", (Trainer,), {name: lambda self, *args: None, "__module__": "mine"})

@@ -1,4 +1,4 @@
-"""Options, pieces, reproducibility and resuming of the trainer that works alone."""
+"""Single-process trainer: options, objects, reproducibility and resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dovetail.data import DataLoader
 from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.reuse import fit_anew, reset
+from dovetail.trainers.reuse import fit_new_run, reset
 from dovetail.trainers.schedules import DecayWhenAcc, TriangularMtm
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
@@ -148,7 +148,7 @@ def test_an_option_that_a_strategy_decides_is_refused(problem: Problem) -> None:
         quiet(problem.model(), optimizer_strategy=AdamOptimizerStrategy(lr=0.1), momentum=0.5)
 
 
-def test_an_option_answers_in_place_of_a_default_strategy(problem: Problem) -> None:
+def test_an_option_replaces_a_default_strategy(problem: Problem) -> None:
     trainer = ComposableTrainer(problem.model(), optim_function="Adam", learning_rate=0.5, verbose=False)
     assert isinstance(trainer.optimizer, torch.optim.Adam)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
@@ -162,7 +162,7 @@ def test_a_closed_trainer_trains_no_more(problem: Problem) -> None:
         trainer.fit(problem.batches, max_length=Epochs(2))
 
 
-def test_what_one_run_was_told_is_not_meant_for_the_next(problem: Problem) -> None:
+def test_the_configuration_of_one_run_does_not_affect_the_next(problem: Problem) -> None:
     trainer = ComposableTrainer(problem.model(), verbose=False)
     trainer.train_model({"epochs": 1, "batch_size": 48, "lr": 0.3}, (problem.x, problem.y))
     trainer.train_model({"epochs": 1}, (problem.x, problem.y))
@@ -204,7 +204,7 @@ def test_an_option_that_would_have_no_effect_is_an_error(
 
 
 @pytest.mark.parametrize("option", [{"save_in_background": True}, {"on_save_error": "warn"}])
-def test_how_to_write_checkpoints_means_nothing_in_a_run_without(problem: Problem, option: dict[str, Any]) -> None:
+def test_saving_options_warn_in_a_run_without_checkpoints(problem: Problem, option: dict[str, Any]) -> None:
     trainer = quiet(problem.model(), **option)
     with pytest.warns(UserWarning, match=f"{next(iter(option))} has no effect: this run writes no checkpoints"):
         trainer.fit(problem.batches, problem.batches, max_length=Epochs(1))
@@ -224,15 +224,15 @@ def test_a_rate_of_the_optimizer_may_be_given_twice_if_it_is_the_same(problem: P
     scheduler = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     trainer = quiet(model, optimizer=optimizer, learning_rate=0.5, lr_scheduler=scheduler)
     for _ in range(2):
-        fit_anew(trainer, problem.batches, config={"epochs": 1})
+        fit_new_run(trainer, problem.batches, config={"epochs": 1})
     assert trainer.optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_the_rate_of_a_runs_configuration_is_used(problem: Problem) -> None:
     trainer = quiet(problem.model(), optim_function="SGD")
-    fit_anew(trainer, problem.batches, config={"epochs": 1, "lr": 0.25})
+    fit_new_run(trainer, problem.batches, config={"epochs": 1, "lr": 0.25})
     assert trainer.optimizer.param_groups[0]["lr"] == 0.25
-    fit_anew(trainer, problem.batches, config={"epochs": 1})
+    fit_new_run(trainer, problem.batches, config={"epochs": 1})
     assert trainer.optimizer.param_groups[0]["lr"] == 1e-4
 
 
@@ -241,7 +241,7 @@ def test_a_sampler_needs_samples_to_choose_from(problem: Problem) -> None:
     with pytest.raises(ConfigError, match=r"call train\(trainset, sampler\)"):
         trainer.train(sampler=[0, 1])
     with pytest.raises(DataError, match="sampler: a list holds batches already; give the dataset instead"):
-        fit_anew(trainer, problem.batches, [0, 1], {"epochs": 1})
+        fit_new_run(trainer, problem.batches, [0, 1], {"epochs": 1})
 
 
 def test_a_loader_strategy_needs_samples_to_form_batches_of(problem: Problem) -> None:
@@ -576,11 +576,11 @@ def test_a_checkpoint_of_a_trainer_that_has_not_trained_is_loaded_like_any_other
 
 def test_weights_of_another_model_are_refused_by_their_first_difference(problem: Problem, tmp_path: Path) -> None:
     quiet(nn.Linear(2, 2)).save_model(tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match=r"of something else: 'weight' has shape \(2, 2\) in it and \(3, 2\)"):
+    with pytest.raises(CheckpointError, match=r"do not fit the model: 'weight' has shape \(2, 2\) in it and \(3, 2\)"):
         quiet(nn.Linear(2, 3)).load_model(tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match="of something else: it has 'weight', which the model lacks"):
+    with pytest.raises(CheckpointError, match="do not fit the model: it has 'weight', which the model lacks"):
         quiet(nn.Sequential(nn.Linear(2, 2))).load_model(tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match="of something else: 'weight' has shape"):
+    with pytest.raises(CheckpointError, match="do not fit the model: 'weight' has shape"):
         quiet(nn.Bilinear(2, 2, 3)).load_model(tmp_path / "weights.safetensors", strict=False)
 
 

@@ -344,7 +344,7 @@ def test_strategies_exchange_through_the_state(problem: Problem, trainset: Tenso
 # ------------------------------------------------------------------ callbacks
 
 
-def test_callbacks_of_both_spellings_are_heard(problem: Problem, trainset: TensorDataset) -> None:
+def test_callbacks_of_both_spellings_are_called(problem: Problem, trainset: TensorDataset) -> None:
     class Mine(Callback):
         def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
             heard.append(f"mine {context.progress.epoch}")

@@ -1,4 +1,4 @@
-"""What a step costs beyond the work itself, in numbers that are the same on every machine."""
+"""Overhead of a step, in counts that are the same on every machine."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_layer_makes_at_most_8_more_python_calls_per_step(
     assert own - bare <= 8, f"{own - bare:+.1f} calls per step"
 
 
-def test_hooks_that_nobody_overrides_are_never_called() -> None:
+def test_hooks_without_an_override_are_never_called() -> None:
     class Count(Callback):
         def on_step_end(self, context: Any, output: Any) -> None:
             pass

@@ -1,4 +1,4 @@
-"""Trainers that decorate trainers: what they pass on, which layer a run begins with, and what cannot be combined."""
+"""Trainer decorators: forwarding, the layer on which a run starts, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -487,7 +487,7 @@ class LookAtScale(Callback):
             raise ZeroDivisionError
 
 
-def test_a_new_run_in_float16_begins_with_the_first_scale(problem: Problem) -> None:
+def test_a_new_float16_run_starts_with_the_initial_scale(problem: Problem) -> None:
     look = LookAtScale()
     trainer = AMPTrainer(make_trainer(problem, callbacks=[look]), precision="fp16", init_scale=2.0**40)
     for _ in range(2):
@@ -540,7 +540,7 @@ def test_class_methods_and_factory_make_the_layers(problem: Problem) -> None:
     assert isinstance(build_trainer("sp+compile", model, mode="test"), CompiledTrainer)
 
 
-def test_a_name_that_nobody_knows_is_answered_with_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown trainer 'ddpamp': did you mean 'ddp-amp'"):
         build_trainer("ddpamp")
 
@@ -551,7 +551,7 @@ def test_a_list_of_devices_asks_for_as_many_processes(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_processes", 0), ("max_restarts", -1), ("num_processes", "two")])
-def test_numbers_that_make_no_sense_are_refused(problem: Problem, name: str, value: Any) -> None:
+def test_invalid_numbers_are_rejected(problem: Problem, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name}: expected a whole number"):
         DDPTrainer(make_trainer(problem), **{name: value})
 

@@ -1,4 +1,4 @@
-"""Strategies that take the place of others before a run."""
+"""Replacement of strategies before a run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _trainer(**strategies: Any) -> ComposableTrainer:
     return ComposableTrainer(nn.Linear(2, 2), num_epochs=1, batch_size=4, verbose=False, **strategies)
 
 
-def test_what_is_new_is_heard_and_what_was_there_is_not() -> None:
+def test_hooks_of_new_strategies_replace_those_of_old_ones() -> None:
     notes: list[str] = []
     trainer = _trainer(model_update_strategy=Noting("old", notes))
     equip(trainer, model_update=Noting("new", notes))
@@ -83,14 +83,14 @@ def test_every_strategy_is_set_up_once_and_torn_down_once() -> None:
     ]
 
 
-def test_what_is_new_may_hold_what_was_there() -> None:
+def test_a_new_strategy_may_contain_the_current_one() -> None:
     notes: list[str] = []
     trainer = _trainer(model_update_strategy=Noting("inner", notes))
     equip(trainer, model_update=Noting("outer", notes, trainer.strategies.model_update))
     assert notes == ["inner set up", "inner torn down", "inner set up", "outer set up"]
 
 
-def test_a_trainer_that_is_gone_has_torn_down_what_it_was_equipped_with() -> None:
+def test_a_deleted_trainer_tears_down_new_strategies() -> None:
     notes: list[str] = []
     trainer = _trainer()
     equip(trainer, model_update=Noting("new", notes))
@@ -99,7 +99,7 @@ def test_a_trainer_that_is_gone_has_torn_down_what_it_was_equipped_with() -> Non
     assert notes == ["new set up", "new torn down"]
 
 
-def test_strategies_are_still_heard_before_callbacks() -> None:
+def test_strategy_hooks_still_run_before_callbacks() -> None:
     from dovetail.callbacks import Callback
 
     notes: list[str] = []
@@ -122,7 +122,7 @@ def test_another_loss_counts_even_after_a_run() -> None:
     assert equipped.fit(DATA).losses == plain.fit(DATA).losses
 
 
-def test_decorated_trainers_are_equipped_at_their_heart() -> None:
+def test_equip_reaches_the_innermost_trainer() -> None:
     notes: list[str] = []
     trainer: Any = TimedTrainer(_trainer())
     equip(trainer, model_update=Noting("new", notes))
@@ -152,7 +152,7 @@ def test_an_equipped_trainer_can_be_copied(way: str) -> None:
         ({"loss": nn.MSELoss()}, "loss: expected a strategy of this role, got"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_and_nothing_changes(strategies: dict[str, Any], words: str) -> None:
+def test_invalid_strategies_are_rejected_without_change(strategies: dict[str, Any], words: str) -> None:
     notes: list[str] = []
     trainer = _trainer(model_update_strategy=Noting("old", notes))
     with pytest.raises(ConfigError, match=words):
@@ -168,14 +168,14 @@ def test_a_trainer_that_runs_or_is_closed_cannot_be_equipped() -> None:
             equip(context.run.trainer, loss=Squared())
 
     trainer = _trainer(model_update_strategy=Equipping())
-    with pytest.raises(ConfigError, match="a trainer that runs keeps its strategies"):
+    with pytest.raises(ConfigError, match="the trainer is running; replace its strategies"):
         trainer.fit(DATA)
     trainer.close()
     with pytest.raises(ConfigError, match="the trainer is closed"):
         equip(trainer, loss=Squared())
 
 
-def test_what_a_client_keeps_is_in_its_trainers_checkpoints(tmp_path: Path) -> None:
+def test_client_state_is_in_checkpoints(tmp_path: Path) -> None:
     trainer = _trainer()
     trainer.context.client.state = {"drift": {"w": torch.ones(2)}, "rounds": 3}
     trainer.fit(DATA)

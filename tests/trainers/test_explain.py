@@ -22,7 +22,7 @@ from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError, DataError
 from dovetail.trainers import AMPTrainer, TrainerDecorator
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.rehearsal import look_ahead
+from dovetail.trainers.rehearsal import forecast_epoch
 from dovetail.trainers.strategies import (
     AdamOptimizerStrategy,
     GradientClippingOptimizerStrategy,
@@ -225,7 +225,7 @@ def test_the_rate_at_the_end_is_the_one_that_training_reaches(
         verbose=False,
     )
     for epoch in range(1, 4):
-        ahead = look_ahead(trainer)
+        ahead = forecast_epoch(trainer)
         trainer.fit(max_length=Epochs(epoch))
         assert ahead.end_rate == trainer.context.optimizers[0].param_groups[0]["lr"]
     assert trainer.context.optimizers[0].param_groups[0]["lr"] == pytest.approx(
@@ -267,7 +267,7 @@ def test_as_many_validations_and_checkpoints_as_training_makes(problem: Problem,
     count = Count()
     # Two epochs, because training validates and saves once more at its very end.
     trainer = trainer_of(problem, callbacks=[count], checkpoint_dir=tmp_path, num_epochs=2, accumulation_steps=3)
-    ahead = look_ahead(trainer, validation_period=period, checkpoint_period=period)
+    ahead = forecast_epoch(trainer, validation_period=period, checkpoint_period=period)
     trainer.fit(validation_period=period, checkpoint_period=period)
     assert (ahead.validations, ahead.checkpoints) == count.in_first_epoch
 
@@ -465,7 +465,7 @@ def test_the_report_has_what_was_measured(problem: Problem, capsys: pytest.Captu
     trainer = trainer_of(problem, verbose=True)
     loss = trainer.fit(dry_run=True).losses[0]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "dry run: 1 training, 1 validation batch; all put back"
+    assert lines[0] == "dry run: 1 training, 1 validation batch; state restored"
     assert lines[1] == f"  loss        {loss:.6g}"
     assert [line.split()[0] for line in lines[2:5]] == ["step", "validation", "checkpoint"]
     assert lines[5] == "  parameters  103, 103 of them trainable"

@@ -1,4 +1,4 @@
-"""States whose checksums are right and whose values are not."""
+"""Checkpoints with valid checksums and invalid values."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_any_forged_state_is_restored_or_refused_in_one_sentence(tmp_path: Path,
             message = str(error)
             assert message.startswith(f"{path}/state.json: "), (keys, value)
             # The sentence names the section, at least.
-            assert re.search(rf"\b{keys[0]}\b|of something else", message), (keys, value, message)
+            assert re.search(rf"\b{keys[0]}\b|does not fit the trainer", message), (keys, value, message)
             assert "\n" not in message
     assert num_refused > _FORGERIES / 2
 

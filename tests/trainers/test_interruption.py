@@ -1,4 +1,4 @@
-"""Signals: what a run makes of them, and what they do between the runs of somebody who listens for all of them."""
+"""Signals during and between runs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_handlers_of_the_users_own_stay() -> None:
     assert heard == [signal.SIGTERM]
 
 
-def test_of_a_run_in_another_thread_signals_end_nothing(problem: Problem) -> None:
+def test_signals_do_not_stop_a_run_in_another_thread(problem: Problem) -> None:
     trainer = Trainer(problem.model(), verbose=False)
     trained = threading.Thread(target=lambda: trainer.fit(problem.batches, max_length=Epochs(1)))
     listeners = []

@@ -1,4 +1,4 @@
-"""What a step reads besides tensors, and pieces of which nobody knows."""
+"""Inputs of a step besides tensors, and objects with unknown code."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_change_of_any_layer_is_seen(change: Any) -> None:
         (float("nan"), float("nan")),
     ],
 )
-def test_what_differs_reads_differently(one: Any, other: Any) -> None:
+def test_different_settings_compare_as_different(one: Any, other: Any) -> None:
     assert read_by(one, KNOWN) != read_by(other, KNOWN)
 
 

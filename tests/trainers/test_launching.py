@@ -1,4 +1,4 @@
-"""Runs in processes that are started for them: what comes back, and how errors arrive."""
+"""Runs in several processes: results and errors."""
 
 from __future__ import annotations
 

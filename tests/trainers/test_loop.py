@@ -1,4 +1,4 @@
-"""The loop: equal to the hand-written one, exact in its windows, and traceless where it only looks."""
+"""Training loop: equality with a hand-written loop, exact windows, evaluation without side effects."""
 
 from __future__ import annotations
 
@@ -535,7 +535,7 @@ def test_training_data_are_evaluated_as_a_whole_wherever_training_stands(problem
     assert_same_weights(trained(looks=False), trained(looks=True))
 
 
-def test_a_stage_that_nobody_knows_is_named(problem: Problem) -> None:
+def test_an_unknown_stage_is_named(problem: Problem) -> None:
     trainer = quiet(problem.model())
     with pytest.raises(UnknownNameError, match=r"'tset'.*'test'"):
         trainer.evaluate(problem.batches, "tset")  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def test_values_of_any_type_come_to_the_host(dtypes: list[torch.dtype]) -> None:
     assert meter.compute() == {"value": 1.0}
 
 
-def test_what_is_no_scalar_is_passed_over() -> None:
+def test_outputs_that_are_not_scalars_are_skipped() -> None:
     meter = Meter()
     meter.add({"loss": torch.tensor(1.0), "output": torch.ones(3), "name": "x", "num_items": 3}, 1)
     assert set(meter.compute()) == {"loss"}
@@ -123,7 +123,7 @@ def root_of_mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def test_a_function_that_is_no_mean_over_samples_is_an_error(problem: Problem) -> None:
     trainer = Trainer(problem.model(), "cpu", metrics=[root_of_mean_square], verbose=False)
-    with pytest.raises(ConfigError, match=r"root_of_mean_square is no mean over samples.*WholePass\(function\)"):
+    with pytest.raises(ConfigError, match=r"root_of_mean_square is not a mean over samples.*WholePass\(function\)"):
         trainer.evaluate(problem.batches)
 
 
@@ -145,10 +145,10 @@ def test_scores_of_scikit_learn_are_computed_over_the_whole_pass(problem: Proble
         return float(scores.f1_score(targets, outputs.argmax(dim=1), average="macro"))
 
     model = problem.model()
-    with pytest.raises(ConfigError, match="f1 is no mean over samples"):
+    with pytest.raises(ConfigError, match="f1 is not a mean over samples"):
         Trainer(model, "cpu", metrics=[f1], verbose=False).evaluate(problem.batches)
     for direct in (scores.f1_score, partial(scores.roc_auc_score, multi_class="ovr")):
-        with pytest.raises(ConfigError, match=r"of scikit-learn is no mean over samples; give WholePass"):
+        with pytest.raises(ConfigError, match=r"of scikit-learn is not a mean over samples; give WholePass"):
             Trainer(model, metrics={"score": direct}, verbose=False)
     found = Trainer(model, "cpu", metrics=[WholePass(f1)], verbose=False).evaluate(problem.batches)
     with torch.no_grad():

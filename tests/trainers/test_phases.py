@@ -1,4 +1,4 @@
-"""A run in phases: one loop, different things trained in its parts."""
+"""Runs in phases that train different weights."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_the_length_must_be_in_epochs() -> None:
         trained(Parts(Phase(1))).fit(DATA, max_length=Batches(7))
 
 
-def test_two_who_divide_a_run_are_refused() -> None:
+def test_two_strategies_with_phases_are_rejected() -> None:
     both = CompositeUpdateStrategy([Parts(Phase(1)), Parts(Phase(2))])
     with pytest.raises(ConfigError, match="both divide a run into phases; use one of them"):
         trained(both).fit(DATA)
 
 
-def test_one_beside_others_is_heard() -> None:
+def test_a_composite_calls_the_phases_of_its_part() -> None:
     parts = Parts(Phase(1, "first"))
     trained(CompositeUpdateStrategy([StateTrackingUpdateStrategy(), parts])).fit(DATA)
     assert [name for _, name, _ in parts.heard] == ["first", "rest"]

@@ -46,7 +46,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale() -> None:
     assert precision.scaler.get_scale() == 2.0**39
 
 
-def test_every_new_optimizer_is_heard() -> None:
+def test_steps_of_every_new_optimizer_are_detected() -> None:
     """A round of a federation makes a new optimizer; the old one's place in memory may be taken by the new."""
     precision, model = Precision("fp16", "cpu", init_scale=256.0), nn.Linear(4, 2)
     train(precision, model, torch.ones(8, 4), rounds=1)

@@ -22,7 +22,7 @@ from dovetail.callbacks import EMA, LambdaCallback
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
-from dovetail.trainers.processes import Errand, Seats, TrainingProcessError
+from dovetail.trainers.processes import ConcurrencyLimit, RemoteJob, TrainingProcessError
 from dovetail.trainers.randomness import rng_state
 from dovetail.trainers.strategies import StateTrackingUpdateStrategy
 
@@ -108,7 +108,7 @@ class TestAfterTrainingElsewhere:
     def test_randomness_goes_on_where_training_left_it(self, twins: Twins) -> None:
         assert plain(twins.rng[1]) == plain(twins.rng[0])
 
-    def test_the_payload_is_what_the_strategies_said_there(self, twins: Twins) -> None:
+    def test_the_payload_of_the_strategies_is_returned(self, twins: Twins) -> None:
         payload = twins.elsewhere.update_payload
         assert plain(payload) == plain(twins.here.update_payload)
         assert payload["total_steps"] == 14
@@ -159,7 +159,7 @@ def test_an_error_comes_back_with_its_traceback_and_changes_nothing(problem: Pro
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_told_by_its_signal(problem: Problem) -> None:
+def test_a_killed_process_is_reported_with_its_signal(problem: Problem) -> None:
     trainer = make_trainer(problem, callbacks=[KillsItself], max_concurrency=1)
     with pytest.raises(TrainingProcessError, match="ended by SIGKILL"):
         trainer.train((problem.x, problem.y))
@@ -179,7 +179,7 @@ def test_control_c_ends_the_process_after_its_update(problem: Problem, tmp_path:
 # ------------------------------------------------------------------ without a process
 
 
-def test_a_run_that_goes_on_elsewhere_is_the_run_that_went_on_here(problem: Problem, tmp_path: Path) -> None:
+def test_a_run_continued_in_a_process_equals_one_continued_here(problem: Problem, tmp_path: Path) -> None:
     def begun(name: str) -> SpeakingTrainer:
         trainer = make_trainer(problem, checkpoint_dir=tmp_path / name, train_dataset=(problem.x, problem.y))
         trainer.train()
@@ -189,17 +189,17 @@ def test_a_run_that_goes_on_elsewhere_is_the_run_that_went_on_here(problem: Prob
     here = begun("here")
     here.train()
     elsewhere = begun("elsewhere")
-    errand = Errand(elsewhere, None, None)
-    errand.take(Errand.unpack(errand.pack()).run())
+    job = RemoteJob(elsewhere, None, None)
+    job.take(RemoteJob.unpack(job.pack()).run())
     assert plain(elsewhere.state_dict()) == plain(here.state_dict())
     assert elsewhere.context.progress.epoch == 4
 
 
 def test_a_copy_in_another_process_shares_no_memory(problem: Problem) -> None:
     trainer = make_trainer(problem)
-    errand = Errand(trainer, (problem.x, problem.y), None)
+    job = RemoteJob(trainer, (problem.x, problem.y), None)
     before = plain(trainer.model.state_dict())
-    Errand.unpack(errand.pack()).run()
+    RemoteJob.unpack(job.pack()).run()
     assert plain(trainer.model.state_dict()) == before
     assert not any(it.is_shared() for it in trainer.model.parameters())
 
@@ -251,12 +251,12 @@ def test_a_basic_trainer_trains_elsewhere_to_the_same_bits(problem: Problem) -> 
 
 
 def test_no_more_than_the_limit_run_at_once() -> None:
-    seats, most = Seats(), []
+    limiter, most = ConcurrencyLimit(), []
     meeting = threading.Barrier(2)
 
     def work() -> None:
-        with seats.taken(limit=2):
-            most.append(seats.num_taken)
+        with limiter.enter(limit=2):
+            most.append(limiter.num_active)
             # Passes only while two are inside.
             meeting.wait(timeout=120)
 
@@ -267,17 +267,17 @@ def test_no_more_than_the_limit_run_at_once() -> None:
         thread.join()
     assert len(most) == 6
     assert max(most) == 2
-    assert seats.num_taken == 0
+    assert limiter.num_active == 0
 
 
-def test_a_seat_is_given_back_after_an_error() -> None:
-    seats = Seats()
-    with pytest.raises(ValueError, match="failed"), seats.taken(limit=1):
+def test_the_limit_is_released_after_an_error() -> None:
+    limiter = ConcurrencyLimit()
+    with pytest.raises(ValueError, match="failed"), limiter.enter(limit=1):
         raise ValueError("failed")
-    assert seats.num_taken == 0
+    assert limiter.num_active == 0
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5])
-def test_a_limit_that_cannot_be_meant_is_refused(problem: Problem, limit: Any) -> None:
+def test_an_invalid_limit_is_rejected(problem: Problem, limit: Any) -> None:
     with pytest.raises(ConfigError, match="max_concurrency: expected None or a whole number that is at least 1"):
         ComposableTrainer(problem.model(), max_concurrency=limit)

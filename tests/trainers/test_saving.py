@@ -1,4 +1,4 @@
-"""What a trainer's checkpoints hold, which of them stay, and what happens when they cannot be written."""
+"""Checkpoints of a trainer: content, retention, and failed writes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_state_of_something_else_is_refused_by_its_first_difference(
     assert trainer.context.progress.batches == 0
 
 
-def test_state_that_nobody_claims_is_told(problem: Problem, tmp_path: Path) -> None:
+def test_unclaimed_state_warns(problem: Problem, tmp_path: Path) -> None:
     path = saved(problem, tmp_path / "ck", callbacks=[EMA(0.9)])
     with pytest.warns(UserWarning, match="the state of EMA, which this trainer does not have"):
         quiet(problem.model()).load_checkpoint(path)
@@ -367,7 +367,7 @@ def test_a_failed_write_ends_training(problem: Problem, tmp_path: Path, in_backg
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.usefixtures("full_disk")
-def test_a_failed_write_is_only_told_if_so_wished(problem: Problem, tmp_path: Path, in_background: bool) -> None:
+def test_a_failed_write_only_warns_if_requested(problem: Problem, tmp_path: Path, in_background: bool) -> None:
     told: list[Path] = []
 
     class Hear(Callback):

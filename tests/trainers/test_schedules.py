@@ -407,7 +407,7 @@ def test_the_interval_follows_from_the_unit(schedule: Schedule) -> None:
     assert scheduler.interval == ("update" if schedule.unit == "update" else "epoch")
 
 
-def test_who_needs_accuracy_says_so() -> None:
+def test_schedules_declare_that_they_need_accuracy() -> None:
     bound = [schedule.bind(SGD([parameter()], lr=1.0)) for schedule in ALL]
     assert [type(scheduler.schedule) for scheduler in bound if scheduler.takes_metric] == [DecayWhenAcc]
     assert [type(scheduler.schedule) for scheduler in bound if scheduler.needs_accuracy] == [

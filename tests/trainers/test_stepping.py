@@ -1,4 +1,4 @@
-"""An update without torch's wrapping is the same update, and nobody who watches is left out."""
+"""Optimizer step without torch's wrapper: the same update, and hooks are still called."""
 
 from __future__ import annotations
 

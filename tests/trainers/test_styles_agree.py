@@ -1,4 +1,4 @@
-"""The keystone: one run, spelled in every way that the library offers, gives bit-equal weights."""
+"""One run in every style of the library: bit-equal weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole step as one graph: the same numbers as eager training, and a clear no where that cannot be."""
+"""Whole-step compilation: equality with eager training, and reasons for rejection."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_a_step_that_python_changes_is_refused_and_undone(problem: Problem) -> N
     assert step(problem.batches[0]) is not None
     before = copy.deepcopy(model.state_dict())
     doubles = True
-    step.look_again()
+    step.recheck()
 
     with pytest.raises(CannotCompileError, match="changes from call to call"):
         step(problem.batches[1])
@@ -439,7 +439,7 @@ def test_several_steps_are_made_only_where_single_ones_have_proven_to_be_a_graph
     assert step.several(batches) is None
     step(batches[0])
     assert step.several([batches[0], shorter(batches[1], 5)]) is None
-    step.look_again()
+    step.recheck()
     assert step.several(batches) is None
     before = copy.deepcopy(model.state_dict())
     step(batches[0])

@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.preserve_state import with_parts
 from dovetail.trainers.strategies.base import Strategy
-from dovetail.trainers.untouched import with_parts
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Trainers: the loop, the verbs, the trainer that works alone, and those that decorate it."""
+"""Trainers: the training loop, the single-process trainer, and the layers that decorate it."""
 
 from dovetail.trainers.capabilities import find_batch_size
 from dovetail.trainers.context import TrainingContext

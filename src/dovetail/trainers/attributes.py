@@ -1,4 +1,4 @@
-"""Assignment of a trainer's options: checks, and what follows from a new value."""
+"""Assignment of trainer options: checks, and the effects of a new value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.data import to_device
 from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError
 from dovetail.overrides import is_ours, reject_lost_overrides
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 from dovetail.trainers.context import TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class OptionAssignment:
-    """What `trainer.options.name = value` does to a `SingleProcessTrainer`.
+    """Implements `trainer.options.name = value` for a `SingleProcessTrainer`.
 
     An assignment is checked like a keyword of the constructor, and takes effect from the next run on; numbers of the
     optimizer, `gradient_clip` and `batch_size` also during a run. An option that is assigned to the trainer itself
     (`trainer.name = value`) is an error, because it would have no effect.
     """
 
-    # True for layers, whose class bodies declare the attributes that are their own.
+    # True for layers, whose class bodies declare their own attributes.
     _declares_attributes: ClassVar[bool] = False
 
     context: TrainingContext
@@ -61,7 +61,7 @@ class OptionAssignment:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not cls._declares_attributes:
-            reject_lost_overrides(cls, foreign.HOOKS)
+            reject_lost_overrides(cls, other_libraries.HOOKS)
             reject_option_names(cls)
 
     if not TYPE_CHECKING:
@@ -69,7 +69,7 @@ class OptionAssignment:
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
-                # A property failed with an AttributeError, and Python asks here: raise that error, not another one.
+                # A property raised an AttributeError, and Python then calls `__getattr__`: raise the first error again.
                 return object.__getattribute__(self, name)
             raise AttributeError(_why_missing(self, name))
 
@@ -88,7 +88,7 @@ class OptionAssignment:
             value: A value that the constructor accepts under this name.
 
         Raises:
-            ConfigError: The value is not accepted, a strategy decides this, or the trainer runs.
+            ConfigError: The value is invalid, a strategy already defines this, or the trainer is running.
             UnknownNameError: There is no such option.
         """
         context = self.context
@@ -125,7 +125,7 @@ class OptionAssignment:
                 )
 
     def _apply_option(self, name: str, value: Any) -> None:
-        """Bring everything that was made from an option before up to date."""
+        """Update everything that was built from the previous value of an option."""
         context, options = self.context, self.options
         self._rebuild_pieces(name)
         if name in _CONFIG_KEYS:
@@ -134,7 +134,9 @@ class OptionAssignment:
             self._data.forget_loaders()
         if name in _SAVER_OPTIONS:
             saves = options.save_best or options.save_every != 0
-            context.run.saver = context.run.saver.renewed(options) if context.run.saver is not None and saves else None
+            context.run.saver = (
+                context.run.saver.with_options(options) if context.run.saver is not None and saves else None
+            )
             context.history.detach()
         if name in CALLBACK_OPTIONS or name == "log_bar":
             self._renew_callbacks("verbose" if name == "log_bar" else name)
@@ -158,7 +160,7 @@ class OptionAssignment:
             self._move, self._placed = batch_mover(value), None
 
     def _rebuild_pieces(self, name: str) -> None:
-        """Build the strategy and the clipping that an option describes again."""
+        """Rebuild the strategy and the clipping that an option describes."""
         for role, names in CONFLICTS.items():
             if name in names and role not in self.strategies.given:
                 setattr(self.strategies, role, strategy_from_options(role, self.options))
@@ -168,7 +170,7 @@ class OptionAssignment:
     def _renew_callbacks(self, *names: str) -> None:
         """Replace the callbacks that options add, and keep the order of all such callbacks."""
         callbacks = self.context.callbacks
-        # One that the user has removed stays removed.
+        # A callback that the user removed stays removed.
         present = {name: it for name, it in self._own_callbacks.items() if any(it is each for each in callbacks)}
         callbacks.remove(*present.values())
         wanted = {**present, **{name: self._callback_of(name) for name in names}}
@@ -191,7 +193,7 @@ class OptionAssignment:
 
 
 class _BackgroundErrors(Callback):
-    """Raises the error of a checkpoint that could not be written, at the next step."""
+    """Raises the error of a failed background checkpoint at the next step."""
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
         if context.run.saver is not None and context.run.saver.writer is not None:
@@ -199,17 +201,17 @@ class _BackgroundErrors(Callback):
 
 
 def why_no_attribute(trainer: Any, name: str) -> str:
-    """Return what to write instead of an option as an attribute of a trainer."""
+    """Return the error message for an option that is used as an attribute of a trainer."""
     if "options" in vars(trainer) or "trainer" in vars(trainer):
-        return f"{name}: this is an option, no attribute of the trainer; write trainer.options.{name}"
-    return f"{name}: this is an option, no attribute of the trainer; pass it as a keyword to super().__init__()"
+        return f"{name}: this is an option, not an attribute of the trainer; write trainer.options.{name}"
+    return f"{name}: this is an option, not an attribute of the trainer; pass it as a keyword to super().__init__()"
 
 
 def reject_option_names(kind: type[Any]) -> None:
-    """Raise if a class outside of this library gives an option a value in its body, which would have no effect.
+    """Raise if a class outside of this library sets an option in its body, which would have no effect.
 
     Raises:
-        ConfigError: With the class, the option and what to use instead.
+        ConfigError: The message names the class, the option and the alternative.
     """
     for cls in kind.__mro__:
         for name in OPTION_NAMES & vars(cls).keys():
@@ -223,7 +225,7 @@ def _why_missing(trainer: Any, name: str) -> str:
     if name in OPTION_NAMES:
         return why_no_attribute(trainer, name)
     found = f"{type(trainer).__name__!r} object has no attribute {name!r}"
-    return f"{found}: {foreign.ATTRIBUTES[name]}" if name in foreign.ATTRIBUTES else found
+    return f"{found}: {other_libraries.ATTRIBUTES[name]}" if name in other_libraries.ATTRIBUTES else found
 
 
 def warn_of_near_names(names: Iterable[str]) -> None:
@@ -232,7 +234,7 @@ def warn_of_near_names(names: Iterable[str]) -> None:
         option = _nearest_option(name)
         if option is not None:
             warnings.warn(
-                f"the trainer's attribute {name!r} is no option and has no effect: did you mean {option!r}?",
+                f"the trainer's attribute {name!r} is not an option and has no effect: did you mean {option!r}?",
                 UserWarning,
                 stacklevel=2,
             )
@@ -258,16 +260,16 @@ def _to_device_channels_last(batch: Any, device: torch.device) -> Any:
 
 
 def clipping_of(options: TrainerOptions) -> Clipping | None:
-    """Return the limit for gradients that the option `gradient_clip` sets, or None."""
+    """Return the clipping of the option `gradient_clip`, or None."""
     return Clipping("gradient_clip", options.gradient_clip) if options.gradient_clip else None
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Return images with their channels last in memory, and any other tensor as it is."""
+    """Return images with the channels last in memory, and any other tensor unchanged."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
-# The options that configurations have under another name.
+# Options that have another name in configurations.
 _CONFIG_KEYS = {"num_epochs": "epochs", "batch_size": "batch_size", "learning_rate": "lr"}
 
 _DATA_STAGES = {"train_dataset": "train", "val_dataset": "valid", "test_dataset": "test"}
@@ -275,12 +277,12 @@ _DATA_STAGES = {"train_dataset": "train", "val_dataset": "valid", "test_dataset"
 # Options that add a callback, in the order in which the callbacks are called.
 CALLBACK_OPTIONS = ("save_in_background", "nonfinite", "stop_when_acc", "early_stop", "verbose")
 
-# Options that take effect while the trainer runs. All others are part of a plan that is made before.
+# Options that take effect during a run. All others are part of the plan, which is made before the run.
 _LIVE_OPTIONS = {"learning_rate", "momentum", "weight_decay", "gradient_clip", "batch_size"}
 
 _LOADER_OPTIONS = {"batch_size", "val_batch_size", "test_batch_size", "shuffle", "num_workers", "drop_last", "seed"}
 
-# Options that the order of the samples in an epoch depends on.
+# Options that determine the order of the samples in an epoch.
 _ORDER_OPTIONS = {"batch_size", "shuffle", "drop_last", "seed"}
 
 _SAVER_OPTIONS = {

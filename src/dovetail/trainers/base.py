@@ -1,4 +1,4 @@
-"""The abstract trainer: a short list of verbs, and the entry points that run the loop over them."""
+"""Abstract trainer: the methods (verbs) that the training loop calls, and the entry points that start the loop."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from torch.optim import Optimizer
 from dovetail.data import batch_length
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.history import History
-from dovetail.trainers import foreign, loop, saving
+from dovetail.trainers import loop, other_libraries, saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext
 from dovetail.trainers.metrics import Meter
 from dovetail.units import TrainUnit
 
 
 class Launcher(Protocol):
-    """Runs an entry point of a trainer in other processes, and brings what it did back into the caller's objects."""
+    """Runs an entry point of a trainer in other processes and copies the results into the caller's objects."""
 
     def __call__(self, trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> Any:
-        """Return what the entry point, `fit`, `evaluate` or `predict`, returns."""
+        """Run the entry point (`fit`, `evaluate` or `predict`) and return its result."""
 
 
 class Trainer(ABC):
-    """What the loop asks of a trainer, in the order in which it asks.
+    """Abstract base of all trainers: the verbs, in the order in which the loop calls them.
 
-    The loop calls the verbs on the layer that `fit` was called on, so that the outermost decorator always sees
-    the call. No verb calls another verb. User code reaches the layers through `self.context`.
+    The loop calls the verbs on the layer on which `fit` was called, so that the outermost decorator receives every
+    call. No verb calls another verb. User code reaches the layers through `self.context`.
     """
 
     context: TrainingContext
 
-    # Set in the body of a class whose methods, with those that it inherits, are the library's defaults.
+    # Set in the body of a class if its methods, including the inherited ones, are the library's defaults.
     _has_defaults: ClassVar[bool] = True
 
     @property
     def core(self) -> Trainer:
-        """The innermost trainer: this one, unless it decorates another."""
+        """The innermost trainer: this one, unless it decorates another trainer."""
         return self
 
     def _customized_by(self, name: str) -> tuple[type[Any], ...]:
-        """Return the classes that define a verb or seam in place of the library's default; empty for the default.
+        """Return the classes that override the library's default of a verb or seam; empty if none does.
 
-        The outermost layer comes first. Subclasses, add-ons and layers count, of users and of the library.
+        The outermost layer comes first. Subclasses, add-ons and layers count, both the user's and the library's.
 
         Example:
             >>> from dovetail.trainers import AMPTrainer, Trainer
@@ -63,59 +63,59 @@ class Trainer(ABC):
 
     @abstractmethod
     def setup(self) -> None:
-        """Place the model and, to train, build optimizers and schedulers. Called before anything else."""
+        """Move the model to its device and, for training, build optimizers and schedulers. Called first."""
 
     @abstractmethod
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
-        """Return what a call of `fit` is to do: the caller's wishes, and the trainer's settings for the rest."""
+    def plan(self, **requested: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Return the plan of a call of `fit`: the requested lengths and periods, completed by the trainer's options."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; each layer reads its own key."""
+        """Restore the state returned by `state_dict`; each layer reads its own key."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return all that training needs to go on exactly; each layer adds its own key."""
+        """Return all state that an exact resume needs; each layer adds its own key."""
 
     @abstractmethod
     def teardown(self, error: BaseException | None) -> None:
-        """Let go of what `setup` took. Always called, with the error that ended the run or None."""
+        """Release the resources of `setup`. Always called, with the error that ended the run or None."""
 
     # Once per pass over the data.
 
     @abstractmethod
     def batches(self, stage: Stage) -> Iterable[Any]:
-        """Return the batches of a stage; for training, from `context.progress.batch` of the running epoch on."""
+        """Return the batches of a stage; in training, the rest of the running epoch from `context.progress.batch`."""
 
     @abstractmethod
     def num_batches(self, stage: Stage) -> int | None:
-        """Return how many batches a whole pass has, or None where that is not known before its end."""
+        """Return the number of batches of a whole pass, or None if it is unknown before the end of the pass."""
 
     @abstractmethod
     def train_epoch(self) -> Mapping[str, float] | None:
-        """Run one pass over the training data: the loop's own, unless a subclass brings another."""
+        """Run one pass over the training data. The default is the pass of the training loop."""
 
     @abstractmethod
     def val_epoch(self) -> Mapping[str, float] | None:
-        """Run one validation pass: the loop's own, unless a subclass brings another."""
+        """Run one validation pass. The default is the pass of the training loop."""
 
     @abstractmethod
     def reduce(self, meter: Meter) -> Meter:
-        """Return the sums over all ranks; the same meter where there is one."""
+        """Return the sums over all ranks; in a single process, the same meter."""
 
     # Once per batch.
 
     @abstractmethod
     def to_device(self, batch: Any) -> Any:
-        """Move a batch to where the model is."""
+        """Return the batch on the device of the model."""
 
     @abstractmethod
     def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return `{"loss": …, …}`: forward and loss, or everything, through the context."""
+        """Return `{"loss": …, …}`: compute forward and loss, or make the whole update through the context."""
 
     @abstractmethod
     def test_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return the numbers of one batch of validation or test."""
+        """Return the loss and other outputs of one batch of validation or test."""
 
     @abstractmethod
     def predict_step(self, batch: Any) -> Any:
@@ -123,25 +123,25 @@ class Trainer(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate the loss."""
+        """Compute the gradients of the loss."""
 
     @abstractmethod
     def clip_gradients(self, optimizer: Optimizer) -> None:
-        """Clip. Gradients are complete and unscaled after this."""
+        """Clip the gradients. They are complete and unscaled after this call."""
 
     @abstractmethod
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step one optimizer and return whether it really stepped."""
+        """Step one optimizer and return whether it made a real step (a gradient scaler may skip one)."""
 
     @abstractmethod
     def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Advance the schedulers: after every update, and after every epoch with its metrics."""
+        """Advance the schedulers: after every update, and with the metrics after every epoch."""
 
     @abstractmethod
     def after_step(self, output: Mapping[str, Any]) -> None:
-        """End a batch, whether or not it made an update (`context.run.updated`)."""
+        """Finish a batch. Called also if the batch made no update; see `context.run.updated`."""
 
-    # Entry points run the loop on *this* layer: never overridden, never delegated.
+    # Entry points run the loop on *this* layer: do not override them, do not delegate them.
 
     def fit(
         self,
@@ -159,21 +159,22 @@ class Trainer(ABC):
 
         Args:
             train_data: A loader or any iterable of batches, a dataset, a tensor or array, or a tuple `(x, y)` of them;
-                None for what the trainer was given before.
+                None means the data that the trainer already has.
             val_data: The same, for validation.
-            max_length: The length of training *since the trainer began*, such as `Epochs(10)`; None for its own.
+            max_length: The length of training *since the trainer's first epoch*, such as `Epochs(10)`; None means
+                `num_epochs`.
             validation_period: How often to validate; every epoch by default.
-            checkpoint_period: How often to write a checkpoint; None for the trainer's own setting.
-            resume: `"auto"` goes on from the newest intact checkpoint of the trainer's directory, if there is one;
-                a path goes on from that checkpoint.
-            dry_run: Only try one update, one validation batch and one checkpoint, say what was found, and put
-                everything back; the history is that of the trial.
-            unknown: Nothing else is accepted; what other libraries call these arguments is answered with their names.
+            checkpoint_period: How often to write a checkpoint; None means the trainer's own setting.
+            resume: `"auto"` continues from the newest intact checkpoint of the trainer's directory, if there is one;
+                a path continues from that checkpoint.
+            dry_run: Only try one update, one validation batch and one checkpoint, report what was found, and restore
+                the trainer. The returned history is the history of the trial.
+            unknown: Rejected. The error suggests the right argument if the name is one of another library.
         """
         for name in unknown:
-            raise UnknownNameError("keyword of fit", name, _FIT_KEYWORDS, foreign.FIT)
+            raise UnknownNameError("keyword of fit", name, _FIT_KEYWORDS, other_libraries.FIT)
         if dry_run:
-            # Imported here because it looks at trainers from outside.
+            # Imported here, because this module imports `base`.
             from dovetail.trainers.dry_run import dry_run as try_out
 
             return try_out(
@@ -197,13 +198,13 @@ class Trainer(ABC):
         return history
 
     def explain(self) -> str:
-        """Return, as a tree, what this trainer is made of and what its next epoch will do; nothing changes."""
+        """Return the parts of this trainer and the plan of its next epoch as a tree; nothing changes."""
         from dovetail.trainers.explain import explain
 
         return explain(self._run_layer)
 
     def evaluate(self, data: Any = None, stage: Stage = "test") -> dict[str, float]:
-        """Return the metrics over `data`, leaving modes, randomness, counters and logs as they were."""
+        """Return the metrics over `data`; module modes, RNG state, counters and logs are restored afterwards."""
         if not isinstance(stage, str):
             raise ConfigError(
                 f"stage: expected 'train', 'valid', 'test' or 'predict', got a {type(stage).__name__}; inputs and "
@@ -218,32 +219,32 @@ class Trainer(ABC):
         return self._enter("predict", data=data)
 
     def save_checkpoint(self, path: str | Path) -> Path:
-        """Write everything that training needs to go on exactly into the directory `path`."""
+        """Write all state that an exact resume needs into the directory `path`."""
         return saving.save(self._run_layer, Path(path))
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Take all state from a checkpoint; the next `fit` goes on from there."""
+        """Restore all state from a checkpoint; the next `fit` continues from there."""
         saving.load(self._run_layer, Path(path))
 
-    # Seams with an obvious default: one process, the whole run.
+    # Seams whose default is right for a run in one process.
 
-    def settle(self) -> None:  # noqa: B027 - nothing to do where there is one process
-        """Let every process of the run know what any of them was told, such as to stop. Called between updates."""
+    def settle(self) -> None:  # noqa: B027 - nothing to do in a single process
+        """Exchange pending requests, such as a stop, with the other processes of the run. Called between updates."""
 
     def gather(self, parts: list[Any]) -> list[Any]:
-        """Return the parts that all processes made of their batches, in the order of the batches."""
+        """Return the parts that all processes computed from their batches, in the order of the batches."""
         return parts
 
     def launcher(self) -> Launcher | None:
-        """Return who runs an entry point in other processes, or None to run it in this one."""
+        """Return the launcher that runs an entry point in other processes, or None to run it in this one."""
         return None
 
-    # Override it, as a method, for batches of another form. The function itself saves a call in every step.
+    # Override it, as a method, for batches of another form. A static function saves one Python call per step.
     batch_length = staticmethod(batch_length)
 
     @classmethod
     def add_on(cls, *add_ons: type[Any]) -> type[Any]:
-        """Return this class with add-ons mounted, left to right: the last one is the outermost.
+        """Return this class with add-ons mixed in, from left to right: the last one is the outermost.
 
         An add-on is a class written against `super()`, or one with its own `apply(base) -> type`.
 
@@ -283,36 +284,36 @@ _FIT_KEYWORDS = tuple(
 
 @cache
 def customizers(kind: type[Trainer], name: str) -> tuple[type[Any], ...]:
-    """Return the classes of one layer that define a method in place of the library's default, in order of lookup."""
+    """Return the classes of one layer that override the library's default of a method, in lookup order."""
     defaults = {it for cls in kind.__mro__ if "_has_defaults" in vars(cls) for it in cls.__mro__}
     return tuple(cls for cls in kind.__mro__ if name in vars(cls) and cls not in defaults)
 
 
 def _mount(add_on: type[Any], base: type[Any]) -> type[Any]:
-    """Return a class in which `add_on` answers first and `base` what it passes on; the same one for the same two."""
-    names = {"__module__": add_on.__module__, "__parts__": (add_on, base), "__reduce_ex__": _reduced}
+    """Return a class that looks up names in `add_on` first, then in `base`; cached, so equal arguments share it."""
+    names = {"__module__": add_on.__module__, "__parts__": (add_on, base), "__reduce_ex__": _reduce_mounted}
     return type(f"{add_on.__name__}{base.__name__}", (add_on, base), names)
 
 
 mount = cast("Callable[[type[Any], type[Any]], type[Any]]", cache(_mount))
 
 
-def _reduced(trainer: Any, protocol: Any) -> Any:
-    """Pickle an instance of a mounted class, which no module has, as what it is made of."""
-    base, add_ons = _taken_apart(type(trainer))
+def _reduce_mounted(trainer: Any, protocol: Any) -> Any:
+    """Pickle an instance of a mounted class by its parts, because no module contains the class itself."""
+    base, add_ons = _split_mounted(type(trainer))
     if not add_ons:
         return object.__reduce_ex__(trainer, protocol)
-    return _put_together, (base, *add_ons), trainer.__getstate__()
+    return _build_mounted, (base, *add_ons), trainer.__getstate__()
 
 
-def _taken_apart(cls: type[Any]) -> tuple[type[Any], tuple[type[Any], ...]]:
+def _split_mounted(cls: type[Any]) -> tuple[type[Any], tuple[type[Any], ...]]:
     if "__parts__" not in vars(cls):
         return cls, ()
     add_on, base = vars(cls)["__parts__"]
-    base, add_ons = _taken_apart(base)
+    base, add_ons = _split_mounted(base)
     return base, (*add_ons, add_on)
 
 
-def _put_together(base: type[Any], *add_ons: type[Any]) -> Any:
-    made: Any = reduce(lambda built, add_on: mount(add_on, built), add_ons, base)
-    return made.__new__(made)
+def _build_mounted(base: type[Any], *add_ons: type[Any]) -> Any:
+    mounted: Any = reduce(lambda built, add_on: mount(add_on, built), add_ons, base)
+    return mounted.__new__(mounted)

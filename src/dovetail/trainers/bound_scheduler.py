@@ -21,18 +21,18 @@ Interval = Literal["update", "batch", "epoch", "manual"]
 
 @dataclass
 class BoundScheduler:
-    """A learning-rate scheduler and when it steps.
+    """A learning-rate scheduler and its interval.
 
     Attributes:
         scheduler: Any scheduler of torch, or one of ours bound to an optimizer.
-        interval: `update` counts the real steps of its own optimizer, `batch` the batches (caught up at the next
-            update, never between two), `epoch` the epochs; `manual` is stepped by its owner.
+        interval: `update` counts the real steps of the scheduler's optimizer, `batch` the batches (applied at the next
+            update), `epoch` the epochs; `manual` is stepped by its owner.
         frequency: Step at every n-th of these.
         stepper: Called in place of the scheduler's own `step`, if given.
-        monitor: The metric that `ReduceLROnPlateau` and its like are given.
+        monitor: The metric for `ReduceLROnPlateau` and similar schedulers.
     """
 
-    # Torch gives its schedulers no common type: `step` takes nothing, an epoch, or a metric.
+    # Torch schedulers have no common type: `step` takes nothing, an epoch, or a metric.
     scheduler: Any
     interval: Interval = "epoch"
     frequency: int = 1
@@ -81,7 +81,7 @@ class BoundScheduler:
 
 
 def bind_scheduler(scheduler: LRScheduler | ReduceLROnPlateau, *, on_batch: bool = False) -> BoundScheduler:
-    """Return a scheduler with its interval: that of our schedules, per update for one-cycle kinds, else per epoch."""
+    """Return a scheduler with its interval: our schedules have their own; one-cycle kinds update, all others epoch."""
     interval: Interval = "epoch"
     if isinstance(scheduler, ScheduleLR):
         interval = scheduler.interval
@@ -92,7 +92,7 @@ def bind_scheduler(scheduler: LRScheduler | ReduceLROnPlateau, *, on_batch: bool
 
 
 def step_schedulers(context: TrainingContext, interval: str, metrics: Mapping[str, float] | None) -> None:
-    """Advance the schedulers of an interval; those that count batches catch up at updates.
+    """Advance the schedulers of an interval; schedulers that count batches catch up at updates.
 
     Raises:
         ConfigError: A schedule follows the accuracy, and the run does not measure it.

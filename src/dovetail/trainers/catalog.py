@@ -1,4 +1,4 @@
-"""Losses, optimizers and schedulers by name, and which losses are those of a classifier."""
+"""Registries of losses, optimizers and schedulers by name, and a check for classification losses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import lr_scheduler as torch_schedulers
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.registry import Registry
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 from dovetail.trainers.optimizers import LARS, AdaHessian
 
-losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss), foreign.LOSSES)
+losses: Registry[Any] = Registry("loss", lambda: _classes(nn, nn.modules.loss._Loss), other_libraries.LOSSES)
 optimizers: Registry[Any] = Registry(
     "optimizer", lambda: {**_classes(torch.optim, Optimizer), "AdaHessian": AdaHessian, "LARS": LARS}
 )
@@ -24,7 +24,7 @@ schedulers: Registry[Any] = Registry(
 
 
 def classifies(criterion: Any) -> bool:
-    """Return whether a loss, or a class of losses, is that of a classifier, so that accuracy applies."""
+    """Return whether a loss or a class of losses is a classification loss, so that the accuracy is a valid metric."""
     kind = criterion if isinstance(criterion, type) else type(criterion)
     return issubclass(kind, (nn.CrossEntropyLoss, nn.NLLLoss)) or criterion in (
         nn.functional.cross_entropy,
@@ -33,7 +33,7 @@ def classifies(criterion: Any) -> bool:
 
 
 def is_torch_loss(criterion: Any) -> bool:
-    """Return whether a loss is a module or a function of torch, which fails deep inside if there are no targets."""
+    """Return whether a loss is a module or a function of torch; these raise obscure errors if targets are missing."""
     return isinstance(criterion, nn.modules.loss._Loss) or criterion in _FUNCTIONS
 
 

@@ -42,7 +42,7 @@ _NOT_RUNNING = "the context calls the trainer only while fit, evaluate or predic
 
 
 class TrainingContext:
-    """The shared state of a run, and the way from user code to the outermost layer.
+    """The shared state of a run, and the path from user code to the outermost layer.
 
     Attributes:
         model: The module that is trained.
@@ -59,8 +59,8 @@ class TrainingContext:
         state: A dictionary that strategies share.
         client: The client that the trainer works for: an object that another package defines and reads. The kernel
             stores its state in checkpoints.
-        process: The place of this process among those that train together.
-        run: What the loop keeps about the run.
+        process: The role of this process in a run of several processes.
+        run: The state that the loop keeps about the run.
     """
 
     __slots__ = (
@@ -187,8 +187,8 @@ class TrainingContext:
 
         Args:
             optimizers: Which ones; the order is kept.
-            zero_grad: Clear the gradients of a stepped optimizer, so that a further loss of the same batch starts
-                from nothing.
+            zero_grad: Clear the gradients of a stepped optimizer, so that another loss of the same batch starts from
+                zero.
 
         Returns:
             Whether any optimizer made a real step. False inside a window and when a scaler skipped.
@@ -216,7 +216,7 @@ class TrainingContext:
 
 
 def attached_objects(context: TrainingContext) -> dict[str, ClientContext]:
-    """Return the objects that other packages attach to a context, by the section of checkpoints that holds them.
+    """Return the objects that other packages attach to a context, by the name of their section in a checkpoint.
 
     The trainer stores and restores their state, and reads nothing else of them.
     """
@@ -224,16 +224,16 @@ def attached_objects(context: TrainingContext) -> dict[str, ClientContext]:
 
 
 def defer_optimizers(context: TrainingContext, build: Callable[[], None]) -> None:
-    """Call `build` when the optimizers or schedulers of a context are first read; it must have none yet.
+    """Call `build` when the optimizers or schedulers of a context are first read; the context must have none yet.
 
-    So strategies can prepare in `on_train_start` what the loader, the optimizer and the schedule are built from.
+    Until then strategies can prepare, in `on_train_start`, the inputs of the loader, the optimizer and the schedule.
     """
     context._deferred = build, context.optimizers, context.schedulers
     del context.optimizers, context.schedulers
 
 
 def stop_deferring(context: TrainingContext) -> Callable[[], None] | None:
-    """Give a context its empty lists back, and return what `defer_optimizers` was given; None if nothing waits."""
+    """Undo `defer_optimizers` and return the function given to it; None if no build is pending."""
     if context._deferred is None:
         return None
     build, context.optimizers, context.schedulers = context._deferred

@@ -1,4 +1,4 @@
-"""Data of a trainer: the loaders of its stages, this process's share of them, and the place in the running epoch."""
+"""Data of a trainer: the loaders of its stages, this process's share of them, and the position in the epoch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dovetail.trainers.reading import Reader, keeps_place
 
 
 class TrainerData:
-    """Reads the loaders of a trainer, and holds what is needed to continue a pass in its middle.
+    """Reads the loaders of a trainer, and stores the position to resume in the middle of a pass.
 
     Args:
         context: The context of the trainer.
 
     Attributes:
-        loaders: By stage, the source that was given and the loader that was formed of it.
+        loaders: By stage, the data that was given and the loader that was built from it.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -30,20 +30,20 @@ class TrainerData:
         self.loaders: dict[str, tuple[Any, Any]] = {}
         # By rank, a loader, the part of it that the process reads, and the number of processes.
         self._parts: dict[int, tuple[Any, Any, int]] = {}
-        # A checkpoint holds the states of the first two.
+        # Checkpoints contain the states of the first two.
         self._readers = {stage: Reader(resumable=stage == "train") for stage in ("train", "valid", "test", "predict")}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process forms its own loaders.
+        # A copy in another process builds its own loaders.
         return {**vars(self), "loaders": {}, "_parts": {}}
 
     def forget_loaders(self) -> None:
-        """Drop all loaders, so that they are formed again when they are needed."""
+        """Drop all loaders, so that they are built again when they are needed."""
         self.loaders.clear()
         self._parts.clear()
 
     def num_batches(self, stage: Stage, loader: Any) -> int | None:
-        """Return the steps that all processes make in a pass over a loader; None if the data has no length."""
+        """Return the steps of all processes in a pass over a loader; None if the data has no length."""
         share = self._context.process.share
         total = num_batches(loader)
         if total is None or is_shared_already(loader):
@@ -51,12 +51,12 @@ class TrainerData:
         return share.num_steps(total) if stage == "train" else Share(share.num_replicas).num_steps(total)
 
     def batches(self, stage: Stage, loader: Any, *, reads_ahead: bool) -> Iterable[Any]:
-        """Return this process's batches of a loader; for training, from the running batch of the running epoch on.
+        """Return this process's batches of a loader; in training, the rest of the running epoch.
 
         Args:
             stage: The stage.
             loader: Its loader.
-            reads_ahead: True if the loop reads one batch more than it has used, to find the last one.
+            reads_ahead: True if the loop reads one batch ahead, to detect the last one.
         """
         context, progress, reader = self._context, self._context.progress, self._readers[stage]
         if stage != "train":
@@ -74,7 +74,7 @@ class TrainerData:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed of the order, and the place in the data of training and validation."""
+        """Return the seed of the order, and the position in the data of training and validation."""
         context = self._context
         train, valid = self._readers["train"], self._readers["valid"]
         train_loader, valid_loader = (self.loaders.get(stage, (None, None))[1] for stage in ("train", "valid"))
@@ -82,14 +82,14 @@ class TrainerData:
         return {
             "order_seed": context.state["order_seed"],
             "epoch_start": train.state_dict(train.own(train_loader), is_running=context.progress.batch > 0),
-            # None if the next validation follows from the seed of the order.
+            # None if the next validation is determined by the seed of the order.
             "valid_data": valid.state_dict(valid_loader, is_running=False) if valid.has_state(valid_loader) else None,
-            # Batches of the running epoch that are used: with several processes, more than one a step.
+            # Batches of the running epoch that are used: with several processes, more than one per step.
             "used": context.process.share.position(context.progress.batch),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`; progress must have been restored before."""
+        """Restore the state returned by `state_dict`; progress must be restored before."""
         context = self._context
         context.state["order_seed"] = restore(state, "order_seed", int, 0)
         restore(state, "epoch_start", self._readers["train"].load_state_dict, {})
@@ -100,19 +100,19 @@ class TrainerData:
         context.process.share = replace(context.process.share, begun=begun, used=used)
 
     def reset(self) -> None:
-        """Forget the running pass, because a new run starts. Stages other than these two have nothing to continue."""
+        """Forget the running pass, because a new run starts. Only these two stages can be continued."""
         self._readers["train"].reset()
         self._readers["valid"].reset()
 
     def _shared(self, loader: Any, rank: int) -> Any:
-        """Return the part of a loader that the process with a rank reads."""
+        """Return the part of a loader that the process with a given rank reads."""
         share = self._context.process.share
         if share.num_replicas == 1 or is_shared_already(loader):
             return loader
         if keeps_place(loader):
             raise DataError(
-                "a loader that keeps its own place cannot be shared by several processes: give the dataset, or a "
-                "loader whose sampler is a DistributedSampler"
+                "a loader with its own position (state_dict) cannot be shared by several processes: give the dataset, "
+                "or a loader whose sampler is a DistributedSampler"
             )
         known, part, of = self._parts.get(rank, (None, None, 0))
         if known is not loader or of != share.num_replicas:

@@ -1,4 +1,4 @@
-"""Trainers that decorate trainers: responsibilities added to an object at run time, in any order."""
+"""Trainer decorators: layers that add mixed precision, several processes or other features to a trainer object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.overrides import reject_lost_overrides
-from dovetail.trainers import base, foreign
+from dovetail.trainers import base, other_libraries
 from dovetail.trainers.attributes import why_no_attribute
 from dovetail.trainers.capabilities import (
     AutoBatch,
@@ -24,22 +24,22 @@ from dovetail.trainers.capabilities import (
     Timed,
 )
 from dovetail.trainers.options import OPTION_NAMES
+from dovetail.trainers.preserve_state import layers
 from dovetail.trainers.trainer import SingleProcess, Trainer
-from dovetail.trainers.untouched import layers
 
 
 class TrainerDecorator(Trainer):
-    """A trainer that passes everything on to the one it decorates: every verb, and every other attribute.
+    """A trainer that forwards every verb and every other attribute to the trainer that it decorates.
 
     Subclass it and override the verbs that differ, with `super()`. The entry points (`fit`, `evaluate`, `run`,
-    `train`, …) work on the layer they are called on, so that the outermost decorator sees every call.
+    `train`, …) run on the layer they are called on, so that the outermost decorator receives every call.
 
     Attributes that the class body declares (`steps: int`) are the decorator's own. All others are read from, and
     written to, the decorated trainer. An attribute that neither of them has must be declared. Attributes that the
     constructor sets before it calls `super().__init__` are the decorator's own without a declaration.
 
     Args:
-        trainer: What it decorates.
+        trainer: The trainer to decorate.
 
     Raises:
         AttributeError: An attribute is assigned that neither the class declares nor the decorated trainer has.
@@ -66,11 +66,11 @@ class TrainerDecorator(Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        reject_lost_overrides(cls, foreign.DECORATOR_HOOKS)
-        # `super().run(…)` in a layer is the decorated trainer's, also for names that only trainers of `compat` have.
+        reject_lost_overrides(cls, other_libraries.DECORATOR_HOOKS)
+        # `super().run(…)` in a layer calls the decorated trainer, also for names that only trainers of `compat` have.
         for part in cls.__mro__[: cls.__mro__.index(TrainerDecorator)]:
             methods = {name for name, value in vars(part).items() if isinstance(value, FunctionType)}
-            for name in methods & foreign.ATTRIBUTES.keys() - vars(TrainerDecorator).keys():
+            for name in methods & other_libraries.ATTRIBUTES.keys() - vars(TrainerDecorator).keys():
                 setattr(TrainerDecorator, name, _Inner(name))
 
     trainer: Trainer
@@ -81,7 +81,7 @@ class TrainerDecorator(Trainer):
         for name in unknown:
             raise UnknownNameError("keyword", name, _keywords(type(self)))
         self.context = trainer.context
-        # From here on, undeclared attributes belong to the decorated trainer.
+        # From here on, assignments to undeclared attributes go to the decorated trainer.
         self.trainer = cast(Trainer, trainer)
 
     @property
@@ -145,7 +145,7 @@ class _Inner:
 
 
 class _View:
-    """An inner trainer whose verbs and entry points are those of an outer layer.
+    """An inner trainer with the verbs and entry points of an outer layer.
 
     A layer calls the methods of inner trainers, such as `run`, on a view, so that a `fit` which the method starts runs
     on the layer. The class of a view derives from the class of the inner trainer, so that `super()` works. A view
@@ -184,7 +184,7 @@ def _view_class(kind: type[base.Trainer]) -> type[Any]:
 
 
 def _view(trainer: base.Trainer | _View, layer: base.Trainer) -> Any:
-    """Return a view of an inner trainer, which may be given as a view for another layer."""
+    """Return a view of an inner trainer for an outer layer; a view for another layer is replaced."""
     inner = trainer._view_inner if isinstance(trainer, _View) else trainer
     view = object.__new__(_view_class(type(inner)))
     for name, value in {"__dict__": inner.__dict__, "_view_inner": inner, "_view_layer": layer}.items():
@@ -202,14 +202,14 @@ AbstractTrainerDecorator = TrainerDecorator
 
 @cache
 def _declared(kind: type[TrainerDecorator]) -> frozenset[str]:
-    """Return what the classes of a layer declare in their bodies: annotations, values and properties, no methods."""
+    """Return the names that the classes of a layer declare: annotations, values and properties, no methods."""
     own = [cls for cls in kind.__mro__ if cls not in TrainerDecorator.__mro__ and cls is not _View]
     values = [name for cls in own for name, value in vars(cls).items() if not isinstance(value, FunctionType)]
     return frozenset(values).union(*map(inspect.get_annotations, own))
 
 
 def _has(trainer: base.Trainer, name: str) -> bool:
-    """Whether a trainer has or declares an attribute; a property is not computed."""
+    """Return whether a trainer has or declares an attribute, without computing properties."""
     kind = type(trainer)
     return (
         name in vars(trainer) or hasattr(kind, name) or any(name in inspect.get_annotations(it) for it in kind.__mro__)
@@ -224,13 +224,13 @@ def _keywords(kind: type[TrainerDecorator]) -> set[str]:
 
 
 class AMPTrainer(MixedPrecision, TrainerDecorator):
-    """Trains the decorated trainer in mixed precision.
+    """Layer for mixed precision.
 
     Args:
         trainer: Any trainer.
         precision: `bf16`, `fp16` or `fp32`; `auto` for the best of the device, which is `bf16` on a CPU; or a list in
             order of preference.
-        init_scale: Where the scaler of float16 starts.
+        init_scale: The initial loss scale for float16.
 
     Example:
         >>> import torch
@@ -257,33 +257,33 @@ SingleProcessAmp = SingleProcessAMP
 
 
 class DDPTrainer(DataParallel, TrainerDecorator):
-    """Trains the decorated trainer in several processes, each on its own batches.
+    """Layer for data-parallel training: several processes, each with its own batches.
 
     Args:
         trainer: Any trainer.
-        num_processes: How many processes to start; None for those that `torchrun` started, or just this one.
-        max_restarts: How often a group that lost a process is started again; it goes on from the newest checkpoint.
+        num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
+        max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
         bucket_size: Bytes of gradients that are sent at once.
 
     Example:
         >>> import torch
         >>> from dovetail.trainers import SingleProcess
         >>> trainer = DDPTrainer(trainer=SingleProcess(torch.nn.Linear(4, 2), "cpu", num_epochs=1, verbose=False))
-        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # one process, as ever
+        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # still one process
     """
 
     @classmethod
     def from_single_process(
         cls, *args: Any, amp: bool = False, num_processes: int | None = None, max_restarts: int = 0, **kwargs: Any
     ) -> DDPTrainer:
-        """Return a `SingleProcess`, decorated.
+        """Return a new `SingleProcess` trainer in this layer.
 
         Args:
-            args: Those of `SingleProcess`, or of `SingleProcessAMP`.
-            amp: Whether in mixed precision.
-            num_processes: How many processes to start.
-            max_restarts: How often a group that lost a process is started again.
-            kwargs: Those of `SingleProcess`, or of `SingleProcessAMP`.
+            args: Arguments of `SingleProcess`, or of `SingleProcessAMP`.
+            amp: True for mixed precision.
+            num_processes: The number of processes to start.
+            max_restarts: How often a group that lost a process is restarted.
+            kwargs: Keywords of `SingleProcess`, or of `SingleProcessAMP`.
 
         Example:
             >>> import torch
@@ -295,12 +295,12 @@ class DDPTrainer(DataParallel, TrainerDecorator):
 
     @classmethod
     def from_single_process_amp(cls, *args: Any, **kwargs: Any) -> DDPTrainer:
-        """Return a `SingleProcessAMP`, decorated; the arguments are those of `from_single_process`."""
+        """Return a new `SingleProcessAMP` trainer in this layer, with the arguments of `from_single_process`."""
         return cls.from_single_process(*args, amp=True, **kwargs)
 
 
 class AutoBatchTrainer(AutoBatch, TrainerDecorator):
-    """Trains the decorated trainer, and splits a batch for which the memory does not suffice.
+    """Layer that splits a batch if the device runs out of memory.
 
     Args:
         trainer: Any trainer.
@@ -308,12 +308,12 @@ class AutoBatchTrainer(AutoBatch, TrainerDecorator):
 
 
 class CompiledTrainer(Compiled, TrainerDecorator):
-    """Trains the decorated trainer with one compiled graph per step, or with a compiled module.
+    """Layer for compilation: one compiled graph per step, or a compiled module.
 
     Args:
         trainer: Any trainer.
         mode: `step` for forward, backward, clipping and update in one graph; `model` for `torch.compile` of the module.
-        steps_per_call: How many steps one call of a graph makes, in mode `step`, for models whose steps are tiny.
+        steps_per_call: Steps that one call of a graph makes, in mode `step`, for models whose steps are tiny.
 
     Example:
         >>> import torch
@@ -325,24 +325,24 @@ class CompiledTrainer(Compiled, TrainerDecorator):
 
 
 class PrivateTrainer(DifferentialPrivacy, TrainerDecorator):
-    """Trains the decorated trainer with differential privacy, by Opacus (the extra `privacy`).
+    """Layer for differential privacy with Opacus (the extra `privacy`).
 
     Args:
         trainer: Any trainer.
-        noise_multiplier: Standard deviation of the noise over `max_grad_norm`; None for 1, or for what `target_epsilon`
-            asks for.
+        noise_multiplier: Standard deviation of the noise divided by `max_grad_norm`; None means the value that reaches
+            `target_epsilon`, or 1 without a target.
         max_grad_norm: Largest norm of the gradient of one sample.
-        delta: The probability that epsilon does not hold; None for one over the number of samples.
-        target_epsilon: Epsilon after the planned length, from which the noise is found.
-        sample_rate: The share of the samples in a batch; None to read it from the data.
-        poisson_sampling: Whether batches are drawn as the theory wants it, each sample on its own.
+        delta: The probability that epsilon does not hold; None means one over the number of samples.
+        target_epsilon: Epsilon after the planned length; it determines the noise.
+        sample_rate: The expected share of the samples in a batch; None means that the loader determines it.
+        poisson_sampling: True to draw each sample independently, as the privacy theorem requires.
         accountant: `rdp` or `prv`.
-        noise_seed: Makes the noise reproducible, and so no longer private.
+        noise_seed: Makes the noise reproducible, and therefore no longer private.
     """
 
 
 class TimedTrainer(Timed, TrainerDecorator):
-    """Trains the decorated trainer, and measures where the time goes: `explain()` shows it after a run.
+    """Layer that measures the time of each verb; `explain()` shows the times after a run.
 
     Args:
         trainer: Any trainer.
@@ -358,34 +358,34 @@ class TimedTrainer(Timed, TrainerDecorator):
 
 
 class FSDPTrainer(ShardedDataParallel, TrainerDecorator):
-    """Trains the decorated trainer in several processes, each of which holds a part of the model and of the optimizer.
+    """Layer for sharded training: several processes, each with a part of the model and of the optimizer state.
 
     Args:
         trainer: Any trainer.
-        num_processes: How many processes to start; None for those that `torchrun` started, or just this one.
-        max_restarts: How often a group that lost a process is started again; it goes on from the newest checkpoint.
-        shard: Which modules are put together and taken apart as a whole: classes of modules, a function of a module, or
+        num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
+        max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
+        shard: The modules that are gathered and sharded as a whole: classes of modules, a predicate of a module, or
             None for every direct child of the model.
-        reshard_after_forward: Whether they are taken apart between forward and backward, too.
+        reshard_after_forward: True to free the gathered parameters between forward and backward, too.
 
     Example:
         >>> import torch
         >>> from dovetail.trainers import SingleProcess
         >>> trainer = FSDPTrainer(SingleProcess(torch.nn.Linear(4, 2), "cpu", num_epochs=1, verbose=False))
-        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # one process, as ever
+        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # still one process
     """
 
 
 def build_trainer(name: str, *args: Any, **kwargs: Any) -> Trainer:
-    """Return a trainer by the names of its layers.
+    """Return a trainer from a name that lists its layers.
 
     Args:
-        name: `sp`, `ddp` or `fsdp`, and behind it `-amp` for mixed precision or `-dp` for differential privacy, and
+        name: `sp`, `ddp` or `fsdp`, followed by `-amp` for mixed precision or `-dp` for differential privacy, and by
             `+compile` for a compiled step: `"ddp-amp"`, `"sp-dp"`, `"ddp-dp"`, `"fsdp-amp"`, `"sp+compile"`.
-        args: Those of `SingleProcess`.
-        kwargs: Those of `SingleProcess` and of the layers; `compile_mode` is the mode of `CompiledTrainer`, by default
-            `step` where nothing but the trainer itself is compiled, else `model`. For privacy PyMarlin's are known,
-            too: `per_sample_max_grad_norm`, and a `sample_rate` of 0 to read it from the data.
+        args: Arguments of `SingleProcess`.
+        kwargs: Keywords of `SingleProcess` and of the layers. `compile_mode` is the mode of `CompiledTrainer`; the
+            default is `step` if `+compile` is the only layer, else `model`. For differential privacy two keywords of
+            PyMarlin also work: `per_sample_max_grad_norm`, and a `sample_rate` of 0 to read it from the data.
 
     Example:
         >>> import torch
@@ -400,7 +400,7 @@ def build_trainer(name: str, *args: Any, **kwargs: Any) -> Trainer:
         kwargs = _from_pymarlin(kwargs)
     trainer_mode = {"mode": kwargs.pop("mode")} if "mode" in kwargs else {}
     if CompiledTrainer in layers:
-        # One graph cannot reach over processes, nor scale a loss.
+        # One graph cannot span several processes or scale a loss.
         kwargs["mode"] = kwargs.pop("compile_mode", "step" if layers == (CompiledTrainer,) else "model")
     given = [{key: kwargs.pop(key) for key in sorted(_keywords(layer) & kwargs.keys())} for layer in layers]
     kwargs |= trainer_mode

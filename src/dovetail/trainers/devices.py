@@ -1,4 +1,4 @@
-"""Devices by name, and whether this machine has them."""
+"""Device lookup by name, and a check that this machine has the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def as_device(device: Any, device_id: int | None = None) -> torch.device:
     """Return a device from a name, a number, a device or a list of them.
 
     Args:
-        device: What the user gave; a list stands for its first device; `"auto"` for cuda, mps or cpu.
-        device_id: For a `device` of None: -1 for the CPU, else a CUDA device; None for `"auto"`.
+        device: A name, a number or a device; of a list, the first is used; `"auto"` means cuda, mps or cpu.
+        device_id: Used if `device` is None: -1 means the CPU, else a CUDA device; None means `"auto"`.
 
     Example:
         >>> as_device(["cpu", "cuda:1"])

@@ -1,4 +1,4 @@
-"""Checks of data, steps and metrics that end a run with one sentence instead of wrong numbers."""
+"""Checks of data, steps and metrics that raise an error instead of training with wrong numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_repeatable(context: TrainingContext, plan: Plan) -> None:
 
 
 def check_pass(progress: Progress, total: int | None, *, is_complete: bool) -> None:
-    """Raise if a pass over the training data ended inside a window, or found no batches where there were some before.
+    """Raise if a pass over the training data ended inside a window, or had no batches although an earlier one had.
 
     Args:
         progress: The counters at the end of the pass.
@@ -55,7 +55,7 @@ def check_pass(progress: Progress, total: int | None, *, is_complete: bool) -> N
 
 
 def check_output(output: Any, *, optimized: bool) -> None:
-    """Raise if the first output of an epoch is not one that the loop can train with."""
+    """Raise if the first output of an epoch has a form with which the loop cannot train."""
     if not isinstance(output, Mapping) or not (optimized or isinstance(output.get("loss"), Tensor)):
         shown = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         raise ConfigError(f"train_step: expected a dict with a tensor under 'loss', got {shown}")
@@ -80,8 +80,8 @@ def check_default_loss(context: TrainingContext, batch: Any, loss: Tensor, predi
         context: The context of the run.
         batch: The first batch.
         loss: Its loss.
-        predict: Returns the outputs for a batch. Called only if the loss is 0, as it always is for a single class:
-            only then are the outputs worth a second forward pass.
+        predict: Returns the outputs for a batch. Called only if the loss is 0, as it always is for a single class,
+            because it costs a second forward pass.
     """
     is_chosen = not context.run.loss_is_default or context.config.get(_LOSS_KEY)
     # Any loss of a batch without samples is 0.
@@ -107,23 +107,23 @@ def _check_fits_cross_entropy(outputs: Any, targets: Any) -> None:
 
 
 def check_metrics(context: TrainingContext, metrics: dict[str, Metric], output: Mapping[str, Any]) -> None:
-    """Check the metrics against the first output of a pass, and leave out default metrics that do not fit."""
+    """Check the metrics with the first output of a pass, and remove default metrics that do not fit."""
     outputs, targets = output.get("output"), output.get("target")
     uses_criterion = context.run.batch.uses_criterion
     if uses_criterion and context.run.loss_is_default and not context.config.get(_LOSS_KEY):
         _check_fits_cross_entropy(outputs, targets)
     if not context.run.metrics_are_default:
         return
-    # The loss of a `test_step` that the user wrote is unknown: only outputs and targets show what it measures.
+    # The loss of a user's `test_step` is unknown: only outputs and targets show whether it is a classification.
     fits = output.keys() >= _OUTPUTS and (uses_criterion or are_classes(outputs, targets))
     for name in list(metrics):
-        # A number that `test_step` returns under the same name is the user's choice.
+        # A number that `test_step` returns under the same name takes precedence.
         if not fits or name in output:
             del metrics[name]
 
 
 def update_metric(metric: Any, output: Mapping[str, Any]) -> None:
-    """Update a metric with the output of `test_step`; raise if that has no outputs or targets."""
+    """Update a metric with the output of `test_step`; raise if outputs or targets are missing."""
     try:
         outputs, targets = output["output"], output["target"]
     except KeyError as error:
@@ -134,7 +134,7 @@ def update_metric(metric: Any, output: Mapping[str, Any]) -> None:
 
 
 def no_targets(context: TrainingContext, advice: str) -> str:
-    """Return the message about a batch without targets, with advice that fits the data that was given."""
+    """Return the message about a batch without targets, with advice for the given data."""
     train, valid = (context.run.data.get(stage) for stage in ("train", "valid"))
     arrays = (Tensor, np.ndarray)
     if isinstance(train, arrays) and isinstance(valid, arrays) and train.shape[:1] == valid.shape[:1]:

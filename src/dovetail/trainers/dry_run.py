@@ -1,4 +1,4 @@
-"""One update, one validation batch and one checkpoint, to see whether training would work."""
+"""Dry run of training: one update, one validation batch and one checkpoint, to find errors early."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.explain import count_parameters
 from dovetail.trainers.options import TrainerOptions
-from dovetail.trainers.rehearsal import Outlook, look_ahead
+from dovetail.trainers.preserve_state import own_callbacks, preserve_state
+from dovetail.trainers.rehearsal import EpochForecast, forecast_epoch
 from dovetail.trainers.saving import Saver
-from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches
 
 
@@ -34,20 +34,20 @@ def dry_run(
     val_data: Any = None,
     *,
     resume: str | Path | None = None,
-    **wishes: Any,
+    **requested: Any,
 ) -> History:
-    """Try training out through the real loop, put everything back, and say what was found.
+    """Try training with the real loop, restore the trainer, and report what was found.
 
-    One accumulation window is trained, which is one batch without accumulation; one batch is validated; and one
-    checkpoint is written to a temporary folder. Callbacks are not called, except for what strategies and the
-    trainer's own class hook in. The report is printed; a trainer that is not `verbose` only warns of problems.
+    The trial trains one accumulation window (one batch without accumulation), validates one batch, and writes one
+    checkpoint to a temporary folder. Only the callbacks of strategies and of the trainer's own class are called. The
+    report is printed; a trainer that is not `verbose` only warns of problems.
 
     Args:
         trainer: The outermost layer.
-        train_data: Training data, None for what the trainer has.
-        val_data: Validation data, None for what the trainer has.
-        resume: Refused: a dry run tries the trainer as it is.
-        wishes: What `fit` takes; the estimated time follows them.
+        train_data: Training data; None means the data that the trainer already has.
+        val_data: Validation data; None means the data that the trainer already has.
+        resume: Rejected: a dry run tries the trainer in its current state.
+        requested: Lengths and periods as for `fit`, for the time estimate.
 
     Returns:
         The history of the trial: the losses of its batches and the metrics of its validation.
@@ -72,20 +72,20 @@ def dry_run(
                 "give something that can be read again"
             )
     watch = _Watch()
-    with untouched(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
-        ahead = look_ahead(trainer, **wishes)
+    with preserve_state(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
+        forecast = forecast_epoch(trainer, **requested)
         has_validation = _shorten_validation(trainer)
         context.callbacks = Callbacks([*own_callbacks(context), watch])
         context.run.saver = Saver(Path(folder))
-        num_batches = min(context.run.window.size, ahead.num_batches or context.run.window.size)
+        num_batches = min(context.run.window.size, forecast.num_batches or context.run.window.size)
         moment = Batches(context.progress.batches + num_batches)
         with warnings.catch_warnings():
-            # The trial looks at gradients, which a compiled step keeps to itself: it runs eagerly, and that is fine.
-            warnings.filterwarnings("ignore", "training goes on without a graph: _Watch")
+            # The trial reads gradients, which a compiled step does not expose: it runs eagerly, without a warning.
+            warnings.filterwarnings("ignore", "training continues without a graph: _Watch")
             history = trainer.fit(max_length=moment, validation_period=moment, checkpoint_period=moment)
     problems = watch.problems(history, has_validation=has_validation)
     if _is_verbose(trainer):
-        print(_report(context.model, history, watch, ahead, problems))
+        print(_report(context.model, history, watch, forecast, problems))
     else:
         for problem in problems:
             warnings.warn(f"dry run: {problem}", UserWarning, stacklevel=3)
@@ -93,7 +93,7 @@ def dry_run(
 
 
 class _Watch(Callback):
-    """Measures the trial, and looks out for what is wrong with it."""
+    """Measures the trial and collects problems."""
 
     def __init__(self) -> None:
         self.step_seconds: list[float] = []
@@ -139,7 +139,7 @@ class _Watch(Callback):
         self.checkpoint_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
     def problems(self, history: History, *, has_validation: bool) -> list[str]:
-        """Return one sentence for each thing that is probably not meant."""
+        """Return one sentence for each probable mistake."""
         found = []
         if not all(math.isfinite(loss) for loss in history.losses):
             found.append(f"the loss is not finite: {list(history.losses)}")
@@ -158,7 +158,7 @@ class _Watch(Callback):
         return self._since - before
 
     def _look_for_gradients(self) -> None:
-        # Those that were seen once are out: a step by hand may clear them before the next look.
+        # A parameter is removed once it had a gradient: a manual step may clear gradients before the next check.
         self._without_gradient = {name: it for name, it in self._without_gradient.items() if it.grad is None}
 
 
@@ -167,7 +167,7 @@ def _given(**data: Any) -> dict[str, Any]:
 
 
 def _shorten_validation(trainer: Trainer) -> bool:
-    """Leave one batch of the validation data, and return whether there is one."""
+    """Reduce the validation data to one batch, and return whether there is one."""
     context = trainer.context
     if context.run.data.get("valid") is None:
         return False
@@ -181,7 +181,7 @@ def _is_verbose(trainer: Trainer) -> bool:
     return not isinstance(options, TrainerOptions) or options.verbose
 
 
-def _report(model: nn.Module, history: History, watch: _Watch, ahead: Outlook, problems: list[str]) -> str:
+def _report(model: nn.Module, history: History, watch: _Watch, forecast: EpochForecast, problems: list[str]) -> str:
     total, trainable = count_parameters(model)
     step, validation = _mean(watch.step_seconds), _mean(watch.val_seconds)
     rows = {
@@ -190,20 +190,20 @@ def _report(model: nn.Module, history: History, watch: _Watch, ahead: Outlook, p
         "validation": f"{_seconds(validation)} per batch" if watch.val_seconds else "none",
         "checkpoint": f"{watch.checkpoint_bytes / 1000:,.1f} kB in {_seconds(watch.checkpoint_seconds)}",
         "parameters": f"{total:,}, {trainable:,} of them trainable",
-        "one epoch": _estimate(step, validation, watch.checkpoint_seconds, ahead),
+        "one epoch": _estimate(step, validation, watch.checkpoint_seconds, forecast),
     }
-    lines = [f"dry run: {len(watch.step_seconds)} training, {len(watch.val_seconds)} validation batch; all put back"]
+    lines = [f"dry run: {len(watch.step_seconds)} training, {len(watch.val_seconds)} validation batch; state restored"]
     lines += [f"  {name:<11} {text}" for name, text in rows.items()]
     return "\n".join(lines + [f"  problem     {problem}" for problem in problems])
 
 
-def _estimate(step: float, validation: float, checkpoint: float, ahead: Outlook) -> str:
-    if ahead.num_batches is None:
-        return "unknown, as the number of batches is"
-    seconds = step * ahead.num_batches + checkpoint * len(ahead.checkpoints or ())
-    if ahead.validations and ahead.num_val_batches:
-        seconds += validation * ahead.num_val_batches * ahead.validations
-    return f"about {_seconds(seconds)}, as slow as the first step"
+def _estimate(step: float, validation: float, checkpoint: float, forecast: EpochForecast) -> str:
+    if forecast.num_batches is None:
+        return "unknown, because the number of batches is unknown"
+    seconds = step * forecast.num_batches + checkpoint * len(forecast.checkpoints or ())
+    if forecast.validations and forecast.num_val_batches:
+        seconds += validation * forecast.num_val_batches * forecast.validations
+    return f"about {_seconds(seconds)}, if every step takes as long as the first"
 
 
 def _mean(values: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""Explanation of a trainer as a tree: its parts, and what its next epoch will do."""
+"""Explanation of a trainer as a tree: its parts, and the plan of its next epoch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.rehearsal import Outlook, is_ours, look_ahead, owners_of
+from dovetail.trainers.preserve_state import layers, strategies_of
+from dovetail.trainers.rehearsal import EpochForecast, forecast_epoch, is_ours, owners_of
 from dovetail.trainers.strategies.bundle import ROLES, Strategies
 from dovetail.trainers.strategies.nesting import shown
-from dovetail.trainers.untouched import layers, strategies_of
 from dovetail.units import Epochs
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Measured(Protocol):
-    """A layer that knows where the time of the last run went, such as `Timed`."""
+    """A layer that has measured the times of the last run, such as `Timed`."""
 
     @property
     def verb_times(self) -> Mapping[str, Spent]:
@@ -29,7 +29,7 @@ class Measured(Protocol):
 
 
 class Explanation(str):
-    """A tree as text, which a prompt or a notebook shows as it is meant to be seen."""
+    """A tree as text, which a prompt or a notebook shows with its line breaks."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ class Explanation(str):
 
 
 def explain(trainer: Trainer) -> Explanation:
-    """Return, as a tree: layers, verbs, strategies, callbacks, and what the next epoch will do.
+    """Return a tree of layers, verbs, strategies, callbacks, and the plan of the next epoch.
 
     Example:
         >>> import torch
@@ -76,7 +76,7 @@ def explain(trainer: Trainer) -> Explanation:
     nodes.append(("callbacks, in order" if names else "no callbacks", names))
     if times := next((layer.verb_times for layer in layers(trainer) if isinstance(layer, Measured)), {}):
         nodes.append(_shown_times(times))
-    nodes.append(_shown_epoch(trainer, look_ahead(trainer)))
+    nodes.append(_shown_epoch(trainer, forecast_epoch(trainer)))
     return Explanation("\n".join([type(trainer).__name__, *_branches(nodes)]))
 
 
@@ -116,14 +116,14 @@ def _shown_layers(trainer: Trainer) -> list[str]:
 
 
 def _classes(layer: Trainer) -> list[type[Any]]:
-    """The classes that a user mounted, wrote or named, the outermost first."""
+    """Return the classes that a user combined, wrote or named, the outermost first."""
     line, is_decorator = type(layer).__mro__, layer.core is not layer
     names = [cls.__name__ for cls in line]
     return [
         cls
         for cls in line[: names.index("TrainerDecorator") if is_decorator else line.index(Trainer)]
         if cls.__module__ not in _UNNAMED
-        # The name of a decorator says which capability it is.
+        # The name of a decorator already identifies its capability.
         and not (is_decorator and not issubclass(cls, Trainer))
         and (is_decorator or not _is_mounted(cls))
     ]
@@ -133,7 +133,7 @@ _UNNAMED = tuple(f"dovetail.trainers.{it}" for it in ("addons.best_weights", "ad
 
 
 def _is_mounted(cls: type[Any]) -> bool:
-    """Whether a class only joins an add-on and what it is mounted on."""
+    """Return whether a class only combines an add-on and its base."""
     return not issubclass(cls.__bases__[0], Trainer) and len(cls.__bases__) > 1 and not _own_names(cls)
 
 
@@ -169,14 +169,14 @@ def _shown_model(context: TrainingContext) -> str:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return how many numbers the parameters of a model hold, and how many of them are trained."""
+    """Return the number of elements in the parameters of a model, and how many of them are trained."""
     parameters = list(model.parameters())
     return sum(it.numel() for it in parameters), sum(it.numel() for it in parameters if it.requires_grad)
 
 
 def _shown_callback(callback: Any) -> str:
     text = repr(callback)
-    # The default shows nothing but an address.
+    # The default repr only shows an address.
     return type(callback).__name__ if text == object.__repr__(callback) else text
 
 
@@ -189,9 +189,9 @@ def _shown_times(times: Mapping[str, Spent]) -> _Node:
     ]
 
 
-def _shown_epoch(trainer: Trainer, ahead: Outlook) -> _Node:
+def _shown_epoch(trainer: Trainer, forecast: EpochForecast) -> _Node:
     context = trainer.context
-    progress, length = context.progress, ahead.plan.max_length
+    progress, length = context.progress, forecast.plan.max_length
     label = f"epoch {progress.epoch + 1}" + (
         f" of {length.length}" if isinstance(length, Epochs) else f", up to {length}"
     )
@@ -199,15 +199,15 @@ def _shown_epoch(trainer: Trainer, ahead: Outlook) -> _Node:
         label += f", from batch {progress.batch + 1} on"
     if length.reached(progress):
         label = f"nothing to train: {length} is reached; one more epoch would be"
-    if not ahead.has_data:
+    if not forecast.has_data:
         return label, ["no training data yet: pass it to fit"]
     return label, [
-        _counted(ahead.num_batches, "batch", "batches")
-        + (f" of {ahead.batch_size} samples" if ahead.batch_size is not None else ", samples per batch unknown"),
-        _shown_updates(ahead, context.run.window.size),
-        _shown_rate(trainer, ahead),
-        _shown_validation(ahead),
-        *_shown_checkpoints(ahead),
+        _counted(forecast.num_batches, "batch", "batches")
+        + (f" of {forecast.batch_size} samples" if forecast.batch_size is not None else ", samples per batch unknown"),
+        _shown_updates(forecast, context.run.window.size),
+        _shown_rate(trainer, forecast),
+        _shown_validation(forecast),
+        *_shown_checkpoints(forecast),
     ]
 
 
@@ -217,39 +217,39 @@ def _counted(number: int | None, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
-def _shown_updates(ahead: Outlook, window: int) -> str:
-    updates = _counted(ahead.updates, "update", "updates")
+def _shown_updates(forecast: EpochForecast, window: int) -> str:
+    updates = _counted(forecast.updates, "update", "updates")
     if window == 1:
         return updates
-    return f"{_counted(ahead.updates, 'window', 'windows')} of up to {window} batches, {updates}"
+    return f"{_counted(forecast.updates, 'window', 'windows')} of up to {window} batches, {updates}"
 
 
-def _shown_rate(trainer: Trainer, ahead: Outlook) -> str:
-    if ahead.rate is None:
+def _shown_rate(trainer: Trainer, forecast: EpochForecast) -> str:
+    if forecast.rate is None:
         return "learning rate unknown without an optimizer"
-    text = f"learning rate {ahead.rate:.6g}"
+    text = f"learning rate {forecast.rate:.6g}"
     if not is_ours(trainer, "scheduler_step"):
         text += f", moved by {owners_of(trainer, 'scheduler_step')[0][0].__name__}.scheduler_step"
-    elif ahead.end_rate is None:
+    elif forecast.end_rate is None:
         text += ", at the end of the epoch unknown"
-    elif ahead.end_rate != ahead.rate:
-        text += f" → {ahead.end_rate:.6g}"
-    return text + (", and follows a metric" if ahead.follows_metric else "")
+    elif forecast.end_rate != forecast.rate:
+        text += f" → {forecast.end_rate:.6g}"
+    return text + (", and follows a metric" if forecast.follows_metric else "")
 
 
-def _shown_validation(ahead: Outlook) -> str:
-    if ahead.plan.validate is None:
+def _shown_validation(forecast: EpochForecast) -> str:
+    if forecast.plan.validate is None:
         return "no validation: there is no data for it"
-    passes = _counted(ahead.validations, "validation", "validations")
-    return f"{passes} ({ahead.plan.validate}) of {_counted(ahead.num_val_batches, 'batch', 'batches')}"
+    passes = _counted(forecast.validations, "validation", "validations")
+    return f"{passes} ({forecast.plan.validate}) of {_counted(forecast.num_val_batches, 'batch', 'batches')}"
 
 
-def _shown_checkpoints(ahead: Outlook) -> list[str]:
+def _shown_checkpoints(forecast: EpochForecast) -> list[str]:
     lines = []
-    if ahead.plan.save is not None:
-        number = None if ahead.checkpoints is None else len(ahead.checkpoints)
-        where = f", the last one {ahead.checkpoints[-1]}" if ahead.checkpoints else ""
-        lines.append(f"{_counted(number, 'checkpoint', 'checkpoints')} ({ahead.plan.save}){where}")
-    if ahead.best_checkpoint is not None and ahead.plan.validate is not None:
-        lines.append(f"the best validation in {ahead.best_checkpoint}")
+    if forecast.plan.save is not None:
+        number = None if forecast.checkpoints is None else len(forecast.checkpoints)
+        where = f", the last one {forecast.checkpoints[-1]}" if forecast.checkpoints else ""
+        lines.append(f"{_counted(number, 'checkpoint', 'checkpoints')} ({forecast.plan.save}){where}")
+    if forecast.best_checkpoint is not None and forecast.plan.validate is not None:
+        lines.append(f"the best validation in {forecast.best_checkpoint}")
     return lines or ["no checkpoint"]

@@ -1,7 +1,7 @@
-"""Whether a checkpoint's state fits a trainer, and if not, the first thing that differs.
+"""Compatibility check of a checkpoint with a trainer: the error names the first difference.
 
-The checksums of a checkpoint say that its files are the ones that were written, not that a trainer can use them. Every
-section of a state is therefore restored by `restore`, which turns a failure into one sentence with the section's key.
+The checksums of a checkpoint prove that its files are unchanged, not that a trainer can use them. Therefore `restore`
+restores every section of a state, and turns a failure into one sentence with the key of the section.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LIBRARIES = {"dovetail", "torch", "numpy", *sys.stdlib_module_names}
 
 @contextmanager
 def restoring(key: str) -> Iterator[None]:
-    """Name a section of a state in the errors that restoring it raises.
+    """Name a section of a state in the errors of restoring it.
 
-    An error of the library or of torch becomes a CheckpointError. An error of a user's code, and one of the file
-    system, keeps its type and traceback and gets a note.
+    An error of the library or of torch becomes a CheckpointError. An error in a user's code, or of the file system,
+    keeps its type and traceback and gets a note.
 
     Raises:
-        CheckpointError: The section has another form than the one that was saved.
+        CheckpointError: The section has an unexpected form.
     """
     try:
         yield
@@ -47,13 +47,13 @@ def restoring(key: str) -> Iterator[None]:
 
 
 def restore(state: Any, key: str, load: Callable[[Any], Any], template: Any = None) -> Any:
-    """Give one section of a state to `load`, and return its result.
+    """Pass one section of a state to `load`, and return its result.
 
     Args:
         state: The whole state.
         key: The section.
         load: Restores the section.
-        template: A state of the same form, which the section is compared with; None compares nothing.
+        template: A state of the expected form for a comparison; None means no comparison.
 
     Raises:
         CheckpointError: The section is missing or has another form.
@@ -64,15 +64,15 @@ def restore(state: Any, key: str, load: Callable[[Any], Any], template: Any = No
 
 
 def is_library_code(method: Any) -> bool:
-    """Whether a method is one of this library or of torch, and not a user's."""
+    """Return whether a method belongs to this library or to torch, not to a user."""
     return str(getattr(method, "__module__", "")).partition(".")[0] in ("dovetail", "torch")
 
 
 def check_kind(template: Any, saved: Any, key: str) -> None:
-    """Compare a saved value with one that a trainer has now, of which None says nothing.
+    """Compare the form of a saved value with a current value; None matches everything.
 
     Raises:
-        CheckpointError: One is a number, a text, a list or a mapping, and the other is not; the key leads to it.
+        CheckpointError: One is a number, a text, a list or a mapping, and the other is not; the message has its key.
     """
     if isinstance(template, Mapping):
         _expect(isinstance(saved, Mapping), "a mapping", saved, key)
@@ -97,10 +97,10 @@ def check_kind(template: Any, saved: Any, key: str) -> None:
 
 
 def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], key: str) -> None:
-    """Restore an optimizer, and check what torch would use unchecked in the next step.
+    """Restore an optimizer, and check the values that torch would use unchecked in the next step.
 
     Raises:
-        CheckpointError: A setting or a tensor has another form than the one that was saved.
+        CheckpointError: A setting or a tensor has an unexpected form.
     """
     with restoring(key):
         before = [dict(group) for group in optimizer.param_groups]
@@ -156,7 +156,7 @@ def _kind(value: Any) -> str:
 
 
 def _is_of_library(traceback: TracebackType | None) -> bool:
-    """Whether an error passed through code of the library, torch and Python only."""
+    """Return whether the traceback of an error contains only code of the library, torch and Python."""
     while traceback is not None:
         module = str(traceback.tb_frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in _LIBRARIES:
@@ -171,7 +171,7 @@ def _short(text: str) -> str:
 
 
 def kinds_of(context: TrainingContext) -> dict[str, list[str]]:
-    """Return the class names of optimizers and schedulers, to be compared, never imported."""
+    """Return the class names of optimizers and schedulers; they are only compared, never imported."""
     return {
         "optimizer": [type(optimizer).__name__ for optimizer in context.optimizers],
         "scheduler": [type(bound.scheduler).__name__ for bound in context.schedulers],
@@ -179,10 +179,10 @@ def kinds_of(context: TrainingContext) -> dict[str, list[str]]:
 
 
 def check_fits(context: TrainingContext, state: Mapping[str, Any]) -> None:
-    """Refuse the state of another model, optimizer or schedule before any of it is taken.
+    """Raise if a state is of another model, optimizer or schedule, before anything is restored.
 
     Raises:
-        CheckpointError: The first difference, in one sentence.
+        CheckpointError: The message names the first difference.
     """
     assert context.model is not None
     model, kinds = context.model.state_dict(), kinds_of(context)
@@ -194,18 +194,18 @@ def check_fits(context: TrainingContext, state: Mapping[str, Any]) -> None:
     )
     if difference is not None:
         raise CheckpointError(
-            f"the checkpoint is of something else: {difference}; make the trainer as it was, or name another "
+            f"the checkpoint does not fit the trainer: {difference}; build the trainer as before, or choose another "
             "checkpoint_dir"
         )
 
 
 def weights_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    """Return the first thing in which saved weights are not those of the model, or None."""
+    """Return the first difference between saved weights and the weights of the model, or None."""
     for name, value in saved.items():
         if name not in present:
             return f"it has {name!r}, which the model lacks"
         if not isinstance(value, Tensor) or not isinstance(present[name], Tensor):
-            # What `get_extra_state` of a module returned may be anything.
+            # `get_extra_state` of a module may return any object.
             if isinstance(value, Tensor) != isinstance(present[name], Tensor):
                 return f"{name!r} is {_kind(value)} in it and {_kind(present[name])} in the model"
             continue

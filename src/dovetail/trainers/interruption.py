@@ -1,4 +1,4 @@
-"""End of a training run that a signal has stopped."""
+"""Report and error at the end of a run that a signal stopped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dovetail.trainers.context import TrainingContext
 from dovetail.units import counted
 
 
-def leave_if_signalled(context: TrainingContext) -> None:
-    """End the run that a signal has stopped, saying what was saved."""
+def raise_if_signalled(context: TrainingContext) -> None:
+    """Raise `Interrupted` if a signal stopped the run, and print what was saved."""
     number, context.run.signal = context.run.signal, None
     if number is None:
         return
@@ -23,7 +23,7 @@ def leave_if_signalled(context: TrainingContext) -> None:
     elif saver.saved_at != (progress.epoch, progress.batches):
         saved = "nothing is saved (the checkpoint could not be written)"
     else:
-        saved = f"the checkpoint is in {saver.directory}, and fit(resume='auto') goes on from it"
+        saved = f"the checkpoint is in {saver.directory}, and fit(resume='auto') continues from it"
     place = f"{counted(progress.epoch, 'epoch')} and {counted(progress.batches, 'batch', 'batches')}"
     print(f"interrupted by {signal.Signals(number).name} after {place}: {saved}", file=sys.stderr)
     raise Interrupted(number)

@@ -1,7 +1,7 @@
-"""A run in processes that are started for it, all of whose results come back.
+"""Launcher of training in several processes on this machine.
 
-The trainer and its data go to the workers through a socket that only this user can open, pickled: code and objects of
-our own, never a file that somebody wrote. What comes back is data only, a checkpoint in a temporary folder.
+The trainer and its data are pickled and sent to the workers through a socket that only this user can open. The workers
+never unpickle a file. They return only data: a checkpoint in a temporary folder.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from dovetail.runtime.signals import Interrupted
 from dovetail.trainers import loop, run_scope
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Plan
-from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
+from dovetail.trainers.transfer import apply_trained_state, initial_state, set_initial_state, trained_state
 
 _RESULT, _INTERRUPTED = "result", "interrupted"
 
 
 @dataclass(frozen=True)
 class ProcessLauncher:
-    """Starts the processes of a run on this machine, by torch's own elastic launcher.
+    """Starts the processes of a run on this machine with torch's elastic launcher.
 
     Attributes:
-        num_processes: How many.
-        max_restarts: How often a group that lost a process is started again.
+        num_processes: The number of processes.
+        max_restarts: How often a group that lost a process is restarted.
     """
 
     num_processes: int
     max_restarts: int = 0
 
     def __call__(self, trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> Any:
-        """Run an entry point of a trainer in the processes, and bring its results into the caller's objects.
+        """Run an entry point of a trainer in the processes, and copy the results into the caller's objects.
 
         Raises:
-            ConfigError: A piece cannot be sent.
-            TrainingProcessError: A process was killed, or ended by an error that is neither Python's own nor ours;
-                those are raised as what they are. A note has the traceback of the worker.
-            Interrupted: A signal has ended the run, here or in a worker.
+            ConfigError: An object cannot be sent to the processes.
+            TrainingProcessError: A process was killed, or raised an error class that is neither Python's nor ours;
+                other errors are raised with their own class. A note has the traceback of the worker.
+            Interrupted: A signal ended the run, here or in a worker.
         """
-        cargo = _packed(trainer, entry, arguments)
+        message = _pack(trainer, entry, arguments)
         with TemporaryDirectory(prefix="dovetail-run-", ignore_cleanup_errors=True) as folder:
             found = json.dumps(circumstances(self.num_processes)).encode()
-            with _handing_out((found, cargo), Path(folder, "socket")):
+            with _serve_messages((found, message), Path(folder, "socket")):
                 outcome = run_workers(
                     ("-m", "dovetail.trainers.worker", folder), self.num_processes, folder, self.max_restarts
                 )
@@ -74,7 +74,7 @@ class ProcessLauncher:
                 raise _failure(Path(folder), outcome)
             result = Path(folder, _RESULT)
             if result.exists():
-                returned = _taken(trainer, entry, arguments, store.load(result))
+                returned = _apply_result(trainer, entry, arguments, store.load(result))
             number = _signal_in(Path(folder)) or (outcome if isinstance(outcome, int) else None)
             if number is not None:
                 raise Interrupted(number)
@@ -82,10 +82,10 @@ class ProcessLauncher:
 
 
 def work(folder: Path) -> None:
-    """The whole life of a worker."""
+    """Run a worker process: receive the trainer, run the entry point, and write the result."""
     rank = int(os.environ["RANK"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    # Torch marks the optimizer that a scheduler is made for, to know their order later; the mark does not travel.
+    # Torch marks an optimizer when a scheduler is built for it, to check their order; pickling loses the mark.
     warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden", UserWarning)
     with saved_error(folder / f"failure-{attempt}-{rank}.json", rank=rank):
         with Client(str(folder / "socket"), "AF_UNIX") as caller:
@@ -108,10 +108,10 @@ def work(folder: Path) -> None:
                 (folder / _INTERRUPTED).write_text(str(number), encoding="ascii")
 
 
-# ------------------------------------------------------------------ there and back
+# ------------------------------------------------------------------ sending the trainer, receiving the result
 
 
-def _packed(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes:
+def _pack(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes:
     initial = initial_state(trainer, continues=True)
     try:
         return bytes(cloudpickle.dumps((trainer, entry, dict(arguments), initial)))
@@ -119,12 +119,12 @@ def _packed(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes
         raise ConfigError(f"the trainer or its data cannot be sent to other processes: {error}") from error
 
 
-def _taken(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: Mapping[str, Any]) -> Any:
-    """Bring the trainer to where the workers have brought their copies, and return what the entry point returns."""
+def _apply_result(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: Mapping[str, Any]) -> Any:
+    """Set the trainer to the state of its copies in the workers, and return the result of the entry point."""
     if entry != "fit":
         return result["returned"]
     run_scope.set_data(trainer.context, train=arguments["train_data"], valid=arguments["val_data"])
-    take_trained_state(trainer, _planned(trainer, arguments), result)
+    apply_trained_state(trainer, _planned(trainer, arguments), result)
     return trainer.context.history
 
 
@@ -137,17 +137,17 @@ def _planned(trainer: Trainer, arguments: Mapping[str, Any]) -> Plan:
 
 
 def _failure(folder: Path, outcome: RunResult) -> Exception:
-    """The first error of a worker that is not about another worker; else what became of the first that was killed."""
-    told = [load_error(path) for path in sorted(folder.glob("failure-*.json"))]
-    own = [each for each in told if each["name"] != PeerError.__name__]
+    """Return the error of a worker: its own if there is one, else the signal that killed it, else a report about it."""
+    errors = [load_error(path) for path in sorted(folder.glob("failure-*.json"))]
+    own = [each for each in errors if each["name"] != PeerError.__name__]
     killed = {rank: end for rank, end in outcome.failures.items() if end.exitcode < 0}
     if not own and killed:
         ends = " and ".join(f"rank {rank} was ended by {end.signal_name()}" for rank, end in sorted(killed.items()))
-        return TrainingProcessError(f"{ends}, and the run with it")
-    if own or told:
-        return rebuilt((own or told)[-1])
+        return TrainingProcessError(f"{ends}, which ended the run")
+    if own or errors:
+        return rebuilt((own or errors)[-1])
     codes = " and ".join(f"rank {rank} ended with exit code {end.exitcode}" for rank, end in outcome.failures.items())
-    return TrainingProcessError(f"{codes}, and nothing came back")
+    return TrainingProcessError(f"{codes}, without a result")
 
 
 def _signal_in(folder: Path) -> int | None:
@@ -155,12 +155,12 @@ def _signal_in(folder: Path) -> int | None:
     return int(path.read_text(encoding="ascii")) if path.exists() else None
 
 
-# ------------------------------------------------------------------ around the launcher
+# ------------------------------------------------------------------ socket of the launcher
 
 
 @contextmanager
-def _handing_out(messages: Sequence[bytes], address: Path) -> Iterator[None]:
-    """Give the messages to every worker that asks for them, at a socket in a folder that is this user's alone."""
+def _serve_messages(messages: Sequence[bytes], address: Path) -> Iterator[None]:
+    """Send the messages to every worker that connects to a socket, in a folder that only this user can read."""
     listener = Listener(str(address), "AF_UNIX")
 
     def serve() -> None:
@@ -175,6 +175,6 @@ def _handing_out(messages: Sequence[bytes], address: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # A blocked accept notices a connection, not that the listener is closed.
-        listener._listener._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # it shows no other way
+        # A blocked accept returns on shutdown, but not when the listener is closed.
+        listener._listener._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # there is no public way
         listener.close()

@@ -1,4 +1,4 @@
-"""Loaders of a trainer: how the data of a stage become batches."""
+"""Loaders of a trainer: batches built from the data of a stage."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _OPTIONS = {"train": "train_dataset", "valid": "val_dataset", "test": "test_data
 
 
 def form_loader(trainer: SingleProcessTrainer, data: TrainerData, stage: Stage) -> Any:
-    """Return the batches of a stage, formed from the data that the stage was given, and keep them for later calls.
+    """Return the loader of a stage, built from the data of the stage, and store it for later calls.
 
-    Samples go to the seams `get_train_loader` and `get_test_loader`. Data that holds batches already is read as it is.
+    Samples go to the seams `get_train_loader` and `get_test_loader`. Data that is already in batches is read unchanged.
     """
     source = trainer.context.run.data.get(stage)
     if source is None:
         raise DataError(f"no {stage} data: pass it to the call, or {_OPTIONS[stage]}=… to the trainer")
     sampler = trainer._sampler if stage == "train" else None
     loader: Any
-    # Most data are a tuple, and every call counts in a run of a few steps.
+    # Most data is a tuple, and every call counts in a run of a few steps.
     if not isinstance(source, tuple) and not holds_samples(source):
         _check_batches(trainer, stage, source)
         loader = as_loader(source, batch_size=trainer._batch_size("train"), sampler=sampler)
@@ -46,7 +46,7 @@ def form_loader(trainer: SingleProcessTrainer, data: TrainerData, stage: Stage) 
 
 
 def _check_batches(trainer: SingleProcessTrainer, stage: Stage, source: Any) -> None:
-    """Raise if data that should hold batches holds samples, or meets a strategy that forms batches itself."""
+    """Raise if data that should hold batches holds samples, or if a strategy that forms batches is also given."""
     steps_by_default = trainer._steps_by_default if stage == "train" else trainer._tests_by_default
     if isinstance(source, list) and source and steps_by_default:
         targets = split_batch(source[0])[1]

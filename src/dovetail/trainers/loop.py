@@ -1,4 +1,4 @@
-"""The one training loop: free functions over a trainer. Nothing else in the library loops over a training loader."""
+"""Training loop: `fit`, `evaluate` and `predict` for any trainer. Only this module loops over training batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail.callbacks.base import Report
 from dovetail.data import concat
 from dovetail.errors import DataError
 from dovetail.history import History
-from dovetail.runtime.signals import heeding_signals
+from dovetail.runtime.signals import stop_on_signals
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.diagnosis import (
@@ -29,7 +29,7 @@ from dovetail.trainers.diagnosis import (
     check_repeatable,
     update_metric,
 )
-from dovetail.trainers.interruption import leave_if_signalled
+from dovetail.trainers.interruption import raise_if_signalled
 from dovetail.trainers.metrics import (
     Meter,
     WholePass,
@@ -44,7 +44,7 @@ from dovetail.units import Batches, Epochs, Progress, TrainUnit, counted
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
 
-# Seconds after which a report is made even though its period has not ended: a display must not look frozen.
+# Seconds after which the loop reports even if the reporting period has not ended, so that a display is not frozen.
 _SLOWEST_REPORT = 1.0
 
 
@@ -54,22 +54,22 @@ def fit(
     val_data: Any = None,
     *,
     resume: str | Path | None = None,
-    **wishes: Any,
+    **requested: Any,
 ) -> History:
-    """Train until the plan's length is reached or somebody stops it.
+    """Train until the planned length is reached or a stop is requested, and return the history.
 
-    The whole of it, in the order in which things happen:
+    The order of all calls:
 
         setup, resume
         on_train_start                           # strategies first; then a new run builds its optimizers
-        validation, if one is to come first
+        validation, if it is requested before the first step
         until max_length or stop:
             on_epoch_start
             for batch in batches("train"):
                 on_step_start
                 to_device
                 train_step                       # may call context.backward and context.step itself
-                backward                         # unless it did
+                backward                         # unless train_step did
                 if the window closes:            # every batch, without accumulation
                     clip_gradients, on_gradients, optimizer_step
                 if an optimizer really stepped:
@@ -77,7 +77,7 @@ def fit(
                 after_step
                 on_step_end
                 every reporting period: losses to the host, on_report
-                validation due? checkpoint due? length reached? stop asked for?
+                validation due? checkpoint due? length reached? stop requested?
             validation due?
             scheduler_step("epoch")
             on_epoch_end
@@ -88,21 +88,21 @@ def fit(
 
     Args:
         trainer: The outermost layer.
-        train_data: Training data, None for what the trainer has.
-        val_data: Validation data, None for what the trainer has.
+        train_data: Training data; None means the data that the trainer already has.
+        val_data: Validation data; None means the data that the trainer already has.
         resume: `"auto"`, the path of a checkpoint, or None.
-        wishes: `max_length`, `validation_period` and `checkpoint_period`; `trainer.plan` fills in the rest.
+        requested: `max_length`, `validation_period` and `checkpoint_period`; `trainer.plan` completes them.
     """
     context = trainer.context
     set_data(context, train=train_data, valid=val_data)
-    context.run.plan = plan = trainer.plan(**wishes)
+    context.run.plan = plan = trainer.plan(**requested)
     context.run.stop_reason, context.run.signal, context.run.stop_request = None, None, None
-    with running(trainer, "train"), heeding_signals(context):
+    with running(trainer, "train"), stop_on_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if resume is not None:
             saving.resume(trainer, resume)
-            # What a run is made of may depend on what it has made of itself so far.
-            context.run.plan = plan = trainer.plan(**wishes)
+            # Plan again: the plan may depend on the restored state.
+            context.run.plan = plan = trainer.plan(**requested)
         elif plan.max_length.reached(progress):
             warnings.warn(
                 f"nothing to train: {plan.max_length} is reached already ({counted(progress.epoch, 'epoch')}, "
@@ -129,7 +129,7 @@ def fit(
         saving.checkpoint(trainer, due=plan.save is not None or context.run.signal is not None, final=True)
         saving.finish(trainer)
         context.history.sync()
-        leave_if_signalled(context)
+        raise_if_signalled(context)
         for on_train_end in callbacks.on_train_end:
             on_train_end(context)
     return context.history
@@ -155,7 +155,7 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
         # Otherwise the run would never end.
         raise DataError(
             f"max_length: {plan.max_length} is never reached, because an epoch counted no batch; check the training "
-            "data, and that an own train_epoch counts its batches, or give a number of epochs"
+            "data, and that your train_epoch counts its batches, or give a number of epochs"
         )
     rates = {"lr": context.optimizers[0].param_groups[0]["lr"]} if context.optimizers else {}
     progress.epoch += 1
@@ -176,12 +176,12 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
 
 
 def train_epoch(context: TrainingContext) -> dict[str, float]:
-    """Run one pass over the training data from where progress stands, and return its mean metrics."""
+    """Run one pass over the training data, from the position of `context.progress`, and return the mean metrics."""
     trainer, run = _outermost(context), context.run
     plan, window, meter, notes = run.plan, run.window, run.meter, run.batch
     progress, callbacks, optimizers, stepped = context.progress, context.callbacks, context.optimizers, notes.stepped
     assert plan is not None
-    # Bound once: attribute look-ups are most of what a loop costs over an empty step.
+    # Bound once: attribute lookups are most of the loop's overhead for a tiny step.
     to_device, batch_length = trainer.to_device, trainer.batch_length
     train_step = _in_precision(context, trainer.train_step)
     scheduler_step, after_step = trainer.scheduler_step, trainer.after_step
@@ -190,7 +190,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     total = trainer.num_batches("train")
     accumulates = window.size > 1
     lookahead = Lookahead(trainer.batches("train")) if accumulates and total is None else None
-    # A window never spans two epochs, nor is one continued that an error has cut short.
+    # A window never spans two epochs, and a window that an error interrupted is not continued.
     window.closes = True
     acts_inside = not {type(unit) for unit in (plan.max_length, plan.validate, plan.save)} <= {Epochs, type(None)}
     until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
@@ -234,7 +234,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
             _report(context)
 
-        # After the last batch the loader is read to its end, where its generator may draw once more.
+        # After the last batch, read the loader to its end: its generator may draw a random number there.
         if window.closes and not notes.is_ahead and progress.batch != total:
             if acts_inside:
                 _act(trainer)
@@ -265,12 +265,12 @@ def _predict_quietly(trainer: Trainer, batch: Any) -> Any:
 
 
 def _in_precision(context: TrainingContext, verb: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a verb that computes in the precision of the run; bound once per pass, so full precision costs nothing."""
+    """Return a verb that computes in the precision of the run. Bound once per pass, so full precision costs nothing."""
     return verb if context.precision is None else context.precision.applied_to(verb)
 
 
 def _optimize(trainer: Trainer, batch: Any, output: Mapping[str, Any]) -> None:
-    """Differentiate the loss and step if the window closes; for a step that did so itself, make its deferred steps."""
+    """Call backward, and step if the window closes; if `train_step` did both itself, make its deferred steps."""
     context = trainer.context
     run = context.run
     window = run.window
@@ -289,7 +289,7 @@ def _optimize(trainer: Trainer, batch: Any, output: Mapping[str, Any]) -> None:
 
 
 def _act(trainer: Trainer) -> None:
-    """Validate and save where a period ends inside an epoch; what ends with the epoch is left to its end."""
+    """Validate and save if a period ends inside an epoch; periods that end with the epoch are left to `run_epoch`."""
     validates, saves = _due(trainer.context)
     if validates:
         _report(trainer.context)
@@ -302,7 +302,7 @@ def _act(trainer: Trainer) -> None:
 
 
 def _due(context: TrainingContext) -> tuple[bool, bool]:
-    """Whether the validation and the checkpoint period ended since the last look, which this is from now on."""
+    """Return whether a validation and a checkpoint are due since the last call."""
     plan, before, now = context.run.plan, context.run.checked, context.progress
     assert plan is not None
     due = (
@@ -314,7 +314,7 @@ def _due(context: TrainingContext) -> tuple[bool, bool]:
 
 
 def _report(context: TrainingContext) -> None:
-    """Bring the waiting losses to the host, once for many batches."""
+    """Copy the collected losses to the host, in one transfer for many batches, and call `on_report`."""
     meter = context.run.meter
     if not len(meter):
         return
@@ -349,10 +349,10 @@ def val_epoch(context: TrainingContext) -> dict[str, float]:
 
 
 def evaluate(trainer: Trainer, data: Any = None, stage: Stage = "test") -> dict[str, float]:
-    """Return the metrics of one pass over `data`; nothing of the training changes."""
+    """Return the metrics of one pass over `data`; the state of training does not change."""
     context = trainer.context
     if stage == "train":
-        # To be judged they are test data: a training pass begins where progress stands, and moves the place in them.
+        # Read them as test data: a training pass starts at `progress` and would move the position in the data.
         data, stage = context.run.data.get("train") if data is None else data, "test"
         if data is None:
             raise DataError("no train data: pass it to the call, or train_dataset=… to the trainer")
@@ -410,7 +410,7 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
 
 
 def _again(context: TrainingContext, batch: Any) -> Tensor:
-    """Forward and backward once more on the same batch, for an optimizer that evaluates the loss several times."""
+    """Compute forward and backward of a batch again, for an optimizer that evaluates the loss several times."""
     trainer = _outermost(context)
     with torch.enable_grad():
         for optimizer in context.optimizers:
@@ -421,12 +421,12 @@ def _again(context: TrainingContext, batch: Any) -> Tensor:
 
 
 def _ends_after(max_length: TrainUnit, progress: Progress) -> bool:
-    """Whether training is as long as planned once the running batch is done."""
+    """Return whether training reaches its planned length with the running batch."""
     return isinstance(max_length, Batches) and progress.batches + 1 >= max_length.length
 
 
 def _train_mode(model: nn.Module | None) -> None:
-    # Only when the root was left in evaluation mode: a submodule that the user froze there stays frozen.
+    # Only if the root is in evaluation mode: a submodule that the user put in evaluation mode stays there.
     if model is not None and not model.training:
         model.train()
 

@@ -1,4 +1,4 @@
-"""Find a learning rate by raising it batch by batch until the loss explodes."""
+"""Learning-rate finder: raise the rate batch by batch until the loss explodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dovetail.callbacks import Callback, Callbacks
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.extras import require
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.preserve_state import own_callbacks, preserve_state
 from dovetail.trainers.single_process import SingleProcessTrainer
-from dovetail.trainers.untouched import own_callbacks, untouched
 from dovetail.units import Batches, counted
 
 __all__ = ["LRFinder", "LogFinder"]
@@ -23,22 +23,22 @@ Method = Literal["sobel", "laplace", "min_loss", "max_range"]
 
 
 class LRFinder:
-    """Sweep the learning rate over the training data, and leave the trainer exactly as it was.
+    """Sweep the learning rate over the training data, and restore the trainer afterwards.
 
-    Weights, optimizer state, rates, counters, history, callbacks and all randomness are the same afterwards.
+    Weights, optimizer state, rates, counters, history, callbacks and the RNG state are the same afterwards.
 
     Args:
-        trainer: Whose model, loss, optimizer and data to use.
+        trainer: The trainer whose model, loss, optimizer and data are used.
         lr_min: The rate of the first batch.
-        lr_max: The rate of the last.
-        num_epochs: Passes over the data in which to go from one to the other.
-        max_batches: Go there in this many batches at the most; 0 for no limit.
-        beta: How much the smoothed loss remembers; 0 for the plain loss.
+        lr_max: The rate of the last batch.
+        num_epochs: Passes over the data for the whole sweep.
+        max_batches: The largest number of batches; 0 means no limit.
+        beta: The smoothing factor of the loss; 0 means the plain loss.
         explode_thresh: Stop when the smoothed loss exceeds its best value by this factor.
-        lr_select_method: `sobel` takes the rate at which the loss falls most steeply, `laplace` the one where its fall
-            begins to slow down most, `min_loss` the one with the lowest loss, `max_range` the whole range between.
-        lr_min_factor: The returned range reaches from the chosen rate divided by this …
-        lr_max_scale: … to the chosen rate times this.
+        lr_select_method: `sobel` chooses the rate at which the loss falls most steeply, `laplace` the rate at which the
+            fall slows down most, `min_loss` the rate with the lowest loss, `max_range` the whole falling range.
+        lr_min_factor: The returned range starts at the chosen rate divided by this …
+        lr_max_scale: … and ends at the chosen rate times this.
 
     Example:
         >>> import torch
@@ -83,16 +83,16 @@ class LRFinder:
         self.losses: list[float] = []
 
     def find(self, train_data: Any = None) -> tuple[float, float]:
-        """Sweep, and return the range of rates to use; `suggestion` is the one rate chosen.
+        """Sweep, and return the range of rates to use; `suggestion` is the single chosen rate.
 
         Args:
-            train_data: Training data as `fit` takes it; None for what the trainer has.
+            train_data: Training data as for `fit`; None means the data that the trainer already has.
         """
         trainer, context = self.trainer, self.trainer.context
         sweep = _Sweep(self)
         if context.model is None:
             raise ConfigError("LRFinder: the trainer has no model: give it one, Trainer(model, …)")
-        with untouched(trainer, train=train_data):
+        with preserve_state(trainer, train=train_data):
             num_batches = (trainer.num_batches("train") or 100) * self.num_epochs
             sweep.num_batches = min(num_batches, self.max_batches or num_batches)
             context.callbacks, context.schedulers = Callbacks([*own_callbacks(context), sweep]), []
@@ -127,7 +127,7 @@ class LRFinder:
         return self.rates[index]
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the smoothed loss over the rate, with the suggestion, into a picture file."""
+        """Write a plot of the smoothed loss over the rate, with the suggestion, to an image file."""
         figure = require("matplotlib.figure", "plot").Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()
         axes.plot(self.rates, self.losses, color="#0072B2", linewidth=2)
@@ -142,9 +142,9 @@ class LRFinder:
         return target
 
     def _falling(self) -> tuple[int, int]:
-        """The stretch of the sweep in which the loss falls: from its highest point before the lowest, to the lowest."""
+        """Return the part of the sweep in which the loss falls: from the highest point before the minimum to it."""
         losses = np.asarray(self.losses)
-        # The first losses are noise, since hardly anything smooths them.
+        # The first losses are too noisy, because the average contains few values.
         first = len(losses) // 10
         lowest = max(int(np.argmin(losses)), first + 2)
         return first + int(np.argmax(losses[first:lowest])), lowest
@@ -154,7 +154,7 @@ LogFinder = LRFinder
 
 
 class _Sweep(Callback):
-    """Sets the rate before every batch and follows the loss after it."""
+    """Sets the rate before every batch and records the loss after it."""
 
     def __init__(self, finder: LRFinder) -> None:
         self._finder = finder

@@ -1,4 +1,4 @@
-"""Means of what steps return, weighted by samples, and metrics over a whole pass."""
+"""Metrics: sample-weighted means of step outputs, and metrics over a whole pass."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _NUMBERS = (int, float, np.number, np.bool_)
 
 @runtime_checkable
 class Metric(Protocol):
-    """A metric over a whole pass, such as those of torchmetrics."""
+    """A metric over a whole pass, such as the classes of torchmetrics."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Take in one batch of outputs and targets."""
+        """Add one batch of outputs and targets."""
 
     def compute(self) -> Any:
         """Return the value over all batches since `reset`."""
@@ -58,7 +58,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.is_floating_point() and targets.shape == outputs.shape:
         targets = targets.argmax(dim=1)
     right = outputs.argmax(dim=1) == targets
-    # In double precision, so that it does not matter how samples are batched; one kind of device has none.
+    # In double precision, so that the batch size does not change the mean; mps devices have no float64.
     return right.to(torch.float32 if right.device.type == "mps" else torch.float64).mean()
 
 
@@ -83,8 +83,8 @@ def are_classes(outputs: Any, targets: Any) -> bool:
 class Meter:
     """Sample-weighted means of the scalars that steps return.
 
-    `add` only keeps detached references, so a pass over the data never waits for the device; `flush` brings them to
-    the host in one transfer. Two meters add up: the sums of several ranks are the sums of all their samples.
+    `add` only stores detached references, so a pass over the data never waits for the device; `flush` copies them to
+    the host in one transfer. Meters add up: the sums of several ranks are the sums over all their samples.
 
     Example:
         >>> meter = Meter()
@@ -103,13 +103,13 @@ class Meter:
         self.values: dict[str, array[float]] = {}
 
     def __len__(self) -> int:
-        """The number of values that wait to be brought to the host."""
+        """The number of values that are not on the host yet."""
         return len(self._pending)
 
     def add(self, output: Mapping[str, Any], num_samples: int) -> None:
-        """Take in the scalars of one batch, and a loss with one element.
+        """Add the scalars of one batch, and a loss with one element.
 
-        `num_items` is a weight, no metric. Other tensors, such as outputs for a single sample, are left out.
+        `num_items` is a weight, not a metric. Other tensors, such as outputs for a single sample, are skipped.
         """
         for name, value in output.items():
             if name == "num_items":
@@ -123,7 +123,7 @@ class Meter:
                 self._pending.append((name, float(value), num_samples))
 
     def flush(self) -> dict[str, list[float]]:
-        """Bring the waiting values to the host and return them by name."""
+        """Copy the pending values to the host and return them by name."""
         pending, self._pending = self._pending, []
         fresh: dict[str, list[float]] = {}
         for (name, _, num_samples), value in zip(pending, _to_host([item[1] for item in pending]), strict=True):
@@ -135,13 +135,13 @@ class Meter:
         return fresh
 
     def include(self, name: str, mean: Meter) -> None:
-        """Take in, under a name, what another meter has of its one value."""
+        """Add, under a name, the sum and count of another meter with a single value."""
         mean.flush()
         for value, total in mean.sums.items():
             self.sums[name], self.counts[name] = total, mean.counts[value]
 
     def compute(self) -> dict[str, float]:
-        """Return the mean of every name over the samples so far; NaN where there was none."""
+        """Return the mean of every name over the samples so far; NaN without samples."""
         self.flush()
         return {name: total / self.counts[name] if self.counts[name] else math.nan for name, total in self.sums.items()}
 
@@ -162,7 +162,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         self.reset()
         self.sums.update(state["sums"])
         self.counts.update(state["counts"])
@@ -176,7 +176,7 @@ def as_metrics(metrics: Any) -> dict[str, Metric]:
     computed once, from the outputs and targets of all batches.
 
     Raises:
-        ConfigError: Something is no metric, two metrics have one name, or a function is known to be no mean of samples.
+        ConfigError: A value is not a metric, two metrics have one name, or a function is known not to be a mean.
 
     Example:
         >>> list(as_metrics([accuracy]))
@@ -189,24 +189,24 @@ def as_metrics(metrics: Any) -> dict[str, Metric]:
     else:
         several = metrics if isinstance(metrics, (list, tuple)) else [metrics]
         named = [(_name(metric), metric) for metric in several]
-    made: dict[str, Metric] = {}
+    by_name: dict[str, Metric] = {}
     for name, metric in named:
-        if name in made:
+        if name in by_name:
             raise _twice(name)
-        made[name] = _as_metric(metric)
-    return made
+        by_name[name] = _as_metric(metric)
+    return by_name
 
 
 class MeanOf:
     """The sample-weighted mean of a function of outputs and targets.
 
-    A function that is given as a metric is averaged like this after a check that it is a mean over samples: its value
-    on a batch is compared with its values on the two halves of the batch. `MeanOf(function)`, given by the user, skips
-    the check.
+    A function that is given as a metric is averaged like this, after a check that it is a mean over samples: its value
+    for a batch is compared with its values for the two halves of the batch. `MeanOf(function)`, given by the user,
+    skips the check.
 
     Args:
         function: Returns one number for a batch.
-        check: Whether to raise a `ConfigError` if the function is no mean over samples.
+        check: True to raise a `ConfigError` if the function is not a mean over samples.
 
     Example:
         >>> largest = MeanOf(lambda outputs, targets: outputs.max())
@@ -222,13 +222,13 @@ class MeanOf:
         self._checks = check
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         value = self.function(outputs, targets)
         if not isinstance(value, _NUMBERS) and (not isinstance(value, Tensor) or value.ndim):
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ConfigError(f"metrics: {_name(self.function)} must return one number for a batch, got {found}")
         num_samples = batch_length(targets)
-        # Once in a pass, until the halves of a batch had different values: equal ones prove nothing.
+        # Once per pass, until the halves of a batch have different values: equal values prove nothing.
         if self._checks and num_samples > 1 and not len(self._meter) and not self._meter.counts:
             self._checks = not _is_mean_of_halves(self.function, outputs, targets, value, num_samples)
         self._meter.add({"value": value}, num_samples)
@@ -245,18 +245,18 @@ class MeanOf:
 
     @property
     def meter(self) -> Meter:
-        """The sums, which add up over ranks."""
+        """The meter with the sums, which add up over ranks."""
         return self._meter
 
 
 class WholePass:
-    """A function of all outputs and targets of a pass, for metrics that are no mean over samples.
+    """A function of all outputs and targets of a pass, for metrics that are not a mean over samples.
 
-    The outputs and targets of every batch are kept in host memory until the pass has ended. Several processes gather
+    The outputs and targets of every batch are kept in host memory until the end of the pass. Several processes gather
     them in the order of the batches.
 
     Args:
-        function: Called once, with the joined outputs and the joined targets; returns a number, or numbers by name.
+        function: Called once, with all outputs and all targets; returns a number, or numbers by name.
 
     Example:
         >>> spread = WholePass(lambda outputs, targets: (outputs - targets).std())
@@ -273,15 +273,15 @@ class WholePass:
         self._parts: list[Any] = []
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Keep one batch."""
+        """Store one batch."""
         self._parts.append(map_tensors(_on_host, (outputs, targets)))
 
     def gather(self, gather: Callable[[list[Any]], list[Any]]) -> None:
-        """Take in the batches of the other processes, by the trainer's verb."""
+        """Add the batches of the other processes, with the trainer's `gather`."""
         self._parts = gather(self._parts)
 
     def compute(self) -> Any:
-        """Return the function of all that was kept; NaN without data."""
+        """Return the function of all stored batches; NaN without data."""
         if not self._parts:
             return math.nan
         outputs, targets = (concat(column) for column in zip(*self._parts, strict=True))
@@ -299,7 +299,7 @@ def _as_metric(metric: Any) -> Metric:
         function = metric.func if isinstance(metric, partial) else metric
         module, name = str(getattr(function, "__module__", None)), _name(function)
         if module.startswith("sklearn.metrics") and name not in _SKLEARN_MEANS:
-            raise ConfigError(f"metrics: {name} of scikit-learn is no mean over samples; {_NO_MEAN}")
+            raise ConfigError(f"metrics: {name} of scikit-learn is not a mean over samples; {_NO_MEAN}")
         return MeanOf(metric, check=metric is not accuracy)
     raise ConfigError(f"metrics: expected functions of outputs and targets, or torchmetrics objects, got {metric!r}")
 
@@ -324,10 +324,10 @@ _SKLEARN_MEANS = {
 def _is_mean_of_halves(
     function: Callable[[Any, Any], Any], outputs: Any, targets: Any, value: Any, length: int
 ) -> bool:
-    """Return whether a batch proves that a function is a mean over samples; False if the batch proves nothing.
+    """Return whether a batch shows that a function is a mean over samples; False if the batch shows nothing.
 
     Raises:
-        ConfigError: The function is no mean over samples.
+        ConfigError: The function is not a mean over samples.
     """
     middle = length // 2
     try:
@@ -336,12 +336,12 @@ def _is_mean_of_halves(
             for start, stop in ((0, middle), (middle, length))
         ]
     except DataError:
-        # Outputs without one row per sample cannot be cut.
+        # Outputs without one row per sample cannot be split.
         return False
     failure: Exception | None = None
     try:
         with warnings.catch_warnings():
-            # A warning about a half of a batch would puzzle: the user never formed it.
+            # A warning about half a batch would confuse: the user never formed it.
             warnings.simplefilter("ignore")
             first, second = (float(function(*half)) for half in halves)
     except Exception as error:
@@ -352,8 +352,8 @@ def _is_mean_of_halves(
     largest = max(abs(whole), abs(first), abs(second))
     if not abs(whole - mean) <= _tolerance(outputs, value) * largest + 1e-6:
         raise ConfigError(
-            f"metrics: {_name(function)} is no mean over samples: it is {whole:.6g} for a batch, and {first:.6g} and "
-            f"{second:.6g} for its halves; {_NO_MEAN}"
+            f"metrics: {_name(function)} is not a mean over samples: it is {whole:.6g} for a batch, and {first:.6g} "
+            f"and {second:.6g} for its halves; {_NO_MEAN}"
         ) from failure
     return first != second
 
@@ -423,7 +423,7 @@ def compute_metrics(metrics: Mapping[str, Metric], means: Mapping[str, float]) -
 
 
 def warn_of_no_data(stage: str) -> None:
-    """Say that a pass saw no data, so that a NaN in its metrics is no riddle."""
+    """Warn that a pass had no data, which explains a NaN in its metrics."""
     warnings.warn(f"the {stage} data is empty: its metrics are NaN", UserWarning, stacklevel=2)
 
 

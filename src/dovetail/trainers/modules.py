@@ -1,4 +1,4 @@
-"""Models: how one is built from what the user gave, and how it is called on a batch."""
+"""Models: construction from a module, class or function, and calls with a batch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dovetail.errors import ConfigError
 
 
 def as_module(model: Any) -> nn.Module | None:
-    """Return the module itself, or the one that a class or a function makes."""
+    """Return the module itself, or the module that a class or a function builds."""
     if model is None or isinstance(model, nn.Module):
         return model
-    made = model() if callable(model) else model
-    if not isinstance(made, nn.Module):
+    module = model() if callable(model) else model
+    if not isinstance(module, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, or a class or function that makes one, got {model!r}")
-    return made
+    return module
 
 
 def forward(model: Any, inputs: Any) -> Any:
-    """Call a model on one input, on several from a tuple or list, or on named ones from a mapping."""
+    """Call a model with one input, with several from a tuple or list, or with named ones from a mapping."""
     if isinstance(inputs, Tensor):
         return model(inputs)
     if isinstance(inputs, Mapping):
@@ -31,7 +31,7 @@ def forward(model: Any, inputs: Any) -> Any:
 
 
 def forward_with(model: nn.Module, weights: Mapping[str, Tensor], inputs: Any) -> Any:
-    """Call a model with other weights than its own; those that are not named are its own.
+    """Call a model with other weights; weights that are not named remain the model's.
 
     Example:
         >>> import torch

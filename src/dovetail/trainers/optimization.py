@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of a trainer: how they are built, and the numbers that options set in them."""
+"""Optimizers and schedulers of a trainer: construction, and the rates that options set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Optimization:
-    """Builds the optimizers and schedulers of a trainer, once and again after a change.
+    """Builds the optimizers and schedulers of a trainer, and rebuilds them after a change.
 
     Attributes:
         assigned: The numbers (`learning_rate`, `momentum`, `weight_decay`) that were assigned after construction.
@@ -36,7 +36,7 @@ class Optimization:
         self._rates_are_checked = False
 
     def build_later(self, trainer: SingleProcessTrainer) -> None:
-        """Build what a run lacks when it is first read: the training loader, the optimizers and the schedulers."""
+        """Build the missing parts of a run on first access: the training loader, the optimizers and the schedulers."""
         context = trainer.context
         if context.optimizers:
             self.build(trainer)
@@ -44,7 +44,7 @@ class Optimization:
             defer_optimizers(context, partial(self._build_run, trainer))
 
     def _build_run(self, trainer: SingleProcessTrainer) -> None:
-        # A subclass with its own `train_epoch` may have no training data that the trainer knows.
+        # A subclass with its own `train_epoch` may have no training data in the trainer.
         if trainer.context.run.data.get("train") is not None:
             trainer._loader("train")
         self.build(trainer)
@@ -107,13 +107,13 @@ class Optimization:
     def _build_schedulers(self, trainer: SingleProcessTrainer) -> None:
         context, schedule = trainer.context, trainer.options.mtm_scheduler
         for optimizer in context.optimizers:
-            made = trainer.get_lr_scheduler(context.config, optimizer)
-            if isinstance(made, list):
-                # A list is complete: it names the optimizers itself.
-                context.schedulers.extend(made)
+            scheduler = trainer.get_lr_scheduler(context.config, optimizer)
+            if isinstance(scheduler, list):
+                # A list is complete: it contains the schedulers of all optimizers.
+                context.schedulers.extend(scheduler)
                 break
-            if made is not None and not _is_bound(context, made):
-                self._bind(trainer, made)
+            if scheduler is not None and not _is_bound(context, scheduler):
+                self._bind(trainer, scheduler)
         for optimizer in context.optimizers if schedule is not None else ():
             momentum = as_scheduler(schedule, optimizer)
             if momentum is not None and not _is_bound(context, momentum):
@@ -127,8 +127,8 @@ class Optimization:
             bound = bind_scheduler(scheduler, on_batch=trainer.options.scheduler_step_on_batch)
         if bound.optimizer not in context.optimizers:
             raise ConfigError(
-                f"scheduler: {type(scheduler).__name__} schedules an optimizer that this trainer does not have; make "
-                "it of the trainer's optimizer, or give a callable such as partial(StepLR, step_size=3)"
+                f"scheduler: {type(scheduler).__name__} schedules an optimizer that this trainer does not have; build "
+                "it from the trainer's optimizer, or give a callable such as partial(StepLR, step_size=3)"
             )
         context.schedulers.append(bound)
 
@@ -145,7 +145,7 @@ def _check_closure(context: TrainingContext) -> None:
 
 
 def _is_bound(context: TrainingContext, scheduler: Any) -> bool:
-    """Return whether a scheduler is there already, because one object was given for several optimizers."""
+    """Return whether a scheduler is already bound, because one object was given for several optimizers."""
     return any(bound.scheduler is scheduler for bound in context.schedulers)
 
 

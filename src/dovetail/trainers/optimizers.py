@@ -1,4 +1,4 @@
-"""Two optimizers that torch lacks, and functions over any optimizer."""
+"""Optimizers LARS and AdaHessian, and functions for any optimizer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LARS(Optimizer):
     Args:
         params: Parameters or parameter groups.
         lr: The global rate.
-        momentum: Share of the last update that is kept.
-        weight_decay: β, the pull towards zero.
+        momentum: Momentum factor.
+        weight_decay: β, the weight decay.
         trust_coefficient: η.
 
     Example:
@@ -81,9 +81,9 @@ class AdaHessian(Optimizer):
     Args:
         params: Parameters or parameter groups.
         lr: The rate.
-        betas: How much the means of gradients and of curvatures remember.
+        betas: The decay rates of the means of gradients and of curvatures.
         eps: Added to the denominator.
-        weight_decay: Pull towards zero, apart from the gradient as in AdamW.
+        weight_decay: Decoupled weight decay, as in AdamW.
         hessian_power: 1 for the full curvature, 0 for none.
 
     Example:
@@ -179,18 +179,18 @@ def twin_of(optimizer: Optimizer, twins: Mapping[Tensor, Tensor]) -> Optimizer:
         0.9
     """
     # A shallow copy: only the parameter groups and the state are new.
-    made = copy.copy(optimizer)
-    made.param_groups = [
+    twin = copy.copy(optimizer)
+    twin.param_groups = [
         {**group, "params": [twins[parameter] for parameter in group["params"] if parameter in twins]}
         for group in optimizer.param_groups
     ]
-    made.state = defaultdict(dict)
-    return made
+    twin.state = defaultdict(dict)
+    return twin
 
 
 def requires_closure(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step` needs a function that evaluates the loss."""
-    # Of the class: a scheduler replaces the step of the instance by a wrapper.
+    # Inspect the class: a scheduler replaces the `step` of the instance with a wrapper.
     return _requires_closure(type(optimizer).step)
 
 

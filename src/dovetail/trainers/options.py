@@ -1,4 +1,4 @@
-"""Options of a trainer, with their defaults and checks."""
+"""Trainer options with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast
 
 from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 
 
 @dataclass(kw_only=True)
 class TrainerOptions:
-    """Keywords of `Trainer` beyond the pieces it is made of.
+    """Options of `Trainer`: its keywords besides objects such as model, device, callbacks, metrics and strategies.
 
     The options of a trainer (`trainer.options`) can be assigned: `trainer.options.batch_size = 32` is checked like the
     keyword of the constructor and takes effect from the next run on. `learning_rate`, `momentum`, `weight_decay`,
-    `gradient_clip` and `batch_size` also take effect during a run. Options that belong to no trainer are constant.
+    `gradient_clip` and `batch_size` also take effect during a run. Options without a trainer are immutable.
 
     Example:
         >>> import torch
@@ -30,57 +30,57 @@ class TrainerOptions:
         (32, 10)
 
     Attributes:
-        num_epochs: Epochs in all that `train()` and a `fit` without `max_length` run to.
-        learning_rate: Given to an optimizer that is built by name.
-        momentum: Given to an optimizer that is built by name, if it takes one (SGD and RMSprop do, Adam does not).
-        weight_decay: Given to an optimizer that is built by name.
+        num_epochs: Total epochs of `train()`, and of a `fit` without `max_length`.
+        learning_rate: Passed to an optimizer that is built by name.
+        momentum: Passed to an optimizer that is built by name, if it has one (SGD and RMSprop do, Adam does not).
+        weight_decay: Passed to an optimizer that is built by name.
         loss_function: A name in `torch.nn`, a loss class, or any callable of outputs and targets.
         optim_function: A name in `torch.optim`, an optimizer class, or a callable of the parameters.
         lr_scheduler: A schedule of `dovetail.trainers.schedules`, a callable of the optimizer such as
             `partial(StepLR, step_size=3)`, a name in `torch.optim.lr_scheduler` that needs no argument, or a scheduler.
-            All but the last make one scheduler for each optimizer.
+            All but the last build one scheduler for each optimizer.
         mtm_scheduler: The same for momentum (`momentum` or `betas[0]`).
         scheduler_step_on_batch: Step a plain torch scheduler by batches instead of epochs: at every update, once for
-            each batch since the last.
-        gradient_clip: Largest norm of the gradients; 0 clips nothing.
-        accumulation_steps: Batches that share one update.
-        seed: Sets python, numpy, torch and the order of the data; None leaves the first three alone and
+            each batch since the last update.
+        gradient_clip: Largest norm of the gradients; 0 means no clipping.
+        accumulation_steps: Batches per update.
+        seed: Seeds python, numpy, torch and the order of the data. None leaves the first three unchanged and
             takes torch's initial seed for the order.
-        batch_size: Samples in a training batch that the trainer forms itself.
-        val_batch_size: The same for validation; 0 for `batch_size`.
-        test_batch_size: The same for test and prediction; 0 for `val_batch_size`.
+        batch_size: Samples per training batch, for data that is not yet in batches.
+        val_batch_size: The same for validation; 0 means `batch_size`.
+        test_batch_size: The same for test and prediction; 0 means `val_batch_size`.
         train_dataset: Training data, as `fit` takes it.
         val_dataset: Validation data.
         test_dataset: Test data; `evaluate()` uses it.
-        shuffle: Whether training data is shuffled, anew in every epoch.
-        num_workers: Processes that read data which does not lie in memory.
-        drop_last: Whether a last, shorter training batch is left out, unless it is the only one. Validation always
-            sees every sample.
-        device_id: -1 for the CPU, else the number of a CUDA device. Where neither this nor `device` is given, the
-            best device there is.
-        device_map: Where checkpoints are loaded to; None for the trainer's own device.
-        memory_format: `channels_last` lays images, in batches and in the parameters of convolutions, pixel by pixel,
-            which many devices convolve faster; None leaves them as they are.
+        shuffle: True to shuffle the training data, in a new order in every epoch.
+        num_workers: Worker processes that read data which is not in memory.
+        drop_last: True to skip a last, shorter training batch, unless it is the only one. Validation always
+            reads every sample.
+        device_id: -1 for the CPU, else the number of a CUDA device. Without this and `device`, the best device that
+            is available.
+        device_map: The device to which checkpoints are loaded; None means the trainer's own device.
+        memory_format: `channels_last` stores images, and the parameters of convolutions, pixel by pixel; many devices
+            then compute convolutions faster. None changes nothing.
         verbose: Whether to show progress.
-        log_bar: The same, by its other name; progress is shown where both are true.
+        log_bar: Another name for `verbose`; progress is shown if both are true.
         print_every: Batches between two reports of the running loss.
-        nonfinite: What a NaN or infinite loss does: `raise`, `stop`, `warn`, or `ignore`.
-        stop_when_acc: Validation accuracy at which training ends; 0 for never.
-        early_stop: `{"num_epochs": n, "improv": d}` ends training when accuracy gained less than d over n epochs.
+        nonfinite: The reaction to a NaN or infinite loss: `raise`, `stop`, `warn`, or `ignore`.
+        stop_when_acc: Validation accuracy at which training ends; 0 means never.
+        early_stop: `{"num_epochs": n, "improv": d}` ends training if accuracy gained less than d over n epochs.
         checkpoint_dir: The folder of checkpoints and history.
-        checkpoint_name: The first part of their names.
-        save_every: Batches between two checkpoints; -1 for one per epoch, 0 for none.
-        save_best: Whether the best validation so far has a checkpoint of its own.
-        save_hist: Whether the history is written beside the checkpoints.
-        keep_last: How many of the newest periodic checkpoints stay.
-        keep_best: How many of the best ones stay, by `best_metric`.
-        keep_every: Those stay whose batch number is a multiple of this. Where none of the three is given, all stay.
-        best_metric: What "best" means, such as `valid_loss`; None for the accuracy where there is one, else the loss.
-        best_mode: Whether small (`min`) or large (`max`) values of it are good; None follows its name.
-        save_in_background: Whether checkpoints are written by a thread while training goes on.
-        on_save_error: Whether a checkpoint that cannot be written ends training (`raise`) or is told (`warn`).
-        max_concurrency: `train` works in a process of its own, of which this many at most run at
-            once; None to train in this one.
+        checkpoint_name: The prefix of their names.
+        save_every: Batches between two checkpoints; -1 means one per epoch, 0 none.
+        save_best: True to keep a separate checkpoint of the best validation so far.
+        save_hist: True to write the history beside the checkpoints.
+        keep_last: The number of newest periodic checkpoints to keep.
+        keep_best: The number of best checkpoints to keep, by `best_metric`.
+        keep_every: Keep the checkpoints whose batch number is a multiple of this. Without any of the three, all are
+            kept.
+        best_metric: The metric of "best", such as `valid_loss`; None means the accuracy if there is one, else the loss.
+        best_mode: Whether small (`min`) or large (`max`) values of it are better; None derives this from its name.
+        save_in_background: True to write checkpoints in a thread while training continues.
+        on_save_error: `raise` ends training if a checkpoint cannot be written; `warn` only warns.
+        max_concurrency: Run `train` in a separate process, at most this many at once; None means in this process.
     """
 
     num_epochs: int = 10
@@ -148,13 +148,13 @@ class TrainerOptions:
             raise ConfigError(f"early_stop: expected the keys 'num_epochs' and 'improv', got {shown}")
         if window is not None and not all(isinstance(it, (int, float)) for it in window.values()):
             raise ConfigError(f"early_stop: expected numbers, got {dict(window)}")
-        # From here on, an assignment goes to the trainer.
+        # From here on, `__setattr__` passes an assignment to the trainer.
         vars(self)["_trainer"] = None
 
     def _check_number(self, name: str, what: str, kinds: tuple[type, ...], least: float) -> None:
         value: Any = getattr(self, name)
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
-        # Not `value < least`, which NaN is not.
+        # Not `value < least`: every comparison with NaN is false, so it would accept NaN.
         if not is_number or not value >= least:
             raise ConfigError(f"{name}: expected {what} that is at least {least}, got {value!r}")
 
@@ -170,11 +170,11 @@ class TrainerOptions:
             trainer._set_option(name, value)
 
     def bound_to(self, trainer: Any) -> TrainerOptions:
-        """Return a copy that belongs to a trainer; assignments to it call the `_set_option` of the trainer."""
-        made = copy.copy(self)
-        # Held weakly: the trainer holds its options.
-        vars(made)["_trainer"] = weakref.ref(trainer)
-        return made
+        """Return a copy that belongs to a trainer; assignments to it call the trainer's `_set_option`."""
+        bound = copy.copy(self)
+        # A weak reference, because the trainer holds its options.
+        vars(bound)["_trainer"] = weakref.ref(trainer)
+        return bound
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no trainer until `bound_to`.
@@ -182,15 +182,15 @@ class TrainerOptions:
 
     @classmethod
     def from_keywords(cls, given: Mapping[str, Any], also_known: Collection[str]) -> TrainerOptions:
-        """Return the options of a constructor call; an unknown keyword is an error that names the nearest."""
+        """Return the options of a constructor call; the error for an unknown keyword suggests the nearest name."""
         for name in given:
             if name not in OPTION_NAMES:
-                raise UnknownNameError("keyword", name, OPTION_NAMES.union(also_known), foreign.OPTIONS)
+                raise UnknownNameError("keyword", name, OPTION_NAMES.union(also_known), other_libraries.OPTIONS)
         return cls(**given)
 
 
 def as_mode(mode: str) -> Literal["train", "test"]:
-    """Return the mode of a trainer; raise if there is no such mode."""
+    """Return the mode of a trainer, checked."""
     if mode in ("train", "test"):
         return cast(Literal["train", "test"], mode)
     raise ConfigError(f"mode: expected 'train' or 'test', got {mode!r}")

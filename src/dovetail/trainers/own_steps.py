@@ -1,4 +1,4 @@
-"""Steps that the user brings: which one is used, and updates that a step makes by itself."""
+"""Steps of users: the choice between two given steps, and updates that a step makes without the context."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
     from dovetail.trainers.single_process import SingleProcessTrainer
 
-# Verbs that the loop calls for an update, and that an update by hand goes past.
+# Verbs that the loop calls for an update; a manual update bypasses them.
 _UPDATE_VERBS = ("backward", "clip_gradients", "optimizer_step")
 
 
 @dataclass
 class WatchedStep:
-    """Calls a step strategy, and counts an update that it makes with `optimizer.step()` in place of the context.
+    """Calls a step strategy, and counts an update that it makes with `optimizer.step()` instead of the context.
 
     Args:
         strategy: The strategy.
@@ -44,14 +44,14 @@ class WatchedStep:
         """Return the loss of a batch.
 
         Raises:
-            ConfigError: The strategy made its update itself, and the run has settings that need the context.
+            ConfigError: The strategy made its update itself, and the run has settings that require the context.
         """
         step: Any = self.strategy.training_step
         if optimizer is None:
             loss: Tensor = step(model, optimizer, examples, labels, loss_criterion, context)
             return loss
         updates: list[Any] = []
-        # Not for the whole run: an optimizer with a hook takes longer for every update.
+        # Registered per step: a permanent hook would slow down every update.
         watch = optimizer.register_step_post_hook(lambda *call: updates.append(call))
         try:
             loss = step(model, optimizer, examples, labels, loss_criterion, context)
@@ -62,8 +62,8 @@ class WatchedStep:
         return loss
 
 
-def watched(strategy: TrainingStepStrategy) -> TrainingStepStrategy | WatchedStep:
-    """Return what the trainer calls for a step: strategies in two halves leave the update to the loop."""
+def watch_step(strategy: TrainingStepStrategy) -> TrainingStepStrategy | WatchedStep:
+    """Return the strategy if it leaves updates to the loop, else a `WatchedStep` that detects manual updates."""
     return strategy if isinstance(strategy, SplitStepStrategy) else WatchedStep(strategy)
 
 
@@ -76,7 +76,7 @@ def count_own_update(context: TrainingContext, name: str) -> None:
 
     Raises:
         ConfigError: The run accumulates, clips, scales or averages gradients, has several optimizers, or a layer or
-            subclass changes how updates are made: an update by hand would go past all of these.
+            subclass changes the update: a manual update would bypass all of these.
     """
     trainer, run = context.run.trainer, context.run
     assert trainer is not None
@@ -90,7 +90,7 @@ def count_own_update(context: TrainingContext, name: str) -> None:
         "more than one optimizer": len(context.optimizers) > 1,
     }
     for verb in _UPDATE_VERBS:
-        # These two only watch or, without other processes, do nothing.
+        # These two only measure or, without other processes, do nothing.
         layers = [it for it in trainer._customized_by(verb) if not issubclass(it, (DataParallel, Timed))]
         unused.update({f"{layer.__name__}.{verb}": True for layer in layers})
     for setting in (setting for setting, is_given in unused.items() if is_given):
@@ -102,11 +102,11 @@ def count_own_update(context: TrainingContext, name: str) -> None:
     run.batch.stepped.extend(context.optimizers[:1])
 
 
-def refuse_two_steps(trainer: SingleProcessTrainer, strategy: TrainingStepStrategy) -> None:
-    """Raise if the step of a strategy would never be used; one that accumulates or clips goes with any step."""
+def reject_two_steps(trainer: SingleProcessTrainer, strategy: TrainingStepStrategy) -> None:
+    """Raise if the step of a strategy would never be used; a strategy that accumulates or clips fits any step."""
     if is_plain(strategy):
         return
-    # A method that passes the call on, as a capability does, ends at the strategy.
+    # A method that calls `super()`, as a capability does, reaches the strategy.
     own = [vars(kind)["train_step"] for kind in trainer.core._customized_by("train_step")[:1]]
     if trainer._train_step is not None or any("super" not in step.__code__.co_names for step in own):
         raise ConfigError(

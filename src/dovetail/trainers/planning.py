@@ -1,4 +1,4 @@
-"""Plan of a `fit`: its length, its periods and its phases, from arguments and options."""
+"""Plan of a `fit`: its length, periods and phases, from arguments and options."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _in_phases(context: TrainingContext, strategies: Strategies, length: TrainUn
     run = context.run
     run.is_detached = False
     if not isinstance(length, Epochs):
-        # Strategies may have a single phase for few epochs, so the largest number is asked for.
+        # Strategies may return a single phase for few epochs, so use the largest number.
         run.phases = strategies.phases(sys.maxsize, context)
         if len(run.phases) > 1:
             raise ConfigError(
@@ -81,7 +81,7 @@ def _in_phases(context: TrainingContext, strategies: Strategies, length: TrainUn
 
 
 def _check_saving(options: TrainerOptions, given: Set[str], *, validates: bool, saves: bool) -> None:
-    """Report options that were given and cannot have an effect in this run."""
+    """Raise or warn if an option that was given has no effect in this run."""
     wants_best = (options.save_best and "save_best" in given) or options.keep_best is not None
     if saves and wants_best and not validates:
         name = "save_best" if options.save_best else "keep_best"
@@ -101,6 +101,6 @@ def _length(value: TrainUnit | Mapping[str, int]) -> TrainUnit:
 
 
 def _period(value: TrainUnit | Mapping[str, int] | None, name: str) -> TrainUnit | None:
-    """Return a period; None for one of 0, which is never due."""
+    """Return a period; None for a period of 0, which is never due."""
     unit = None if value is None else parse_unit(value, name)
     return None if unit is None or unit.value == 0 else unit

@@ -1,4 +1,4 @@
-"""Lower precision where it is safe, and the loss scaling that float16 needs."""
+"""Mixed precision: autocast, and the loss scaling for float16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 
 PrecisionName = Literal["auto", "fp32", "fp16", "bf16"]
 
@@ -24,16 +24,15 @@ class Precision:
     A layer or a strategy sets `context.precision`. The loop computes every step under its autocast, and the verbs of
     the trainer scale, unscale and step through it.
 
-    The order is always: scale the loss, differentiate, unscale, clip, step. The scaler is updated once per batch, even
-    when several optimizers stepped: a new scale between them would unscale the second one's gradients by the wrong
-    factor.
+    The order is always: scale the loss, backward, unscale, clip, step. The scaler is updated once per batch, even when
+    several optimizers stepped: a new scale between them would unscale the second one's gradients by the wrong factor.
 
     Args:
-        name: `fp32` changes nothing; `bf16` needs no scaling; `fp16` scales; `auto` is `bf16` where the device computes
-            in it, `fp16` on older CUDA devices, and `fp32` elsewhere. Where it is a CPU, `AMPTrainer` and the add-on
-            say `bf16` instead.
+        name: `fp32` changes nothing; `bf16` needs no scaling; `fp16` scales; `auto` is `bf16` if the CUDA device
+            supports it, `fp16` on older CUDA devices, and `fp32` elsewhere. On a CPU, `AMPTrainer` and the add-on
+            choose `bf16` instead.
         device_type: `cpu` or `cuda`.
-        init_scale: Where the scaler starts.
+        init_scale: The initial loss scale.
 
     Example:
         >>> Precision("bf16", "cpu").dtype
@@ -42,7 +41,7 @@ class Precision:
 
     def __init__(self, name: PrecisionName = "auto", device_type: str = "cpu", init_scale: float = 65536.0) -> None:
         if name != "auto" and name not in _DTYPES:
-            hint = foreign.did_you_mean(name, foreign.PRECISIONS)
+            hint = other_libraries.did_you_mean(name, other_libraries.PRECISIONS)
             raise ConfigError(f"precision: expected 'auto', 'fp32', 'fp16' or 'bf16', got {name!r}{hint}")
         self.dtype = _best_dtype(device_type) if name == "auto" else _DTYPES[name]
         self.device_type = device_type
@@ -50,20 +49,20 @@ class Precision:
         self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
         self._stepped = False
         self._is_used = False
-        # By reference, not by id: an id is given to another optimizer once its owner is gone.
+        # By reference, not by id: another optimizer may get the id of one that was deleted.
         self._watched: WeakSet[Optimizer] = WeakSet()
 
     def begin(self, *, anew: bool) -> None:
-        """Begin a run: with the first scale if it is a new one, else with the scale there is."""
+        """Start a run: a new run with the initial scale, a continued one with the current scale."""
         if self.scaler is None or not (anew or self._is_used):
             return
-        # What an error has cut short between unscaling and the update of the scale is forgotten with the old scaler.
+        # A new scaler: an error between unscaling and the update of the scale leaves the old one unusable.
         state, self.scaler, self._is_used = self.scaler.state_dict(), self._new_scaler(), False
         if not anew:
             self.scaler.load_state_dict(state)
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which the forward pass and the loss are computed."""
+        """Return the context manager for the forward pass and the loss."""
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not torch.float32)
 
     def applied_to(self, verb: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -78,11 +77,11 @@ class Precision:
         return call
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to differentiate."""
+        """Return the loss for the backward pass."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Make an optimizer's gradients those of the loss; call it once per update, before clipping."""
+        """Divide an optimizer's gradients by the scale; call it once per update, before clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
             self._is_used = True
@@ -93,7 +92,7 @@ class Precision:
             optimizer.step()
             return True
         if optimizer not in self._watched:
-            # The scaler does not say whether it skipped; the optimizer says when it stepped.
+            # The scaler does not return whether it skipped the step, so a hook of the optimizer records a step.
             optimizer.register_step_post_hook(self._note)
             self._watched.add(optimizer)
         self._stepped = False
@@ -101,7 +100,7 @@ class Precision:
         return self._stepped
 
     def update(self) -> None:
-        """Adapt the scale, if any optimizer was to step since the last time; call it once per batch."""
+        """Update the scale if an optimizer used it since the last call; call it once per batch."""
         if self.scaler is not None and self._is_used:
             self._is_used = False
             self.scaler.update()
@@ -111,12 +110,12 @@ class Precision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(dict(state))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy watches optimizers of its own.
+        # A copy registers its own hooks.
         return {**self.__dict__, "_watched": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

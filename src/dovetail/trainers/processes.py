@@ -1,7 +1,7 @@
-"""Training in a process of its own, all of whose results come back.
+"""Training in a separate process, with all results copied back.
 
-The trainer and its data go to a spawned child through a pipe, pickled: code and objects of our own, never a file that
-somebody wrote. What comes back is data only, a checkpoint in a temporary folder.
+The trainer and its data are pickled and sent to a spawned process through a pipe. The process never unpickles a file.
+It returns only data: a checkpoint in a temporary folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dovetail.runtime.relay import (
 )
 from dovetail.runtime.signals import ignore_interrupts
 from dovetail.trainers.reuse import configure, reset
-from dovetail.trainers.transfer import initial_state, set_initial_state, take_trained_state, trained_state
+from dovetail.trainers.transfer import apply_trained_state, initial_state, set_initial_state, trained_state
 
 if TYPE_CHECKING:
     from dovetail.trainers.trainer import Trainer
@@ -45,51 +45,51 @@ if TYPE_CHECKING:
 
 _RESULT, _FAILURE = "result", "failure.json"
 
-# Seconds that a child has, after Ctrl-C, to finish its update and to save.
+# Seconds that a child process has, after Ctrl-C, to finish its update and to save.
 _GRACE = 30.0
 
 
-class Seats:
-    """Lets in so many at once, and no more.
+class ConcurrencyLimit:
+    """Limits the number of threads inside a block.
 
     Example:
-        >>> seats = Seats()
-        >>> with seats.taken(limit=2), seats.taken(limit=2):
-        ...     seats.num_taken
+        >>> limiter = ConcurrencyLimit()
+        >>> with limiter.enter(limit=2), limiter.enter(limit=2):
+        ...     limiter.num_active
         2
     """
 
     def __init__(self) -> None:
-        self.num_taken = 0
+        self.num_active = 0
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, limit: int) -> Iterator[None]:
-        """Wait until fewer than `limit` seats are taken, and take one."""
+    def enter(self, limit: int) -> Iterator[None]:
+        """Wait until fewer than `limit` blocks are active, then enter."""
         with self._changed:
-            self._changed.wait_for(lambda: self.num_taken < limit)
-            self.num_taken += 1
+            self._changed.wait_for(lambda: self.num_active < limit)
+            self.num_active += 1
         try:
             yield
         finally:
             with self._changed:
-                self.num_taken -= 1
+                self.num_active -= 1
                 self._changed.notify_all()
 
 
-# Children belong to the process, whichever trainer or thread started them, and so does their number.
-_CHILDREN = Seats()
+# One limit per process: it counts the children of all trainers and threads.
+_CHILDREN = ConcurrencyLimit()
 
 
 @dataclass
-class Errand:
-    """One training to be done elsewhere.
+class RemoteJob:
+    """One training run for another process.
 
     Attributes:
-        trainer: Who trains.
-        trainset: The data of a new run; None goes on with the trainer's own, where `config` is None.
-        sampler: Which of them.
-        config: What `train_model` is given; None for `train`.
+        trainer: The trainer.
+        trainset: The data of a new run; if this and `config` are None, the trainer continues with its own data.
+        sampler: The samples to use.
+        config: The configuration for `train_model`; None means to call `train`.
     """
 
     trainer: Trainer
@@ -98,20 +98,20 @@ class Errand:
     config: Mapping[str, Any] | None = None
 
     @property
-    def begins_anew(self) -> bool:
-        """Whether progress, history and optimizers start from nothing."""
+    def is_new_run(self) -> bool:
+        """True if progress, history and optimizers are reset first."""
         return self.trainset is not None or self.config is not None
 
     def pack(self) -> bytes:
-        """Return this errand, with the state that training starts from, for `unpack`.
+        """Return this object and the initial state of training as bytes, for `unpack`.
 
         Raises:
-            ConfigError: A piece cannot be pickled; the message names it.
+            ConfigError: An object cannot be pickled; the message names it.
         """
-        initial = initial_state(self.trainer, continues=not self.begins_anew)
+        initial = initial_state(self.trainer, continues=not self.is_new_run)
         try:
-            # Not multiprocessing's pickler: torch has taught that one to move tensors to memory shared with the child,
-            # one open file each, so that the child would train the caller's own weights.
+            # Not multiprocessing's pickler: torch makes it move tensors to shared memory, with one open file each, and
+            # the child would then train the caller's own weights.
             return pickle.dumps((self, initial))
         except Exception as error:
             what, cause = next(self._culprits(), ("the trainer", error))
@@ -121,35 +121,35 @@ class Errand:
             ) from error
 
     @classmethod
-    def unpack(cls, cargo: bytes) -> Errand:
-        """Return the errand, ready to run in this process, quietly."""
-        errand: Errand
-        errand, initial = pickle.loads(cargo)  # noqa: S301 - the bytes of our own caller, through a pipe
-        trainer = errand.trainer
+    def unpack(cls, message: bytes) -> RemoteJob:
+        """Return the job, ready to run in this process, without progress display."""
+        job: RemoteJob
+        job, initial = pickle.loads(message)  # noqa: S301 - the caller sent these bytes through a pipe
+        trainer = job.trainer
         trainer.options.max_concurrency = None
         callbacks = trainer.context.callbacks
         callbacks.remove(*[callback for callback in callbacks if isinstance(callback, ProgressDisplay)])
         set_initial_state(trainer, initial)
-        return errand
+        return job
 
     def run(self) -> dict[str, Any]:
-        """Train, and return all that the caller's trainer needs to be in the same state."""
+        """Train, and return the state that the caller's trainer needs."""
         trainer = self.trainer
         started = time.perf_counter()
         if self.config is None:
-            # Not an override in a subclass: it has called the one that sent the trainer here.
+            # Not `train`: a subclass may override it, and its override has already called this code.
             trainer._train_here(self.trainset, self.sampler)
         else:
-            # Only a trainer with plato's names is sent with a configuration.
+            # Only a trainer with plato's names receives a configuration.
             cast("Any", trainer).train_model(self.config, self.trainset, self.sampler)
         seconds = time.perf_counter() - started
         payload = trainer.strategies.model_update.get_update_payload(trainer.context)
         return {"seconds": seconds, "payload": payload, **trained_state(trainer)}
 
     def take(self, result: Mapping[str, Any]) -> None:
-        """Bring the trainer to where `run` has brought its copy."""
+        """Set the trainer to the state of the copy that ran."""
         trainer, context = self.trainer, self.trainer.context
-        if self.begins_anew:
+        if self.is_new_run:
             reset(trainer)
             trainer._sampler = self.sampler
             if self.config is not None:
@@ -160,7 +160,7 @@ class Errand:
             trainer._saves_by_default = True
         trainer._data.forget_loaders()
         context.state.pop("train_loader", None)
-        take_trained_state(trainer, trainer.plan(), result)
+        apply_trained_state(trainer, trainer.plan(), result)
 
     def _culprits(self) -> Iterator[tuple[str, Exception]]:
         for name, piece in self._pieces():
@@ -188,66 +188,66 @@ class Errand:
 def train_in_process(
     trainer: Trainer, trainset: Any, sampler: Any, config: Mapping[str, Any] | None = None
 ) -> tuple[float, dict[str, Any]]:
-    """Train in a spawned process, at most `max_concurrency` of which run at once, and bring all of it back.
+    """Train in a spawned process, at most `max_concurrency` of which run at once, and copy all results back.
 
-    The trainer ends in the very state that training here would have left: weights (in the caller's own module),
-    optimizers, schedulers, history, progress, randomness, and the states of strategies, callbacks and participants. It
-    is the same to the last bit if both compute with the same number of threads. Of objects without a `state_dict`
-    nothing comes back, and of `context.state` what a checkpoint can hold. After an error the trainer is as it was.
+    The trainer ends in the same state as after training in this process: weights (in the caller's own module),
+    optimizers, schedulers, history, progress, RNG, and the states of strategies, callbacks and participants. The state
+    is the same to the last bit if both use the same number of threads. Objects without a `state_dict` are not copied
+    back, and of `context.state` only the values that a checkpoint can hold. After an error the trainer is unchanged.
 
-    The child starts from the generators of this process and leaves them where it ended. Threads that train at the same
-    time share them, as always: give each trainer a `seed`.
+    The child starts with the RNG state of this process, and its final RNG state is copied back. Threads that train at
+    the same time share the generators: give each trainer a `seed`.
 
-    The child computes with its share of the cores, shows no progress, and ends when the caller does. Ctrl-C ends
-    it after its running update, and a second one at once. `setup` and `teardown` of strategies stay with the caller.
+    The child uses its share of the cores, shows no progress, and ends when the caller does. Ctrl-C stops it after its
+    running update, and a second one immediately. `setup` and `teardown` of strategies run in the caller.
 
     Args:
         trainer: A trainer with the option `max_concurrency`.
-        trainset: Training data, as `train` takes it.
-        sampler: Which of them.
-        config: What `train_model` is given; None to do what `train` does.
+        trainset: Training data, as for `train`.
+        sampler: The samples to use.
+        config: The configuration for `train_model`; None means to call `train`.
 
     Returns:
-        The seconds that training took, without the start of the process, and the payload of the update strategy.
+        The seconds of training, without the start of the process, and the payload of the update strategy.
 
     Raises:
-        ConfigError: A piece cannot be pickled.
-        TrainingProcessError: The process was killed, or ended by an error that is neither Python's own nor ours; those
-            are raised as what they are. A note has the traceback of the child.
+        ConfigError: An object cannot be pickled.
+        TrainingProcessError: The process was killed, or raised an error class that is neither Python's nor ours; other
+            errors are raised with their own class. A note has the traceback of the child.
     """
     limit = trainer.options.max_concurrency
     assert limit is not None
-    errand = Errand(trainer, trainset, sampler, config)
+    job = RemoteJob(trainer, trainset, sampler, config)
     with (
-        _CHILDREN.taken(limit),
+        _CHILDREN.enter(limit),
         TemporaryDirectory(prefix="dovetail-training-", ignore_cleanup_errors=True) as folder,
     ):
-        exit_code = _spawn(errand.pack(), folder, limit)
+        exit_code = _spawn(job.pack(), folder, limit)
         failure = Path(folder, _FAILURE)
         if failure.exists():
             raise rebuilt(load_error(failure))
         if exit_code != 0:
             guard = "; a program must start training below `if __name__ == '__main__':`" if 0 < exit_code < 128 else ""
-            raise TrainingProcessError(f"the training process {describe_exit(exit_code)}, and nothing came back{guard}")
+            raise TrainingProcessError(f"the training process {describe_exit(exit_code)} without a result{guard}")
         result = store.load(Path(folder, _RESULT))
-    errand.take(result)
+    job.take(result)
     return result["seconds"], result["payload"]
 
 
-def _spawn(cargo: bytes, folder: str, limit: int) -> int:
-    """Run a child to its end, and return its exit code."""
+def _spawn(message: bytes, folder: str, limit: int) -> int:
+    """Run a child process until it ends, and return its exit code."""
     spawn = multiprocessing.get_context("spawn")
     theirs, ours = spawn.Pipe(duplex=False)
-    # Not a daemon: those may have no children, and so no loader with workers.
+    # Not a daemon: a daemon may not have children, and so no data workers.
     given = theirs, folder, circumstances(limit)
     child = spawn.Process(target=_work, args=given, name="dovetail-training", daemon=False)
     with ours:
         with theirs:
             child.start()
         try:
-            # A child that is no more says by its exit code what became of it.
+            # If the child has already ended, its exit code reports the reason.
             with suppress(BrokenPipeError):
-                ours.send_bytes(cargo)
+                ours.send_bytes(message)
             child.join()
         except BaseException:
             _end(child)
@@ -265,15 +265,15 @@ def _end(child: SpawnProcess) -> None:
         child.join()
 
 
-def _work(cargo: Connection, folder: str, found: Mapping[str, Any]) -> None:
-    """The whole life of a child."""
-    # The caller passes Ctrl-C on as SIGTERM, once.
+def _work(connection: Connection, folder: str, found: Mapping[str, Any]) -> None:
+    """Run a child process: receive the job, train, and write the result or the error."""
+    # The caller forwards Ctrl-C as one SIGTERM.
     ignore_interrupts()
     set_circumstances(found)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
         with saved_error(Path(folder, _FAILURE)):
-            store.save(Path(folder, _RESULT), Errand.unpack(cargo.recv_bytes()).run())
+            store.save(Path(folder, _RESULT), RemoteJob.unpack(connection.recv_bytes()).run())
     finally:
         caller = multiprocessing.parent_process()
         if caller is not None and not caller.is_alive():
@@ -287,11 +287,11 @@ def _end_with_caller() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# ------------------------------------------------------------------ what can be sent, and what comes back
+# ------------------------------------------------------------------ finding the object that cannot be pickled
 
 
 class _Alone(pickle.Pickler):
-    """Pickles a piece without the trainer that it may know, whose other pieces are not its fault."""
+    """Pickles an object without the trainer that it may refer to, so that only its own errors are reported."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(io.BytesIO())

@@ -1,4 +1,4 @@
-"""All the randomness of a run: one seed sets it, one state holds it."""
+"""Random number generators: one seed for all of them, and their joint state."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def seed_everything(seed: int) -> None:
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:
-        # The same, without the stack traces that torch keeps in case an accelerator turns up: they take longer than
-        # the rest of the set-up of a short run.
+        # The same effect without the stack traces that torch stores in case an accelerator is used later: they take
+        # longer than the rest of the setup of a short run.
         torch.default_generator.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every generator that training may draw from: python, numpy, torch, cuda."""
+    """Return the state of every generator that training may use: python, numpy, torch, cuda."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),
@@ -41,7 +41,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put every generator back to what `rng_state` returned."""
+    """Restore the generators' states returned by `rng_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Passes over a loader that can be continued in the middle, in another process too, with the very same batches."""
+"""Resumable passes over a data loader: continued in the middle, also in another process, with the same batches."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dovetail.trainers.randomness import rng_state, set_rng_state
 
 
 class Reader:
-    """Reads the passes of one stage, and holds what is needed to continue the running one.
+    """Reads the passes of one stage, and stores the state to continue the running one.
 
     A pass depends on many random generators: the global ones, the generators that loader, sampler, dataset and
     transforms hold, and the generators of the worker processes. When a pass is continued, the generators are set to
-    their states at its start, the order is drawn again, the batches that are done are left out, and the generators are
-    set to their states at the moment of the checkpoint.
+    their states at its start, the order is drawn again, finished batches are skipped, and the generators are set to
+    their states at the moment of the checkpoint.
 
-    A plain `DataLoader` of torch is read through a copy of this library's class, which gives the same batches from the
+    A plain `DataLoader` of torch is read through a copy of this library's class, which yields the same batches from the
     same random numbers and records the random states of its workers.
 
     Args:
-        resumable: Whether a pass may be continued in its middle, as in training. False for passes that are always
+        resumable: True if a pass may be continued in its middle, as in training. False for passes that are always
             read from their start, and after which the global generators are restored.
     """
 
@@ -45,17 +45,17 @@ class Reader:
         self._start: dict[str, Any] | None = None
         # The state of a checkpoint, until the next pass starts.
         self._restored: dict[str, Any] | None = None
-        # The workers of a loader that has a `state_dict`, but does not know the random states of its workers.
+        # The worker states of a loader that has a `state_dict` without the random states of its workers.
         self._workers: WorkerStates | None = None
         self._checked: weakref.ref[Any] | None = None
         # The state before the last batch was read, if the caller reads ahead.
         self._before_ahead: dict[str, Any] | None = None
 
     def own(self, loader: Any) -> Any:
-        """Return the loader that batches are read from: a copy of torch's, else the loader itself."""
+        """Return the loader from which batches are read: a copy of a torch loader, else the loader itself."""
         if not isinstance(loader, torch_data.DataLoader) or isinstance(loader, DataLoader):
             return loader
-        # A class with its own iteration must be iterated its own way.
+        # A class that overrides `__iter__` must be iterated by its own method.
         if type(loader).__iter__ is not torch_data.DataLoader.__iter__:
             return loader
         copy = self._copies.get(loader)
@@ -69,26 +69,26 @@ class Reader:
         """Return the batches of a pass, or the rest of one.
 
         Args:
-            loader: What `own` returned.
+            loader: The result of `own`.
             epoch: The number of the pass.
-            start: The batches to leave out.
-            is_running: Whether the pass was started before: by this reader, or by the one whose state was restored.
-            reads_ahead: Whether the caller reads one batch more than it has used, to know which one is the last.
+            start: The number of batches to skip.
+            is_running: True if the pass was started before: by this reader, or by the reader of the restored state.
+            reads_ahead: True if the caller reads one batch ahead, to detect the last one.
         """
         state, self._restored = self._restored, None
         if state is not None and state.get("is_running", is_running) != is_running:
-            # The counters were reset since: this is a new run, or the pass of a trial.
+            # The counters were reset since then: this is a new run, or the pass of a trial.
             state = None
         if is_running and state is None:
             state = self.state_dict(loader, is_running=True) if loader is self._loader else self._start
         self._loader, self._before_ahead = loader, None
         batches = self._batches(loader, epoch, start, is_running, state)
-        return self._remembered(batches) if reads_ahead else batches
+        return self._with_state_before(batches) if reads_ahead else batches
 
     def _batches(
         self, loader: Any, epoch: int, start: int, is_running: bool, state: dict[str, Any] | None
     ) -> Iterable[Any]:
-        """Return the batches of a new pass, or the rest of the one that `state` belongs to."""
+        """Return the batches of a new pass, or the rest of the pass that `state` belongs to."""
         _set_epoch(loader, epoch)
         if state is None:
             self._start = self._sources(loader) if self._resumable else None
@@ -100,7 +100,7 @@ class Reader:
         _set_sources(loader, state)
         if isinstance(loader, DataLoader):
             _load(loader, state)
-            # The position that counts is the trainer's: of several processes each has its own.
+            # The trainer's position counts: of several processes each has its own.
             _set_epoch(loader, epoch)
         self._start = state if is_running else self._sources(loader)
         if keeps_place(loader):
@@ -113,19 +113,19 @@ class Reader:
             if state.get("ahead") is not None:
                 # One batch was read ahead, before the last step drew its random numbers.
                 set_rng_state(state["ahead"])
-                batches = _taken_first(batches)
+                batches = _read_first(batches)
             set_rng_state(now)
         return batches
 
     def state_dict(self, loader: Any, *, is_running: bool) -> dict[str, Any]:
-        """Return what the rest of the running pass, or the whole next one, is read from.
+        """Return the state from which the rest of the running pass, or the whole next pass, can be read.
 
         Args:
-            loader: What `own` returned, for a reader that has read nothing yet; None if there is none.
-            is_running: Whether a pass is running.
+            loader: The result of `own`, for a reader that has read nothing yet; None if there is none.
+            is_running: True if a pass is running.
         """
         if self._restored is not None:
-            # Nothing was read since the state was restored: the loader, if there is one yet, is not at that place.
+            # Nothing was read since the state was restored, so the loader, if it exists, is not at that position.
             return self._restored
         if is_running and self._before_ahead is not None:
             return self._before_ahead
@@ -143,14 +143,14 @@ class Reader:
             state["share"] = [loader.num_replicas, loader.rank]
         elif keeps_place(loader):
             now = rng_state()
-            # Some loaders start their iteration to answer this.
+            # Some loaders start their iteration in `state_dict`, which draws random numbers.
             state["loader"] = loader.state_dict()
             set_rng_state(now)
             state["workers"] = list(self._workers.states) if is_running and self._workers is not None else None
         return state
 
     def has_state(self, loader: Any) -> bool:
-        """Whether passes over `loader` depend on anything but the loader's own seed."""
+        """Return whether passes over `loader` depend on anything besides the loader's own seed."""
         if self._restored is not None:
             return True
         return loader is not None and not (
@@ -158,21 +158,21 @@ class Reader:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, with the next pass, where `state_dict` was called.
+        """Continue with the next pass at the position where `state_dict` was called.
 
         Raises:
-            KeyError, TypeError, ValueError: The state is not one that `state_dict` returned. Most of it is used only
-                when the next pass starts, so its form is checked now.
+            KeyError, TypeError, ValueError: The state does not have the form of `state_dict`. Most of it is used
+                only when the next pass starts, so its form is checked now.
         """
         _check_form(state)
         self._start = self._restored = dict(state)
 
     def reset(self) -> None:
-        """Forget the running pass and what was restored; the copies of loaders stay."""
+        """Forget the running pass and the restored state; the copies of loaders stay."""
         self._loader = self._start = self._restored = self._workers = self._before_ahead = None
 
     def inexact(self, loader: Any) -> str | None:
-        """Return why a run over `loader` may not continue exactly; None if it does, or if it was asked before."""
+        """Return why a run over `loader` may not resume exactly; None if it does, or if this was already reported."""
         if self._checked is not None and self._checked() is loader:
             return None
         if isinstance(loader, torch_data.DataLoader):
@@ -189,9 +189,9 @@ class Reader:
         vars(self).update(state)
 
     def _sources(self, loader: Any) -> dict[str, Any]:
-        """Return the state of everything that a pass depends on when it starts, except this library's loader."""
+        """Return the state of everything that determines a new pass, except this library's loader."""
         if isinstance(loader, DataLoader) and loader.is_seeded:
-            # Tensors in memory draw nothing.
+            # Tensors in memory draw no random numbers.
             is_plain = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
             private = {} if is_plain else generator_states(_private_sources(loader))
             return {"rng": None, "generator": None, "sampler": None, "private": private}
@@ -203,8 +203,8 @@ class Reader:
             "private": generator_states(_private_sources(loader, with_order=True)),
         }
 
-    def _remembered(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches, and keep the state from before the last one: a caller that reads ahead has not used it."""
+    def _with_state_before(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, and keep the state before the last one: a caller that reads ahead has not used it."""
         iterator = iter(batches)
         while True:
             self._before_ahead = None
@@ -218,12 +218,12 @@ class Reader:
     def _stateful_batches(
         self, loader: Any, state: Mapping[str, Any] | None, now: Mapping[str, Any] | None
     ) -> Iterable[Any]:
-        """Return the batches of a loader that keeps its own place, from where `state` stands.
+        """Return the batches of a loader with its own position, from the position in `state`.
 
         Args:
             loader: The loader.
-            state: What `state_dict` returned; None for a new pass.
-            now: The state of the global generators that the pass is continued with.
+            state: The result of `state_dict`; None means a new pass.
+            now: The state of the global generators to continue the pass with.
         """
         self._workers = None
         if not isinstance(loader, torch_data.DataLoader) or not loader.num_workers or loader.persistent_workers:
@@ -240,19 +240,19 @@ class Reader:
             return self._workers.unstamped(iter(loader))
 
 
-def _taken_first(batches: Iterable[Any]) -> Iterator[Any]:
-    """Return the same batches, with the first one read already."""
+def _read_first(batches: Iterable[Any]) -> Iterator[Any]:
+    """Return the same batches, after reading the first one."""
     iterator = iter(batches)
     return chain(list(islice(iterator, 1)), iterator)
 
 
 def keeps_place(loader: Any) -> bool:
-    """Whether a loader of the user has its own `state_dict`."""
+    """Return whether a user's loader has its own `state_dict`."""
     return not isinstance(loader, DataLoader) and isinstance(loader, Stateful)
 
 
 def _place(loader: Any, state: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
-    """Bring a loader to its place in a state; what it draws for that does not count."""
+    """Move a loader to its position in a state; random numbers that this draws are restored."""
     if state is None or now is None or state["loader"] is None:
         return
     loader.load_state_dict(state["loader"])
@@ -262,7 +262,7 @@ def _place(loader: Any, state: Mapping[str, Any] | None, now: Mapping[str, Any] 
 
 
 def _reads_by_index(loader: Any) -> bool:
-    """Whether samples are read in this process, and those that are left out are not."""
+    """Return whether samples are read in this process by index, so that skipped samples are not read."""
     is_torch = isinstance(loader, torch_data.DataLoader)
     return is_torch and not loader.num_workers and not isinstance(loader.dataset, IterableDataset)
 
@@ -292,9 +292,9 @@ def _set_sources(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def _private_sources(loader: Any, *, with_order: bool = False) -> dict[str, Any]:
-    """Return the generators that the user's objects hold: dataset and collation, and `with_order` the samplers too."""
+    """Return the generators inside the user's dataset and collation, and with `with_order` also inside the samplers."""
     if isinstance(loader, (list, tuple)):
-        # Batches that are ready draw nothing.
+        # Batches in memory draw no random numbers.
         return {}
     if not isinstance(loader, torch_data.DataLoader):
         return find_generators(loader=loader)
@@ -307,7 +307,7 @@ def _private_sources(loader: Any, *, with_order: bool = False) -> dict[str, Any]
 
 
 def _load(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Restore the state of this library's loader, if it was one of the same share of the batches."""
+    """Restore the state of this library's loader, if the state is of the same share of the batches."""
     if state.get("reader") is None or list(state["share"]) != [loader.num_replicas, loader.rank]:
         return
     try:
@@ -322,7 +322,7 @@ def _load(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
 
 
 def _check_form(state: Mapping[str, Any]) -> None:
-    """Raise an error if a state has a form that `Reader.state_dict` never returned, in this or an earlier version."""
+    """Raise if a state has a form that `Reader.state_dict` never returned, in this or an earlier version."""
     now = rng_state()
     for randomness in (state["rng"], state.get("ahead")):
         if randomness is not None:
@@ -357,7 +357,7 @@ _BYTES = torch.Tensor
 
 
 def _expect(kind: Any, name: str, value: Any) -> None:
-    """Raise an error unless `value` is None or of a kind."""
+    """Raise unless `value` is None or an instance of a kind."""
     is_right = isinstance(value, kind) and (kind is not _BYTES or value.dtype == torch.uint8)
     if value is not None and not is_right:
         wanted = "tensor of bytes" if kind is _BYTES else kind.__name__

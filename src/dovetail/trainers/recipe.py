@@ -1,4 +1,4 @@
-"""Recipe of a trainer: options, objects, names, functions and strategies become the seven strategies."""
+"""Recipe of a trainer: builds the seven strategies from options, objects, names, functions and strategies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from dovetail.trainers.strategies.adapters import (
 )
 from dovetail.trainers.strategies.bundle import ROLES, Strategies
 
-# The table of conflicts: by role, the arguments of a trainer that have no effect beside a strategy of that role.
+# By role, the arguments of a trainer that would have no effect beside a strategy of that role.
 CONFLICTS: dict[str, frozenset[str]] = {
     "loss": frozenset({"loss_function"}),
     "optimizer": frozenset({"optim_function", "momentum", "weight_decay"}),
@@ -57,16 +57,16 @@ def make_strategies(given: Mapping[str, Any], options: TrainerOptions, names: Co
     """Return the seven strategies of a trainer.
 
     Args:
-        given: What the user gave in place of a strategy, by role. None means that the options decide.
+        given: The values that the user gave as strategies, by role. None means that the options decide.
         options: The options of the trainer.
-        names: The options that the user gave, by the names that the user wrote.
+        names: The options that the user gave, by the names in the call.
 
     Raises:
-        ConfigError: An option and a strategy decide the same thing.
+        ConfigError: An option and a strategy define the same thing.
     """
-    made = {role: as_strategy(role, piece) for role, piece in given.items() if piece is not None}
-    others = {role: strategy_from_options(role, options) for role in ROLES if role not in made}
-    strategies = Strategies(**made, **others, given=frozenset(made))
+    from_user = {role: as_strategy(role, piece) for role, piece in given.items() if piece is not None}
+    others = {role: strategy_from_options(role, options) for role in ROLES if role not in from_user}
+    strategies = Strategies(**from_user, **others, given=frozenset(from_user))
     check_conflicts(strategies, names)
     return strategies
 
@@ -79,11 +79,11 @@ def options_from(
     Args:
         keywords: The options by their names.
         spelled: The arguments that are other names of options, by `SPELLINGS`; None means not given.
-        also_known: Further names of arguments, for the error about an unknown one.
+        also_known: Further names of arguments, for the suggestion in the error about an unknown one.
 
     Raises:
         ConfigError: An option is given under both of its names.
-        UnknownNameError: There is no such option; the error has the nearest name.
+        UnknownNameError: There is no such option; the error suggests the nearest name.
     """
     renamed = {SPELLINGS[name]: piece for name, piece in spelled.items() if piece is not None}
     for name, option in SPELLINGS.items():
@@ -113,7 +113,7 @@ def strategy_from_options(role: str, options: TrainerOptions) -> Any:
 
 
 def check_conflicts(strategies: Strategies, names: Collection[str]) -> None:
-    """Raise if one of the named options would have no effect because a strategy decides the same thing."""
+    """Raise if a named option would have no effect because a strategy defines the same thing."""
     for role in sorted(strategies.given & CONFLICTS.keys()):
         for name in sorted(names):
             if SPELLINGS.get(name, name) in CONFLICTS[role]:
@@ -129,13 +129,13 @@ def check_owned(optimizer: Any, model: nn.Module | None, criterion: Any) -> None
     owned = {parameter for module in modules for parameter in module.parameters()}
     if owned.isdisjoint(parameter for it in given for group in it.param_groups for parameter in group["params"]):
         raise ConfigError(
-            "optimizer: none of its parameters is one of the model's: make it of the model that the trainer is given, "
+            "optimizer: none of its parameters is one of the model's: build it from the model of the trainer, "
             "or give a callable such as partial(SGD, lr=0.1)"
         )
 
 
 def as_strategy(role: str, given: Any) -> Any:
-    """Return a strategy from whatever a user may give in its place.
+    """Return a strategy from any value that is accepted in its place.
 
     Args:
         role: The role, such as `loss`.
@@ -150,8 +150,8 @@ def as_strategy(role: str, given: Any) -> Any:
             * data_loader, testing: a callable with the arguments of `create_train_loader` or `test_model`.
 
     Raises:
-        ConfigError: Nothing of this kind is accepted for the role.
-        UnknownNameError: There is no such name; the error has the nearest one.
+        ConfigError: The role does not accept this kind of value.
+        UnknownNameError: There is no such name; the error suggests the nearest one.
 
     Example:
         >>> from functools import partial
@@ -185,17 +185,17 @@ def as_strategy(role: str, given: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a role accepts in place of a strategy.
+    """The values that a role accepts in place of a strategy.
 
     Attributes:
         kind: The base class of the role's strategies.
         module: The module whose strategies can be given by name.
-        adapter: Makes a strategy from a callable or an object.
-        names: Names of torch that are accepted, too.
-        objects: Objects that are accepted though they may not be callable.
-        compose: Makes one strategy from a list; None if a list is not accepted.
+        adapter: Builds a strategy from a callable or an object.
+        names: Names of torch that are also accepted.
+        objects: Accepted types that may not be callable.
+        compose: Builds one strategy from a list; None if a list is not accepted.
         lists: The types that count as a list.
-        accepted: What an error message says is accepted; empty for the usual sentence.
+        accepted: The accepted values, for an error message; empty for the default text.
     """
 
     kind: type[base.Strategy]
@@ -210,8 +210,8 @@ class _Form:
 
 def _weighted_sum(given: Sequence[Any]) -> base.Strategy:
     pairs = [it if isinstance(it, tuple) else (it, None) for it in given]
-    made = [(as_strategy("loss", it), weight) for it, weight in pairs]
-    return loss_criterion.CompositeLossStrategy([it if weight is None else (it, weight) for it, weight in made])
+    weighted = [(as_strategy("loss", it), weight) for it, weight in pairs]
+    return loss_criterion.CompositeLossStrategy([it if weight is None else (it, weight) for it, weight in weighted])
 
 
 _FORMS = {

@@ -1,4 +1,4 @@
-"""Trainers and their pieces by name, as a configuration calls them."""
+"""Registry of trainers, losses, optimizers and schedulers by the names of a configuration."""
 
 from __future__ import annotations
 

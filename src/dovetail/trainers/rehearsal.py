@@ -1,4 +1,4 @@
-"""Rehearsal of the next epoch: the one loop with a trainer that computes nothing, and what it finds."""
+"""Rehearsal of the next epoch: the training loop with a trainer that computes nothing, to count what it would do."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import BatchState, Plan, Stage, Window
 from dovetail.trainers.metrics import Meter
+from dovetail.trainers.preserve_state import layers, preserve_attributes, strategies_of
 from dovetail.trainers.strategies.bundle import Strategies
-from dovetail.trainers.untouched import kept, layers, strategies_of
 from dovetail.units import Epochs
 
 if TYPE_CHECKING:
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What the next epoch, or the rest of the running one, will do. None stands for what cannot be known before.
+class EpochForecast:
+    """The plan of the next epoch, or of the rest of the running one. None means that a value is unknown in advance.
 
     Attributes:
-        plan: What a call of `fit` would be asked to do.
-        has_data: Whether there is training data.
+        plan: The plan that a call of `fit` would have.
+        has_data: True if there is training data.
         num_batches: Training batches.
         batch_size: Samples in a training batch.
         updates: Accumulation windows, and so updates of every optimizer.
         num_val_batches: Batches in one validation.
         validations: Validation passes.
-        checkpoints: Where its periodic checkpoints will lie.
-        best_checkpoint: Where the best validation has a checkpoint of its own, if it has.
-        rate: The learning rate at the start, None without a model.
+        checkpoints: The paths of the periodic checkpoints.
+        best_checkpoint: The path of the separate checkpoint of the best validation, if there is one.
+        rate: The learning rate at the start; None without a model.
         end_rate: The learning rate after the epoch.
-        follows_metric: Whether the rate follows a metric besides, which may move it further.
+        follows_metric: True if a scheduler follows a metric, which may change the rate further.
     """
 
     plan: Plan
@@ -61,19 +61,19 @@ class Outlook:
     follows_metric: bool = False
 
 
-def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
-    """Return what the next epoch will do; the trainer does not change.
+def forecast_epoch(trainer: Trainer, **requested: Any) -> EpochForecast:
+    """Return the plan of the next epoch; the trainer does not change.
 
     Args:
         trainer: The outermost layer.
-        wishes: `max_length`, `validation_period` and `checkpoint_period`, as for `fit`.
+        requested: `max_length`, `validation_period` and `checkpoint_period`, as for `fit`.
     """
     context = trainer.context
-    with kept(trainer), warnings.catch_warnings():
-        # Torch wants an optimizer to step before its scheduler, and here none steps.
+    with preserve_attributes(trainer), warnings.catch_warnings():
+        # Torch warns if a scheduler steps before its optimizer, and no optimizer steps here.
         warnings.simplefilter("ignore")
         _work_on_copies(trainer)
-        plan = trainer.plan(**wishes)
+        plan = trainer.plan(**requested)
         saver, progress = context.run.saver, context.progress
         has_data, num_batches = _length(trainer, "train")
         rest = None if num_batches is None else num_batches - progress.batch
@@ -93,7 +93,7 @@ def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
             checkpoints = tuple(rehearsal.checkpoints)
             if is_ours(trainer, "scheduler_step"):
                 end_rate = _rate(optimizers)
-        return Outlook(
+        return EpochForecast(
             plan=plan,
             has_data=has_data,
             num_batches=rest,
@@ -110,27 +110,27 @@ def look_ahead(trainer: Trainer, **wishes: Any) -> Outlook:
 
 
 def owners_of(trainer: Trainer, name: str) -> tuple[list[type[Any]], bool]:
-    """The classes that answer a verb or seam, the outermost first, and whether they pass on to the plain trainer."""
+    """Return the classes that override a verb or seam, outermost first, and whether they all call `super()`."""
     found: list[type[Any]] = []
     for cls in trainer._customized_by(name):
         found.append(cls)
-        if not _passes_on(vars(cls)[name]):
+        if not _calls_super(vars(cls)[name]):
             return found, False
     return found, True
 
 
-def _passes_on(method: Any) -> bool:
+def _calls_super(method: Any) -> bool:
     code = getattr(method, "__code__", None)
     return code is not None and "super" in code.co_names
 
 
 def is_ours(trainer: Trainer, verb: str) -> bool:
-    """Whether only the library answers a verb, so that calling it has no effects but those that are put back."""
+    """Return whether only the library overrides a verb, so that `preserve_attributes` undoes all effects of a call."""
     return all(cls.__module__.startswith("dovetail.") for cls in owners_of(trainer, verb)[0])
 
 
 def _work_on_copies(trainer: Trainer) -> None:
-    """Give a trainer, for as long as `kept` holds it, optimizers, schedulers and counters that it may spoil."""
+    """Give a trainer copies of optimizers, schedulers and counters, which the rehearsal may change."""
     context = trainer.context
     core, strategies = trainer.core, strategies_of(trainer)
     # Weights and moments are large and never written here, so they are shared.
@@ -151,9 +151,9 @@ def _work_on_copies(trainer: Trainer) -> None:
         copied.is_set_up = strategies.is_set_up
         vars(core)["strategies"] = copied
     context.progress, context.run.batch = copy.copy(context.progress), copy.copy(context.run.batch)
-    # What was seen of earlier epochs says nothing about this one.
+    # Validation results of earlier epochs say nothing about this one.
     context.run.validation, context.state = {}, {**context.state, "last_loss": None}
-    # Made by the trainer now if they are not there yet, and from then on ours alone.
+    # Build the optimizer if it does not exist yet, before it is copied.
     _ = getattr(core, "optimizer", None)
     context.optimizers, context.schedulers = copy.deepcopy((context.optimizers, context.schedulers), memo)
 
@@ -173,12 +173,12 @@ def _values(state: Any) -> list[Any]:
 
 
 class _Rehearsal(Trainer):
-    """Takes a trainer's place in the loop and counts updates, validations and checkpoints; nothing is computed.
+    """Replaces a trainer in the loop and counts updates, validations and checkpoints; nothing is computed.
 
     Args:
-        trainer: The trainer. Its schedulers are moved, so they must be copies.
+        trainer: The trainer. Its schedulers are stepped, so they must be copies.
         num_batches: Batches of a whole pass over the training data.
-        batch_size: Samples in a batch; None if that is unknown.
+        batch_size: Samples in a batch; None if unknown.
     """
 
     def __init__(self, trainer: Trainer, num_batches: int, batch_size: int | None) -> None:
@@ -188,10 +188,10 @@ class _Rehearsal(Trainer):
         self._trainer = trainer if is_ours(trainer, "scheduler_step") else None
         self._num_batches = num_batches
         self._batch_size = batch_size or 0
-        # The loop clears gradients and sets modes of what it finds: it must find neither optimizers nor a model.
+        # The loop clears gradients and sets the mode of the model, so the context must have no optimizers and no model.
         self._optimizers, context.optimizers, context.model = context.optimizers, [], None
         context.callbacks, context.history = Callbacks(), History()
-        # A process that is not the main one writes nothing.
+        # Only the main process writes checkpoints.
         context.process.is_main, context.process.peers, context.process.has_peers = False, None, False
         run = context.run
         run.trainer, run.stop_reason, run.loss_is_default = self, None, False
@@ -238,7 +238,7 @@ class _Rehearsal(Trainer):
     def reduce(self, meter: Meter) -> Meter:
         return meter
 
-    def plan(self, **wishes: Any) -> Plan:
+    def plan(self, **requested: Any) -> Plan:
         assert self.context.run.plan is not None
         return self.context.run.plan
 
@@ -263,7 +263,7 @@ class _Rehearsal(Trainer):
 
 
 def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
-    """Whether a stage has data, and how many batches."""
+    """Return whether a stage has data, and its number of batches."""
     try:
         return True, trainer.num_batches(stage)
     except DataError:
@@ -271,7 +271,7 @@ def _length(trainer: Trainer, stage: Stage) -> tuple[bool, int | None]:
 
 
 def _batch_size(trainer: Trainer) -> int | None:
-    """The samples of a full training batch, if that can be told without reading any."""
+    """Return the samples of a full training batch, if this is known without reading data."""
     core = cast("SingleProcessTrainer", trainer.core)
     loader = core._loader("train")
     if isinstance(loader, (list, tuple)) and loader:

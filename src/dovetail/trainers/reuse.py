@@ -1,6 +1,6 @@
 """Preparation of a trainer for another run: reset, configuration, strategies, and training from the start.
 
-They are for one trainer that is used for many runs in turn, each with its data, configuration and strategies.
+Use these functions when one trainer makes many runs in turn, each with its own data, configuration and strategies.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.history import History
 from dovetail.trainers.metrics import Meter
-from dovetail.trainers.own_steps import refuse_two_steps
+from dovetail.trainers.own_steps import reject_two_steps
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies.bundle import check_roles
 from dovetail.units import Progress
 
-__all__ = ["configure", "equip", "fit_anew", "reset"]
+__all__ = ["configure", "equip", "fit_new_run", "reset"]
 
 
 def reset(trainer: SingleProcessTrainer) -> None:
-    """Forget progress, history, optimizer state and the best result of a trainer, and keep its model.
+    """Reset progress, history, optimizer state and the best result of a trainer; the model stays.
 
     Example:
         >>> import torch
@@ -35,7 +35,7 @@ def reset(trainer: SingleProcessTrainer) -> None:
     context = trainer.context
     context.progress, context.history, context.run.meter = Progress(), History(), Meter()
     for optimizer in context.optimizers:
-        # An optimizer that the user made is used again.
+        # An optimizer object of the user is used again, so clear its state.
         optimizer.state.clear()
     context.optimizers.clear()
     context.schedulers.clear()
@@ -44,20 +44,20 @@ def reset(trainer: SingleProcessTrainer) -> None:
 
 
 def configure(trainer: SingleProcessTrainer, config: Mapping[str, Any]) -> None:
-    """Set the configuration of the next run: `config` over the trainer's own; earlier configurations do not count."""
+    """Set the configuration of the next run: `config` over the trainer's own; earlier calls have no effect."""
     trainer.context.config = {**trainer._own_config, **config}
 
 
-def fit_anew(
+def fit_new_run(
     trainer: SingleProcessTrainer, trainset: Any, sampler: Any = None, config: Mapping[str, Any] | None = None
 ) -> None:
-    """Reset a trainer, and run it over a training set.
+    """Reset a trainer, and train it on a training set.
 
     Args:
         trainer: The trainer.
-        trainset: Training data, as `fit` takes them.
-        sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
-        config: What `configure` takes; None keeps the present configuration.
+        trainset: Training data, as for `fit`.
+        sampler: Indices, a torch sampler, or an object with `.get()`; None means all data.
+        config: The configuration, as for `configure`; None keeps the current one.
     """
     reset(trainer)
     if config is not None:
@@ -68,30 +68,30 @@ def fit_anew(
 
 
 def equip(trainer: SingleProcessTrainer, **strategies: Any) -> None:
-    """Put strategies in place of those that a trainer has, before a run; a new one may hold the present one.
+    """Replace strategies of a trainer before a run; a new strategy may contain the current one.
 
     Args:
-        trainer: The trainer, which does not run.
+        trainer: A trainer that is not running.
         strategies: By role: `loss`, `optimizer`, `training_step`, `lr_scheduler`, `model_update`, `data_loader`,
             `testing`.
 
     Raises:
-        ConfigError: There is no such role, or a strategy is of another one; or the trainer runs, or is closed.
+        ConfigError: There is no such role, a strategy has another role, or the trainer is running or closed.
     """
     if not strategies:
         return
     context = trainer.context
     if context.run.trainer is not None:
-        raise ConfigError("equip: a trainer that runs keeps its strategies until its run has ended")
+        raise ConfigError("equip: the trainer is running; replace its strategies before or after a run")
     check_roles(strategies)
-    refuse_two_steps(trainer, strategies.get("training_step", trainer.strategies.training_step))
+    reject_two_steps(trainer, strategies.get("training_step", trainer.strategies.training_step))
     context.run.loss_is_default &= "loss" not in strategies
     if not trainer.strategies.is_set_up:
         raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")
     trainer._closing.detach()
     if trainer._strategy_hooks is not None:
         context.callbacks.remove(trainer._strategy_hooks)
-    # Strategies that stay were set up once, and stay so. A new one sets up those that it holds.
+    # Strategies that stay are already set up. A new strategy sets up the strategies inside it.
     for role in strategies:
         present = getattr(trainer.strategies, role)
         if present is not None:

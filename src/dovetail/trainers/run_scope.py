@@ -1,4 +1,4 @@
-"""Scope of a run: set-up and teardown of a trainer, evaluation without a trace, and the data that passes are lent."""
+"""Scope of a run: setup and teardown of a trainer, evaluation without side effects, and temporary data of stages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def running(trainer: Trainer, stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
-    """Compute without gradients in evaluation mode; restore every module's mode, the stage and all randomness."""
+    """Compute without gradients in evaluation mode; restore the modes of all modules, the stage and the RNG state."""
     model, stage_before = context.model, context.stage
     modes = [(module, module.training) for module in model.modules()] if model is not None else []
     randomness = rng_state()
@@ -58,11 +58,11 @@ def evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
     if model is not None:
         model.eval()
     try:
-        # Not inference_mode: a model or a metric may keep a tensor of this pass and train with it or change it later.
+        # Not inference_mode: a model or a metric may store a tensor of this pass and train with it or change it later.
         with torch.no_grad():
             yield
     except BaseException as error:
-        # Here, because the stage is that of training again when the error has left this function.
+        # Here, because outside of this function the stage is again the training stage.
         _note_place(context, stage, error)
         raise
     finally:
@@ -74,7 +74,7 @@ def evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def custom_evaluation(trainer: Trainer, stage: Stage = "test", data: Any = None) -> Iterator[None]:
-    """Set a trainer up for a pass over data that the caller computes; nothing of the training changes."""
+    """Prepare a trainer for a pass over data that the caller computes; the state of training does not change."""
     context = trainer.context
     with ExitStack() as stack:
         for state in (lend_data(context, stage, data), running(trainer, stage), evaluating(context, stage)):
@@ -86,13 +86,13 @@ def custom_evaluation(trainer: Trainer, stage: Stage = "test", data: Any = None)
 
 
 def set_data(context: TrainingContext, **data: Any) -> None:
-    """Set the data of stages, by stage; None keeps the present data."""
+    """Set the data of stages, by stage; None keeps the current data."""
     context.run.data.update({stage: source for stage, source in data.items() if source is not None})
 
 
 @contextmanager
 def lend_data(context: TrainingContext, stage: Stage, data: Any) -> Iterator[None]:
-    """Set the data of a stage, and restore the present data afterwards."""
+    """Set the data of a stage, and restore the previous data afterwards."""
     before = context.run.data.get(stage)
     set_data(context, **{stage: data})
     try:
@@ -102,7 +102,7 @@ def lend_data(context: TrainingContext, stage: Stage, data: Any) -> Iterator[Non
 
 
 def _note_place(context: TrainingContext, stage: Stage, error: BaseException) -> None:
-    """Add to an error where a run was, unless a pass inside the run has done so."""
+    """Add the position in the run to an error, unless a pass inside the run has done so."""
     if any(note.startswith("while ") for note in getattr(error, "__notes__", ())):
         return
     run, progress = context.run, context.progress

@@ -1,4 +1,4 @@
-"""State of a run that the loop keeps: plan, running batch, stop request, and the processes that take part."""
+"""State of a run that the loop keeps: plan, running batch, stop request, and the role of the process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Plan:
     """Length and periods of one call of `fit`.
 
     Attributes:
-        max_length: Where training ends, counted from the start of the trainer's progress.
+        max_length: The length of training, counted from the start of the trainer's progress.
         validate: The validation period, or None for no validation.
         save: The checkpoint period, or None.
         report: Batches between two reports.
@@ -99,7 +99,7 @@ class BatchState:
 
 @dataclass(slots=True)
 class RunState:
-    """What the loop keeps about a run. Callbacks and strategies may read it; only the kernel writes it.
+    """State that the loop keeps about a run. Callbacks and strategies may read it; only the kernel writes it.
 
     Attributes:
         trainer: The layer on which `fit`, `evaluate` or `predict` was called; None if nothing runs.
@@ -127,8 +127,8 @@ class RunState:
         closure: Computes forward and backward of the running batch again, for such an optimizer.
         stop_reason: Why training ends; None if it continues.
         signal: The signal that requested the stop, or None.
-        stop_request: The reason and the signal of a stop that not all processes know of yet.
-        interrupted: True if a signal ended the run.
+        stop_request: The reason and the signal of a stop request that not all processes have received yet.
+        interrupted: True if the running epoch ended before its last batch, by a stop or by `max_length`.
     """
 
     trainer: Trainer | None = None
@@ -216,14 +216,14 @@ class RunState:
 
 @dataclass(slots=True)
 class ProcessState:
-    """The place of this process among those that train together.
+    """Role of this process in a run of several processes.
 
     Attributes:
         is_main: True if this process writes, displays and logs; of several, only the first one does.
         share: The batches that belong to this process.
         peers: The processes that write and read checkpoints together if each holds a part of the state; else None.
-        has_peers: True if a stop request must wait until every process of the run knows of it.
-        stays_here: True if runs start in this process, whatever a layer would launch.
+        has_peers: True if a stop request must wait until every process of the run has received it.
+        stays_here: True if runs stay in this process, even if a layer has a launcher.
     """
 
     is_main: bool = True

@@ -1,4 +1,4 @@
-"""When checkpoints are written, under which names, and which of them stay."""
+"""Checkpoints of a trainer: when they are written, their names, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.checkpoint.files import DISK, damaged_name, sweep
 from dovetail.checkpoint.manifest import STATE
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError, add_note
 from dovetail.history import History
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 from dovetail.trainers.fitting import restoring
 from dovetail.trainers.options import TrainerOptions
 from dovetail.units import Progress
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
 
 
-# The options that say which periodic checkpoints stay, and what `Saver.retention` calls them.
+# Options for the periodic checkpoints to keep, and their names in `Saver.retention`.
 RETENTION = {"keep_last": "last", "keep_best": "best", "keep_every": "every"}
 
 
 @dataclass
 class Saver:
-    """The checkpoints of one trainer: where they lie and which ones are kept.
+    """Settings and state of the checkpoints of one trainer.
 
     Attributes:
         directory: The folder of the checkpoints.
-        name: The first part of their names.
-        keep_best: Whether the best validation so far has a checkpoint of its own, `best_<name>`.
-        monitor: What "best" means; None for `valid_accuracy` where there is one, else `valid_loss`.
-        mode: Whether smaller (`min`) or larger (`max`) is better; None follows the monitor's name.
-        after_validation: Whether every validation is followed by a checkpoint.
-        retention: Which periodic checkpoints stay: `last`, `best` (by the monitor) and `every`, as
-            `dovetail.checkpoint.retain` takes them; empty for all.
-        keep_history: Whether the history is written to `<name>_history.jsonl`, row by row.
-        on_error: Whether a failed write ends training or is only told.
-        in_background: Whether checkpoints are written beside training, in a thread.
+        name: The prefix of their names.
+        keep_best: True to keep a separate checkpoint of the best validation so far, `best_<name>`.
+        monitor: The metric of "best"; None means `valid_accuracy` if there is one, else `valid_loss`.
+        mode: Whether smaller (`min`) or larger (`max`) values are better; None derives this from the monitor's name.
+        after_validation: True to write a checkpoint after every validation.
+        retention: The periodic checkpoints to keep: `last`, `best` (by the monitor) and `every`, as in
+            `dovetail.checkpoint.retain`; empty means all.
+        keep_history: True to write the history to `<name>_history.jsonl`, row by row.
+        on_error: Whether a failed write ends training (`raise`) or only warns (`warn`).
+        in_background: True to write checkpoints in a thread while training continues.
         saved_at: The epoch and batch of the newest checkpoint.
         best: The best value so far.
-        best_of: The direction and metric of this value, such as `min valid_loss`; None if they are not known.
-        improved: Whether the last validation set it and is not written yet.
-        validated: Whether there was a validation since the last checkpoint.
-        owes: Whether a periodic checkpoint is due that is not written yet.
+        best_of: The direction and metric of this value, such as `min valid_loss`; None if unknown.
+        improved: True if the last validation was the best and is not saved yet.
+        validated: True if there was a validation since the last checkpoint.
+        owes: True if a periodic checkpoint is due and not written yet.
     """
 
     directory: Path
@@ -69,7 +69,7 @@ class Saver:
     owes: bool = False
     validated: bool = False
     writer: store.AsyncWriter | None = None
-    # What the background is writing: callbacks hear of it when it is on the disk.
+    # The checkpoint that the thread is writing: callbacks are called when it is on the disk.
     writing: Path | None = None
 
     def __post_init__(self) -> None:
@@ -78,12 +78,12 @@ class Saver:
 
     @classmethod
     def from_options(cls, options: TrainerOptions) -> Saver:
-        """Return what a trainer's options ask for."""
+        """Return the saver that a trainer's options describe."""
         rules = {rule: getattr(options, name) for name, rule in RETENTION.items()}
         return cls(
             Path(options.checkpoint_dir),
             options.checkpoint_name,
-            # The seed's rule: whoever saves at all keeps the best, too.
+            # A trainer that writes any checkpoints also keeps the best one.
             keep_best=options.save_best or options.save_every != 0,
             monitor=options.best_metric,
             mode=options.best_mode,
@@ -93,8 +93,8 @@ class Saver:
             in_background=options.save_in_background,
         )
 
-    def renewed(self, options: TrainerOptions) -> Saver:
-        """Return a saver by other options, which knows of this one's checkpoints if they have the same names."""
+    def with_options(self, options: TrainerOptions) -> Saver:
+        """Return a saver for other options; it keeps the state if directory and names are the same."""
         other = Saver.from_options(options)
         if (other.directory, other.name) == (self.directory, self.name):
             other.saved_at, other.owes = self.saved_at, self.owes
@@ -107,12 +107,12 @@ class Saver:
         return self.directory / f"best_{self.name}"
 
     def path(self, progress: Progress) -> Path:
-        """Return where the periodic checkpoint of a moment lies."""
+        """Return the path of the periodic checkpoint at a point of training."""
         return self.directory / f"{self.name}_epoch_{progress.epoch}_iter_{progress.batches}"
 
     def consider(self, metrics: Mapping[str, float]) -> None:
-        """Note whether a validation is strictly better than all before; the next checkpoint writes it down."""
-        # One that was written at this very batch, before the validation, does not hold it.
+        """Record whether a validation is strictly better than all before; the next checkpoint saves it."""
+        # A checkpoint that was written at this batch, before the validation, does not contain it.
         self.saved_at = None
         self.validated = True
         monitor = self._monitor(metrics)
@@ -131,10 +131,10 @@ class Saver:
         self.best_of = best_of
 
     def attach(self, history: History) -> None:
-        """Write the history, now and row by row from now on, if that is wanted.
+        """Write the history, now and row by row from now on, if `keep_history` is set.
 
-        A file of that name that is not a history is kept under another name, with a warning: the trainer has the
-        whole history in memory, so a damaged file must not end a run that is resumed.
+        A file of that name that is not a history is renamed, with a warning: the trainer has the whole history in
+        memory, so a damaged file must not stop a resumed run.
         """
         if not self.keep_history:
             return
@@ -154,16 +154,16 @@ class Saver:
             if "best" in rules:
                 monitor = self._monitor(metrics)
                 rules |= {"metric": monitor, "mode": self.mode or mode_of(monitor)}
-            # Before the first validation no checkpoint has the metric, and all of them stay.
+            # Before the first validation no checkpoint has the metric, and all of them are kept.
             with contextlib.suppress(UnknownNameError):
                 store.prune(self.directory, pattern=f"{self.name}_epoch_*", **rules)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far, and whether a periodic checkpoint is owed."""
+        """Return the best value so far, and whether a periodic checkpoint is pending."""
         return {"best": self.best, "best_of": self.best_of, "owes": self.owes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         best = state["best"]
         self.best, self.owes = None if best is None else float(best), bool(state["owes"])
         # Checkpoints of earlier versions do not have it.
@@ -174,15 +174,16 @@ class Saver:
 
 
 def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
-    """Write `best_<name>` after a validation better than all before, and the checkpoint of this moment if it is due.
+    """Write `best_<name>` after the best validation so far, and the periodic checkpoint if it is due.
 
-    Both are written at the end of all that happens at a batch or an epoch, so that going on from either is exact. The
-    best one comes first and remembers that the other is owed: killed between the two, a resumed run writes it.
+    Both are written after everything else that happens at a batch or an epoch, so that a resume from either is exact.
+    The best one is written first and records that the other is pending: if the process is killed between the two, the
+    resumed run writes it.
 
     Args:
         trainer: The outermost layer.
-        due: Whether a period has ended.
-        final: Whether training ends here: nothing is written that is up to date.
+        due: True if a period has ended.
+        final: True at the end of training: a checkpoint that is up to date is not written again.
     """
     context = trainer.context
     saver, progress = context.run.saver, context.progress
@@ -190,26 +191,26 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
         return
     due = due or (saver.after_validation and saver.validated)
     saver.validated = False
-    saver.owes = due and not (final and saver.saved_at == _place(progress))
+    saver.owes = due and not (final and saver.saved_at == _position(progress))
     if saver.keep_best and saver.improved:
         saver.improved = False
         save(trainer, saver.best_path)
     if saver.owes:
         saver.owes, saver.saved_at = False, None
         if _write(trainer, saver.path(progress)):
-            saver.saved_at = _place(progress)
+            saver.saved_at = _position(progress)
 
 
 def save(trainer: Trainer, path: Path) -> Path:
-    """Write the whole state of a trainer, seen from its outermost layer, and tell the callbacks."""
+    """Write the whole state of a trainer, from its outermost layer, and call `on_checkpoint` of the callbacks."""
     _write(trainer, path)
     return path
 
 
 def _write(trainer: Trainer, path: Path) -> bool:
-    """Write the state, and return whether it is on the disk, or on its way there; a failure is an error or told."""
+    """Write the state, and return whether it succeeded or continues in the background; a failure raises or warns."""
     context, saver = trainer.context, trainer.context.run.saver
-    # Every process of a run has a part in its state, and one of them writes it, unless it is in parts.
+    # All processes of a run compute the state; one of them writes it, unless each holds a part of it.
     state = trainer.state_dict()
     if not context.process.is_main and context.process.peers is None:
         return True
@@ -230,7 +231,7 @@ def _write(trainer: Trainer, path: Path) -> bool:
     if store.save(path, state, summary=summary, on_error=on_error, peers=context.process.peers) is None:
         return False
     if context.process.is_main:
-        _tell(trainer, path)
+        _notify(trainer, path)
     return True
 
 
@@ -247,14 +248,14 @@ def finish(trainer: Trainer) -> None:
         raise
     if path is None:
         return
-    # A write that only warned about its failure has left nothing to tell of.
+    # A write that failed with a warning has left no checkpoint.
     if path.exists():
-        _tell(trainer, path)
+        _notify(trainer, path)
     else:
         saver.saved_at = None
 
 
-def _tell(trainer: Trainer, path: Path) -> None:
+def _notify(trainer: Trainer, path: Path) -> None:
     context = trainer.context
     for on_checkpoint in context.callbacks.on_checkpoint:
         on_checkpoint(context, path)
@@ -263,10 +264,10 @@ def _tell(trainer: Trainer, path: Path) -> None:
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Give a trainer the whole state of a checkpoint.
+    """Restore the whole state of a checkpoint in a trainer.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or its state does not fit the trainer; the sentence names the file
+        CheckpointError: The checkpoint is damaged, or its state does not fit the trainer; the message names the file
             and the key.
     """
     _restore(trainer, path, store.load(path, peers=trainer.context.process.peers))
@@ -284,12 +285,14 @@ def _restore(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
 
 
 def resume(trainer: Trainer, source: str | Path) -> None:
-    """Go on from a checkpoint: a path, or with `"auto"` the newest intact one of the trainer's directory, if any."""
+    """Continue from a checkpoint: a path, or with `"auto"` the newest intact one of the trainer's directory, if any."""
     if not isinstance(source, (str, Path)):
         raise ConfigError(f"resume: expected 'auto' or the path of a checkpoint, got {source!r}")
     if source != "auto":
-        if str(source) in foreign.CHECKPOINTS and not Path(source).exists():
-            raise CheckpointError(f"resume: no checkpoint at {str(source)!r}; {foreign.CHECKPOINTS[str(source)]}")
+        if str(source) in other_libraries.CHECKPOINTS and not Path(source).exists():
+            raise CheckpointError(
+                f"resume: no checkpoint at {str(source)!r}; {other_libraries.CHECKPOINTS[str(source)]}"
+            )
         load(trainer, Path(source))
         return
     context, saver = trainer.context, trainer.context.run.saver
@@ -300,10 +303,10 @@ def resume(trainer: Trainer, source: str | Path) -> None:
         return
     path, state = newest
     _restore(trainer, path, state)
-    # The best one is no substitute: where training ends, the checkpoint of that moment is written beside it.
+    # Not for `best_<name>`: at the end of training the periodic checkpoint is still written beside it.
     if path == saver.path(context.progress):
-        saver.saved_at = _place(context.progress)
-    # Nothing is written or removed before every process has read.
+        saver.saved_at = _position(context.progress)
+    # No process writes or removes files before every process has read the checkpoint.
     trainer.settle()
     if saver.owes:
         if context.process.is_main:
@@ -311,12 +314,12 @@ def resume(trainer: Trainer, source: str | Path) -> None:
         checkpoint(trainer, due=True)
     if not context.process.is_main:
         return
-    # Killed after its last write, a run has nothing more to save that would clear away what is left over.
+    # If the run was killed after its last write, no later save would remove leftover files.
     saver.prune(context.run.validation)
     sweep(DISK, saver.directory)
 
 
-def _place(progress: Progress) -> tuple[int, int]:
+def _position(progress: Progress) -> tuple[int, int]:
     return progress.epoch, progress.batches
 
 

@@ -1,4 +1,4 @@
-"""Verbs and seams of a trainer in one process."""
+"""Single-process trainer: all verbs of the loop, and the seams that subclasses override."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dovetail.trainers.metrics import Meter, accuracy, as_metrics
 from dovetail.trainers.modules import as_module, forward
 from dovetail.trainers.optimization import Optimization
 from dovetail.trainers.options import as_mode
-from dovetail.trainers.own_steps import refuse_two_steps, watched
+from dovetail.trainers.own_steps import reject_two_steps, watch_step
 from dovetail.trainers.planning import make_plan
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.recipe import SPELLINGS, check_owned, make_strategies, options_from
@@ -56,9 +56,9 @@ StepFunction = Callable[[Any, Any], Mapping[str, Any]]
 
 
 class SingleProcessTrainer(base.Trainer, OptionAssignment):
-    """One model, one process: every verb of the loop, and the seams that a subclass may override.
+    """Implements every verb of the loop for one model in one process, and the seams that a subclass may override.
 
-    The arguments are those of `Trainer`.
+    It has the same arguments as `Trainer`.
     """
 
     _has_defaults = True
@@ -91,10 +91,10 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self.options = options_from(options, spelled, _CONSTRUCTOR_NAMES).bound_to(self)
         self._given = frozenset(SPELLINGS.get(name, name) for name in written)
         self._optimization = Optimization()
-        # Runs may be many and short: names are checked only if attributes were added.
+        # Runs may be many and short: attribute names are checked only after an attribute was added.
         self._num_attributes = 0
         if self.options.seed is not None and not isinstance(model, nn.Module):
-            # A model that is made here is made reproducibly.
+            # Seed before the model is built, so that its initial weights are reproducible.
             seed_everything(self.options.seed)
         own_device = as_device(device, self.options.device_id if "device_id" in options else None)
         if device is not None and "device_id" in options and as_device(None, self.options.device_id) != own_device:
@@ -131,8 +131,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             "testing": testing_strategy,
         }
         self.strategies = strategies = make_strategies(given, self.options, written)
-        refuse_two_steps(self, strategies.training_step)
-        # A seam that a subclass overrides; looked up once, because many short runs ask for it.
+        reject_two_steps(self, strategies.training_step)
+        # A seam that a subclass overrides; looked up once, because many short runs need it.
         self._has_own_loss = not self._is_default("get_loss_criterion")
         if not self._has_own_loss:
             if "loss" not in strategies.given and self._steps_by_default:
@@ -148,14 +148,14 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._setup_strategies()
         self._follow_strategies()
         hooks = self._strategy_hooks
-        # Strategies change what is computed, so they come before those who watch.
+        # Strategies change the computation, so they come before callbacks that only observe it.
         context.callbacks.add(*([] if hooks is None else [hooks]), *(callbacks or ()))
         self._own_callbacks = {}
         self._renew_callbacks(*CALLBACK_OPTIONS)
 
     @property
     def core(self) -> SingleProcessTrainer:
-        """The innermost trainer: this one, unless it decorates another."""
+        """The innermost trainer: this one, unless it decorates another trainer."""
         return self
 
     # ------------------------------------------------------------------ seams
@@ -171,12 +171,12 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
     def get_lr_scheduler(self, config: Mapping[str, Any], optimizer: Optimizer) -> Any:
         """Return the scheduler of an optimizer, or None; called once for each optimizer.
 
-        A list of `BoundScheduler` is for all of them: the trainer then does not call this for the others.
+        A returned list of `BoundScheduler` is for all optimizers: the trainer then does not call this again.
         """
         return self.strategies.lr_scheduler.create_scheduler(optimizer, self.context)
 
     def get_train_loader(self, batch_size: int, trainset: Any, sampler: Any = None) -> Iterable[Any]:
-        """Return the training batches of a data set; not called for data that comes in batches already."""
+        """Return the training batches of a dataset; not called for data that is already in batches."""
         return self.strategies.data_loader.create_train_loader(trainset, sampler, batch_size, self.context)
 
     def get_test_loader(self, batch_size: int, testset: Any, sampler: Any = None) -> Iterable[Any]:
@@ -191,20 +191,20 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     # ------------------------------------------------------------------ verbs, in the order of the loop
 
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
-        """Return the plan of a `fit`: its arguments, or else the options."""
+    def plan(self, **requested: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Return the plan of a `fit`: its arguments, completed by the options."""
         return make_plan(
             self.context,
             self.strategies,
             self.options,
             self._given,
-            wishes,
+            requested,
             validates=self.context.run.data.get("valid") is not None or not self._is_default("val_epoch"),
             saves_by_default=self._saves_by_default,
         )
 
     def setup(self) -> None:
-        """Seed a fresh run, place the model, make the criterion and, to train, optimizers and schedulers."""
+        """Seed a new run, place the model, build the criterion and, for training, optimizers and schedulers."""
         context, model = self.context, self._given_model()
         is_fresh = context.progress.batches == 0
         if context.stage == "train" and is_fresh and self.options.seed is not None:
@@ -217,7 +217,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(context.device)
         if context.run.metrics_are_default:
-            # Chosen anew in every run: its configuration may name another loss.
+            # Chosen again in every run: its configuration may name another loss.
             chosen = {"accuracy": accuracy} if self._classifies() else {}
             if context.run.metrics.keys() != chosen.keys():
                 context.run.metrics = as_metrics(chosen)
@@ -233,7 +233,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
                 warn_of_near_names([name for name in vars(self) if name[0] != "_" and not hasattr(type(self), name)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken; a state of another model or optimizer is refused as a whole."""
+        """Restore the state returned by `state_dict`; a state of another model is rejected before any change."""
         context, options = self.context, self.options
         if options.device_map is not None:
             context.device = as_device(options.device_map)
@@ -242,9 +242,9 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         restore_state(context, self.strategies, self._data, state, options.memory_format)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizers, schedulers, counters, history, callbacks, randomness and the place in the data."""
+        """Return model, optimizers, schedulers, counters, history, callbacks, RNG and the position in the data."""
         self._given_model()
-        # Otherwise a trainer that has not trained yet could not be loaded like any other.
+        # Otherwise a checkpoint of a trainer that has not trained yet would lack the optimizer.
         self._optimization.build(self)
         return take_state(self.context, self.strategies, self._data)
 
@@ -264,12 +264,12 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             add_note(error, f"besides, {failure}")
 
     def batches(self, stage: Stage) -> Iterable[Any]:
-        """Return the batches of a stage; for training, from the running batch of the running epoch on."""
+        """Return the batches of a stage; in training, the rest of the running epoch from `progress.batch`."""
         reads_ahead = stage == "train" and self.context.run.window.size > 1 and self.num_batches(stage) is None
         return self._data.batches(stage, self._loader(stage), reads_ahead=reads_ahead)
 
     def num_batches(self, stage: Stage) -> int | None:
-        """Return the steps that all the processes of a run make in a pass, or None where the data has no length."""
+        """Return the steps of a pass, counted over all processes of the run, or None if the data has no length."""
         return self._data.num_batches(stage, self._loader(stage))
 
     def train_epoch(self) -> Mapping[str, float] | None:
@@ -277,12 +277,12 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         return loop.train_epoch(self.context)
 
     def val_epoch(self) -> Mapping[str, float] | None:
-        """Run one validation pass, which measures nothing without data. An override may be `pass`."""
-        # One is planned where this is overridden, as an override may have data of its own, or only look on.
+        """Run one validation pass; without data it returns no metrics. An override may be `pass`."""
+        # The plan has a validation if this is overridden: the override may have its own data, or measure nothing.
         return {} if self.context.run.data.get("valid") is None else loop.val_epoch(self.context)
 
     def reduce(self, meter: Meter) -> Meter:
-        """One process: its sums are all there is."""
+        """Return the meter unchanged: there is only one process."""
         return meter
 
     def to_device(self, batch: Any) -> Any:
@@ -329,7 +329,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         return self._process_outputs(forward(self.context.model, split_batch(batch)[0]))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate the loss."""
+        """Compute the gradients of the loss."""
         precision = self.context.precision
         if precision is not None:
             loss = precision.scale(loss)
@@ -343,7 +343,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             self._clipping.apply(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer, and return whether it really stepped; only a scaler ever skips."""
+        """Step the optimizer and return whether it made a real step; only a gradient scaler skips one."""
         if self.context.precision is not None:
             return self.context.precision.step(optimizer)
         if self.context.run.needs_closure:
@@ -353,17 +353,17 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         return True
 
     def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Advance the schedulers of an interval; those that count batches catch up at updates."""
-        # Most runs have none, and this verb is called for every update.
+        """Advance the schedulers of an interval; schedulers that count batches catch up at updates."""
+        # The loop calls this at every update, and most runs have no scheduler.
         if self.context.schedulers:
             step_schedulers(self.context, interval, metrics)
 
     def after_step(self, output: Mapping[str, Any]) -> None:
-        """Adapt the scale of mixed precision; nothing else is left to do after a step."""
+        """Update the loss scale of mixed precision."""
         if self.context.precision is not None:
             self.context.precision.update()
 
-    # ------------------------------------------------------------------ attributes by their usual names
+    # ------------------------------------------------------------------ attributes under their common names
 
     @property
     def model(self) -> Any:
@@ -378,7 +378,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The first optimizer, made now if it is not there yet; None without a model."""
+        """The first optimizer, built on first access; None without a model."""
         if not self.context.optimizers and self.context.model is not None:
             self._optimization.build(self)
         return next(iter(self.context.optimizers), None)
@@ -401,7 +401,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
     def save_model(self, path: str | Path) -> Path:
         """Write the weights alone: as safetensors, or by `torch.save` for `.ckpt`, `.pt`, `.pth` and `.bin`.
 
-        Of several processes all call this, and the first one writes.
+        In a run of several processes all of them call this, and the first one writes.
 
         Raises:
             UnknownNameError: The name ends in another suffix, such as `.onnx`.
@@ -409,18 +409,18 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         return save_weights(self._given_model(), path, is_main=self.context.process.is_main)
 
     def load_model(self, path: str | Path, strict: bool = True) -> None:
-        """Load weights that `save_model` wrote, or those of a checkpoint and nothing else of it."""
+        """Load weights that `save_model` wrote, or only the weights of a checkpoint."""
         load_weights(self._given_model(), path, strict=strict)
 
     def _loader(self, stage: Stage) -> Any:
-        """Return the batches of a stage, formed once from the data that the stage was given."""
+        """Return the loader of a stage; it is built once for the data of the stage."""
         known, loader = self._data.loaders.get(stage, (None, None))
         if known is None or known is not self.context.run.data.get(stage):
             return form_loader(self, self._data, stage)
         return loader
 
     def close(self) -> None:
-        """Tear the strategies down, now and only now; the trainer trains no more."""
+        """Tear down the strategies. The trainer cannot train afterwards."""
         self._teardown_strategies()
 
     def __enter__(self: _T) -> _T:
@@ -433,9 +433,9 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy builds these itself in its next run.
-        made = {} if self._has_own_loss else {"criterion": None}
-        kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
-        return {**kept, **made, "_placed": None}
+        rebuilt = {} if self._has_own_loss else {"criterion": None}
+        copied = {name: value for name, value in self.__dict__.items() if name != "_closing"}
+        return {**copied, **rebuilt, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, options=state["options"].bound_to(self))
@@ -446,19 +446,19 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
     # ------------------------------------------------------------------ private
 
     def _setup_strategies(self) -> None:
-        """Set every strategy up. The constructor calls this."""
+        """Set up every strategy. The constructor calls this."""
         self.strategies.setup(self.context)
 
     def _teardown_strategies(self) -> None:
-        """Tear every strategy down, once however often this is called. `close` calls this."""
+        """Tear down every strategy; later calls do nothing. `close` calls this."""
         self._closing()
 
     def _process_outputs(self, outputs: Any) -> Any:
-        """Return what the loss and the metrics of a test see of the model's outputs."""
+        """Return the outputs that the loss and the metrics of a test receive."""
         return outputs
 
     def _batch_size(self, stage: Stage) -> int:
-        """Return the samples in a batch of a stage; the configuration of a run may have another number."""
+        """Return the batch size of a stage; the configuration of a run may override the option."""
         options, size = self.options, int(self.context.config["batch_size"])
         if stage == "train":
             return size
@@ -473,7 +473,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         return self._test_step is None and self._is_default("test_step")
 
     def _is_default(self, name: str) -> bool:
-        """Whether no subclass or add-on replaces a verb or seam of this trainer; its layers do not count."""
+        """Return whether no subclass or add-on overrides a verb or seam of this trainer; layers do not count."""
         return not self.core._customized_by(name)
 
     def _given_model(self) -> nn.Module:
@@ -494,16 +494,16 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._placed = weakref.ref(model)
         model.to(device)
         if self.options.memory_format is not None:
-            # Parameters stay the same objects, so optimizers keep theirs.
+            # Parameters remain the same objects, so the optimizers stay valid.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
 
     def _follow_strategies(self) -> None:
         self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
         self._strategy_hooks = self.strategies.as_callback()
         # The optimizer of a step is None if a subclass builds none.
-        self._step_strategy: Any = watched(self.strategies.training_step)
+        self._step_strategy: Any = watch_step(self.strategies.training_step)
         self._step_is_plain = is_plain(self.strategies.training_step)
-        # Only strategies read the batch number and the last loss, and storing them costs a tiny step some per cent.
+        # Only strategies read the batch number and the last loss, and storing them slows a tiny step by some percent.
         self._shares_steps = bool(self.strategies.given)
 
     def _classifies(self) -> bool:

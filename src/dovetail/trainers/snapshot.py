@@ -1,4 +1,4 @@
-"""State of a trainer in one process: how it is taken for a checkpoint, and how it is restored."""
+"""State of a single-process trainer: collecting it for a checkpoint, and restoring it."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def restore_state(
         strategies: The strategies of the trainer.
         data: The data of the trainer.
         state: The whole state.
-        memory_format: The memory format of the trainer, which the tensors of optimizers get, too.
+        memory_format: The memory format of the trainer; it also applies to the tensors of optimizers.
 
     Raises:
-        CheckpointError: The state is that of another model or optimizer, and nothing was restored; or a section has
-            another form.
+        CheckpointError: The state belongs to another model or optimizer, and nothing was restored; or a section has an
+            unexpected form.
     """
     run, model = context.run, context.model
     assert model is not None
@@ -115,18 +115,18 @@ def restore_state(
 
 
 def save_weights(model: nn.Module, path: str | Path, *, is_main: bool) -> Path:
-    """Write the weights of a model alone; of several processes all call this, and the first one writes."""
+    """Write only the weights of a model; all processes of a run call this, and the first one writes."""
     format = model_format(path)
-    # If several processes hold the model in parts, all of them take part in joining it.
+    # If several processes hold parts of the model, all of them take part in joining it.
     state = {name: whole(value) for name, value in model.state_dict().items()}
     return store.export_model(path, state, format=format) if is_main else Path(path)
 
 
 def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> None:
-    """Load weights that `save_weights` wrote, or those of a checkpoint and nothing else of it.
+    """Load weights that `save_weights` wrote, or only the weights of a checkpoint.
 
     Raises:
-        CheckpointError: The weights are those of another model; the error names the first difference.
+        CheckpointError: The weights belong to another model; the error names the first difference.
     """
     present = model.state_dict()
     weights = store.load(Path(path))["model"] if Path(path).is_dir() else store.load_model_file(Path(path))
@@ -134,16 +134,16 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
     try:
         model.load_state_dict(state, strict=strict)
     except RuntimeError as error:
-        # Without `strict`, names that only one of them has are no difference.
+        # Without `strict`, names that only one of them has are allowed.
         names = state.keys() | present.keys() if strict else state.keys() & present.keys()
         difference = weights_difference(_selected(state, names), _selected(present, names))
         if difference is None:
             raise
-        raise CheckpointError(f"{path}: the weights are of something else: {difference}") from error
+        raise CheckpointError(f"{path}: the weights do not fit the model: {difference}") from error
 
 
 def _restore_participants(context: TrainingContext, state: Mapping[str, Any]) -> list[str]:
-    """Restore the registered objects, and return the names of those that the trainer does not have."""
+    """Restore the registered objects, and return the names in the state that the trainer does not have."""
     saved, present = restore(state, "participants", dict, {}), context.run.participants
     for name, participant in present.items():
         if name in saved:
@@ -160,7 +160,7 @@ def _restore_schedulers(context: TrainingContext, states: Sequence[Mapping[str, 
 def _restore_callback(name: str, callback: Callback, state: Any) -> None:
     key = f"callbacks.{name}"
     with restoring(key):
-        # The state of a user's callback has any form, and `state_dict` of it could fail now.
+        # The state of a user's callback may have any form, and its `state_dict` could fail now.
         if is_library_code(type(callback).load_state_dict):
             check_kind(callback.state_dict(), state, key)
         callback.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""An update of an optimizer, without what torch does around it for whoever watches."""
+"""Optimizer step without torch's overhead for profilers and hooks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.optim import optimizer as torch_optimizer
 
 
 def make_update(optimizer: Optimizer) -> None:
-    """Make an update, as `optimizer.step()` does.
+    """Make an update, like `optimizer.step()`.
 
-    Around the update itself, torch gives it a name for profilers and calls hooks. That takes a third of a small step's
-    update, so it is left out where there is neither a profiler nor a hook. Whatever else is around it is called: what a
-    scheduler of torch, a user or another library has put in the place of `step`.
+    Torch wraps `step` to name it for profilers and to call hooks. The wrapper takes a third of the time of a small
+    update, so it is skipped if there is neither a profiler nor a hook. Any other replacement of `step`, by a torch
+    scheduler, a user or another library, is called.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor(1.0))
@@ -38,8 +38,8 @@ def make_update(optimizer: Optimizer) -> None:
         method.__wrapped__(optimizer)
 
 
-# What torch puts around the `step` of every class, known by its code: a decorator of somebody else's may have taken
-# over its name and its marks.
+# The code of torch's wrapper around `step`. Its name and attributes are not enough: a decorator of another library may
+# have copied them.
 _AROUND = Optimizer.profile_hook_step(lambda: None).__code__
 _EVERY_PRE_HOOK = torch_optimizer._global_optimizer_pre_hooks
 _EVERY_POST_HOOK = torch_optimizer._global_optimizer_post_hooks

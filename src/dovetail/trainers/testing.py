@@ -1,4 +1,4 @@
-"""Test of a trainer's model by its testing strategy."""
+"""Test of a trainer's model with its testing strategy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def accuracy_on(
     Args:
         trainer: The trainer.
         testset: Test data.
-        sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
-        config: Settings of this test, such as `batch_size`, over those of the trainer.
+        sampler: Indices, a torch sampler, or an object with `.get()`; None means all data.
+        config: Settings of this test, such as `batch_size`; they override the trainer's.
 
     Returns:
         Without a strategy the accuracy, or the loss if the metrics of the trainer have no accuracy.

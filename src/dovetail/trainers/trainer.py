@@ -1,4 +1,4 @@
-"""The trainer for one model in one process."""
+"""Trainer for one model in one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.processes import train_in_process
-from dovetail.trainers.reuse import fit_anew
+from dovetail.trainers.reuse import fit_new_run
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import counted
 
@@ -16,28 +16,28 @@ from dovetail.units import counted
 class Trainer(SingleProcessTrainer):
     """Train one model in one process.
 
-    Everything has a default that suits a classifier. What differs is given as an argument, or a subclass overrides a
-    verb (`train_step`, `test_step`, …) or a seam (`get_optimizer`, `get_loss_criterion`, `get_lr_scheduler`,
-    `get_train_loader`, `train_epoch`, `val_epoch`). Options are read and assigned on `trainer.options`. The names that
-    users of lernomatic, zae-engine and plato know are in `dovetail.compat`.
+    All arguments have defaults that suit a classifier. To change a part, pass an argument, or override a verb
+    (`train_step`, `test_step`, …) or a seam (`get_optimizer`, `get_loss_criterion`, `get_lr_scheduler`,
+    `get_train_loader`, `train_epoch`, `val_epoch`) in a subclass. Options are read and assigned on `trainer.options`.
+    The classes in `dovetail.compat` add the names that users of lernomatic, zae-engine and plato know.
 
-    With `max_concurrency=n`, `train` works in a spawned process, at most n of which run at once, and the trainer ends
-    as if it had trained itself; see `dovetail.trainers.processes.train_in_process`.
+    With `max_concurrency=n`, `train` runs in a spawned process, at most n of which run at once. Afterwards the trainer
+    is in the state of a run in its own process; see `dovetail.trainers.processes.train_in_process`.
 
     Args:
-        model: A module, or a class or function that makes one.
+        model: A module, or a class or function that builds one.
         device: A name, a `torch.device`, a list of them (the first is used), or `"auto"`: cuda, mps or cpu.
         mode: `"train"` or `"test"`; only `dovetail.compat.zae_engine.Trainer` uses it.
         optimizer: An optimizer, a callable of the parameters such as `partial(AdamW, lr=1e-3)`, a name in
             `torch.optim`, or a list of optimizers.
-        scheduler: What the option `lr_scheduler` takes.
-        criterion: What the option `loss_function` takes.
+        scheduler: A value of the option `lr_scheduler`.
+        criterion: A value of the option `loss_function`.
         callbacks: Callbacks, as instances or classes.
         metrics: Metrics of validation and test: a mapping or list of torchmetrics objects and functions of outputs and
-            targets. By default the accuracy if the loss is that of a classifier.
-        loss_strategy: A strategy in place of the criterion; so are `optimizer_strategy`, `training_step_strategy`,
-            `lr_scheduler_strategy`, `model_update_strategy`, `data_loader_strategy` and `testing_strategy` in place of
-            the others. A subclass that overrides a seam still wins over a strategy.
+            targets. The default is the accuracy if the loss is a classification loss.
+        loss_strategy: A strategy that replaces the criterion. `optimizer_strategy`, `training_step_strategy`,
+            `lr_scheduler_strategy`, `model_update_strategy`, `data_loader_strategy` and `testing_strategy` replace
+            the other parts. An overridden seam of a subclass takes precedence over a strategy.
         train_step: Called as `train_step(trainer, batch)` in place of the default.
         test_step: Called as `test_step(trainer, batch)` in place of the default.
         options: See `TrainerOptions`.
@@ -60,18 +60,18 @@ class Trainer(SingleProcessTrainer):
         return f"{type(self).__name__}(model={type(context.model).__name__}, device={context.device}, {done} done)"
 
     def _repr_html_(self) -> str:
-        """Return what `explain` does, for notebooks."""
+        """Return the text of `explain` as HTML, for notebooks."""
         return f"<pre>{escape(self.explain())}</pre>"
 
     def train(self, trainset: Any = None, sampler: Any = None) -> float:
-        """Train up to `num_epochs`, with `max_concurrency` in a separate process, and return the seconds it took.
+        """Train up to `num_epochs` and return the seconds it took; with `max_concurrency`, in a separate process.
 
-        Without arguments training continues from the current epoch, and writes checkpoints and history to the
-        `checkpoint_dir`. With a `trainset` it is a new run over these data. The start of a process does not count.
+        Without arguments, training continues from the current epoch and writes checkpoints and history to
+        `checkpoint_dir`. With a `trainset`, it is a new run on this data. The time to start a process does not count.
 
         Args:
             trainset: Training data of a new run, or None to continue with `train_dataset`.
-            sampler: Indices, a torch sampler, or an object with `.get()`; None for all data.
+            sampler: Indices, a torch sampler, or an object with `.get()`; None means all data.
         """
         if self.options.max_concurrency is None:
             return self._train_here(trainset, sampler)
@@ -82,7 +82,7 @@ class Trainer(SingleProcessTrainer):
             raise ConfigError("sampler: it chooses samples of a trainset; call train(trainset, sampler)")
         started = time.perf_counter()
         if trainset is not None:
-            fit_anew(self, trainset, sampler)
+            fit_new_run(self, trainset, sampler)
         else:
             self._saves_by_default = True
             self.fit()

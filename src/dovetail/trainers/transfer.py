@@ -1,4 +1,4 @@
-"""State of a trainer on its way to another process and back."""
+"""State of a trainer that is sent to another process and back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def initial_state(trainer: Trainer, continues: bool) -> tuple[dict[str, Any] | N
 
     Args:
         trainer: The trainer.
-        continues: Whether the run continues an earlier one. Otherwise optimizers are rebuilt from the same pieces, and
-            nothing but the generators is needed.
+        continues: True if the run continues an earlier one. Otherwise optimizers are rebuilt from the same parts, and
+            only the RNG state is needed.
     """
     return trainer.state_dict() if continues and trainer.context.optimizers else None, rng_state()
 
@@ -31,7 +31,7 @@ def set_initial_state(trainer: Trainer, initial: tuple[dict[str, Any] | None, di
 
 
 def trained_state(trainer: Trainer) -> dict[str, Any]:
-    """Return all that the caller's trainer needs to be in the state of this one, as a checkpoint can hold it."""
+    """Return the state that the caller's trainer needs to continue from this one, in a form for checkpoints."""
     context = trainer.context
     return {
         "trainer": trainer.state_dict(),
@@ -40,13 +40,13 @@ def trained_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def take_trained_state(trainer: Trainer, plan: Plan, result: Mapping[str, Any]) -> None:
+def apply_trained_state(trainer: Trainer, plan: Plan, result: Mapping[str, Any]) -> None:
     """Restore the state returned by `trained_state` in the caller's trainer.
 
     Args:
         trainer: The trainer of the caller, with the data of the run.
         plan: The plan of the run.
-        result: What has come back.
+        result: The result of `trained_state` in the other process.
     """
     context = trainer.context
     context.run.plan = plan

@@ -10,18 +10,18 @@ from torch.optim import Optimizer
 
 
 class Window:
-    """The accumulation window: which batches share one update, and by how much each counts.
+    """The accumulation window: the batches that share one update, and the weight of each.
 
     A loss is a mean over the items of its batch. The gradient of one large batch is therefore the mean of the
-    micro-batches' gradients *weighted by their items*. How many items a window will hold is not known when its first
-    loss is differentiated, so each loss is divided by the items expected (the size of the window times the items of
-    its first batch) and the gradients are rescaled when the window closes. In the usual case, equal batches and
+    micro-batches' gradients *weighted by their items*. The number of items in a window is unknown when its first loss
+    is differentiated, so each loss is divided by the expected items (the size of the window times the items of
+    its first batch), and the gradients are rescaled when the window closes. In the usual case, equal batches and
     a full window, that factor is exactly one and costs nothing.
 
     Attributes:
         size: Batches in a full window.
-        opens: Whether the running batch is the first of its window.
-        closes: Whether the running batch is the last of its window, so that optimizers really step.
+        opens: True if the running batch is the first of its window.
+        closes: True if the running batch is the last of its window, so that optimizers really step.
     """
 
     __slots__ = ("_deferred", "_expected", "_items", "_position", "closes", "opens", "size")
@@ -36,19 +36,19 @@ class Window:
         self._deferred: list[Optimizer] = []
 
     def begin(self, *, is_last: bool) -> None:
-        """Count a batch in, knowing whether the epoch ends with it."""
+        """Add a batch to the window; `is_last` closes the window at the end of an epoch."""
         self._position = 1 if self.closes else self._position + 1
         self.opens = self._position == 1
         self.closes = is_last or self._position == self.size
         if self.opens:
             self._items = 0
-            # Of a window that an error has cut short.
+            # Left over from a window that an error interrupted.
             self._deferred.clear()
 
     def weight(self, num_items: Any, *, first_of_batch: bool) -> Any:
         """Return the factor for a loss over `num_items` items of the running batch."""
         if isinstance(num_items, Tensor):
-            # A count of integers would be divided in float32, which is too coarse for a float64 loss.
+            # An integer count would be divided in float32, which is too inexact for a float64 loss.
             num_items = num_items.double()
         if first_of_batch:
             if self.opens:
@@ -58,21 +58,21 @@ class Window:
 
     @property
     def num_batches(self) -> int:
-        """Batches of the window so far."""
+        """The number of batches in the window so far."""
         return max(self._position, 1)
 
     @property
     def items(self) -> Any:
-        """Items of the window so far, where several batches share it."""
+        """The items of the window so far, if several batches share it."""
         return self._items
 
     @property
     def expected(self) -> Any:
-        """Items that a loss of the window is divided by, where several batches share it."""
+        """The items by which a loss of the window is divided, if several batches share it."""
         return self._expected
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Make the gradients those of one large batch, now that the window's items are all known, for a last step."""
+        """Rescale the gradients to equal the gradients of one large batch, when all items of the window are known."""
         if optimizer in self._deferred:
             self._deferred.remove(optimizer)
         factor = self._expected / self._items
@@ -93,7 +93,7 @@ class Window:
 
 
 class Lookahead:
-    """Batches of a loader without a length, read one ahead, so that the last one is known."""
+    """Iterates over a loader without a length, one batch ahead, so that the last batch is known."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""One process of a run that a `ProcessLauncher` started: `python -m dovetail.trainers.worker FOLDER`."""
+"""Worker process of a `ProcessLauncher`: `python -m dovetail.trainers.worker FOLDER`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         code = 1
-    # Everything is written. Torn down step by step, the threads of torch and gloo sometimes abort a process that has
-    # done its work.
+    # All results are written. Exit at once: during a regular shutdown the threads of torch and gloo sometimes abort the
+    # process.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -272,7 +272,7 @@ def test_a_batch_that_fits_is_not_cut() -> None:
 # ------------------------------------------------------------------ memory
 
 
-def test_what_failed_is_let_go_before_the_next_attempt() -> None:
+def test_memory_of_a_failed_attempt_is_freed_first() -> None:
     alive: list[bool] = []
     watched: list[weakref.ref[Tensor]] = []
 

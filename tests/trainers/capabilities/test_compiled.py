@@ -1,4 +1,4 @@
-"""The compiled trainer is the same trainer: hooks, schedules, checkpoints, and eager where a graph cannot be."""
+"""Compiled trainer: hooks, schedules and checkpoints as in eager training, and the fallback to it."""
 
 from __future__ import annotations
 
@@ -317,16 +317,16 @@ class OwnAfterStep(Trainer):
     ("cause", "kind", "settings"),
     [
         ("a schedule moves at every update", Trainer, {"scheduler": schedule}),
-        ("Note wants to see every step", Trainer, {"callbacks": [Note()]}),
+        ("Note has a hook for every step", Trainer, {"callbacks": [Note()]}),
         ("OwnAfterStep has its own after_step", OwnAfterStep, {}),
     ],
 )
-def test_where_every_step_is_looked_at_each_is_a_call(
+def test_hooks_for_every_step_need_one_call_per_step(
     problem: Problem, cause: str, kind: Any, settings: dict[str, Any]
 ) -> None:
     several, single = (make(problem, kind.add_on(Compiled), steps_per_call=number, **settings) for number in (3, 1))
     torch.manual_seed(2)
-    with pytest.warns(UserWarning, match=f"steps_per_call: every step is a call of its own: {cause}"):
+    with pytest.warns(UserWarning, match=f"steps_per_call: each call makes only one step: {cause}"):
         several.fit(problem.batches[:5], max_length=Epochs(1))
     torch.manual_seed(2)
     single.fit(problem.batches[:5], max_length=Epochs(1))
@@ -344,7 +344,7 @@ def test_where_only_a_single_step_can_be_compiled_each_is_a_call(problem: Proble
     several.fit(problem.batches[:11], max_length=Batches(2))
     with (
         config.patch({"cpp.cxx": ("/nowhere/g++",)}),
-        pytest.warns(UserWarning, match="every step is a call of its own: there is no C"),
+        pytest.warns(UserWarning, match="each call makes only one step: there is no C"),
     ):
         several.fit(problem.batches[:11], max_length=Epochs(2))
     torch.manual_seed(2)
@@ -430,7 +430,7 @@ def add_on(kind: Any) -> Callable[..., Any]:
             Trainer,
             {"optimizer": lambda model: torch.optim.Adagrad(model.parameters())},
         ),
-        ("WantsGradients wants to see gradients", add_on(Trainer), Trainer, {"callbacks": [WantsGradients()]}),
+        ("WantsGradients has a hook for gradients", add_on(Trainer), Trainer, {"callbacks": [WantsGradients()]}),
         ("OwnBackward has its own backward", add_on(OwnBackward), OwnBackward, {}),
         ("train_step optimises by itself", add_on(ByHand), ByHand, {}),
         ("by .item() or an if", add_on(ReadsValues), ReadsValues, {}),
@@ -486,7 +486,7 @@ def test_the_modes_of_a_trainer_are_handed_on(problem: Problem) -> None:
     assert make(problem, mode="test")._mode == "test"
 
 
-def test_a_dry_run_looks_at_gradients_without_a_word(problem: Problem) -> None:
+def test_a_dry_run_reads_gradients_without_a_warning(problem: Problem) -> None:
     plain = Trainer(problem.model(), "cpu", optim_function="SGD", verbose=False)
     trainer = CompiledTrainer(plain, steps_per_call=4)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Differential privacy: known answers by hand, and equalities with training as it is without it."""
+"""Differential privacy: known answers, and equality with training without it."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_an_update_of_several_batches_draws_that_many_times_the_samples() -> Non
     assert trainer.epsilon == expected.get_epsilon(delta=1 / 96)
 
 
-def test_callbacks_hear_epsilon_grow() -> None:
+def test_callbacks_receive_a_growing_epsilon() -> None:
     heard = []
 
     class Watch(Callback):
@@ -333,7 +333,7 @@ def test_every_epoch_draws_anew() -> None:
     assert [len(x) for x, _ in first] != [len(x) for x, _ in second]
 
 
-def test_an_update_into_which_nobody_was_drawn_is_noise_alone() -> None:
+def test_an_update_without_samples_is_noise_alone() -> None:
     seen = Batchwise()
     settings = {"poisson_sampling": True, "noise_seed": 0}
     trainer = private(privacy=settings, batch_size=1, callbacks=[seen], num_epochs=3, drop_last=False)
@@ -438,7 +438,8 @@ def batch_norm() -> nn.Module:
 
 
 def test_batch_norm_is_refused_by_name_with_what_to_use() -> None:
-    with pytest.raises(ConfigError, match=r"'1' \(BatchNorm1d\): use GroupNorm, or train what .*fix\(model\) returns"):
+    advice = r"'1' \(BatchNorm1d\): use GroupNorm, or train the model .*fix\(model\) returns"
+    with pytest.raises(ConfigError, match=advice):
         private(batch_norm()).fit(DATA)
 
 
@@ -469,7 +470,7 @@ def test_a_layer_with_buffers_is_refused() -> None:
 
 
 def test_gradient_clip_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gradient_clip and differential privacy: set max_grad_norm"):
+    with pytest.raises(ConfigError, match="gradient_clip and differential privacy: set only max_grad_norm"):
         private(gradient_clip=1.0).fit(DATA)
 
 
@@ -504,7 +505,7 @@ def test_accumulation_of_poisson_batches_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [PROBLEM.batches, DATA], ids=["batches", "not shuffled"])
 def test_data_whose_sampling_is_not_known_is_refused(data: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot tell how the training data is sampled"):
+    with pytest.raises(ConfigError, match="needs to know how the training data is sampled"):
         private(shuffle=False).fit(data)
 
 
@@ -590,7 +591,7 @@ def of_one_layer(trainer: Any, batch: Any) -> dict[str, Any]:
         (past_the_context, r"call context\.backward\(loss\) instead of loss\.backward\(\)"),
         (past_everything, r"context\.step\(\) instead of optimizer\.step\(\)"),
         (twice_at_once, r"call context\.backward\(loss\) instead of loss\.backward\(\)"),
-        (with_a_penalty, "the loss depends on '0.weight' past its layer"),
+        (with_a_penalty, "the loss depends on '0.weight' outside its layer"),
         (for_nothing, r"compute it under torch\.no_grad\(\)"),
         (of_half_the_batch, "'0.weight' saw 4 samples in a batch of 8"),
         (of_one_layer, "the loss does not depend on '3.weight'"),
@@ -611,7 +612,7 @@ def test_a_step_that_would_break_the_guarantee_is_refused(step: Callable[..., An
         ({"noise_multiplier": 1.0, "target_epsilon": 3.0}, "give one of them"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         private(privacy=settings)
 

@@ -117,7 +117,7 @@ def test_explain_shows_them_after_a_run(kind: Any) -> None:
     assert shown == list(trainer.verb_times)
 
 
-def test_looking_does_not_count() -> None:
+def test_explain_and_dry_run_do_not_count() -> None:
     trainer = make(Trainer.add_on(Timed), val_dataset=(X, Y))
     trainer.fit(max_length=Epochs(1))
     before = trainer.verb_times

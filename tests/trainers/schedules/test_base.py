@@ -1,4 +1,4 @@
-"""Schedules: what they record."""
+"""Schedules: recorded values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_calls_of_get_lr_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("tries", [lambda it, data: it.fit(data, data, dry_run=True), lambda it, _: it.explain()])
-def test_what_only_tries_training_leaves_no_record(problem: Problem, tries: Any, tmp_path: Any) -> None:
+def test_dry_runs_leave_no_record(problem: Problem, tries: Any, tmp_path: Any) -> None:
     schedule = recording()
     trainer = make(problem, schedule, checkpoint_dir=tmp_path, train_dataset=problem.batches)
     trainer.fit(max_length=Epochs(1))
@@ -66,7 +66,7 @@ def test_what_only_tries_training_leaves_no_record(problem: Problem, tries: Any,
     assert schedule.lr_history == before != []
 
 
-def test_a_record_is_no_part_of_what_a_schedule_is() -> None:
+def test_recorded_values_do_not_affect_equality() -> None:
     assert recording() == recording(lr_history_size=3)
     assert "history" not in repr(recording())
 

@@ -331,7 +331,7 @@ class CosineInTheMannerOfTimm:
         self.told = []
 
 
-def test_a_scheduler_in_the_manner_of_timm_hears_updates_and_epochs(
+def test_a_timm_scheduler_receives_updates_and_epochs(
     problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     trainer = train(

@@ -1,4 +1,4 @@
-"""What a strategy that holds others passes on, and how settings are shown."""
+"""Nested strategies: forwarding of hooks and state, and their repr."""
 
 from __future__ import annotations
 

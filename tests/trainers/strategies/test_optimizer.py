@@ -138,7 +138,7 @@ def test_clipping_follows_its_norm_type() -> None:
     torch.testing.assert_close(weight.grad, torch.tensor([1.5, 2.0]))
 
 
-def test_clipping_passes_on_what_its_base_wants_to_hear(context: TrainingContext) -> None:
+def test_clipping_forwards_hooks_to_its_base(context: TrainingContext) -> None:
     heard = []
 
     class Listening(SGDOptimizerStrategy):

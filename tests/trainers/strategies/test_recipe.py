@@ -1,4 +1,4 @@
-"""What is accepted in place of a strategy, and what becomes of it."""
+"""Values that are accepted in place of a strategy."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ SGD = SGDOptimizerStrategy(0.1)
 # One by one
 
 
-def test_the_default_step_is_the_loop_that_everybody_writes(
-    problem: Problem, train: Callable[..., ComposableTrainer]
-) -> None:
+def test_the_default_step_equals_a_hand_written_loop(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model, by_hand = problem.model(), problem.model()
     train(model, problem.batches, optimizer_strategy=SGD, training_step_strategy=DefaultTrainingStepStrategy())
     train_by_hand(by_hand, problem.batches, torch.optim.SGD(by_hand.parameters(), lr=0.1))
@@ -212,7 +210,9 @@ def test_a_window_of_no_batch_is_refused() -> None:
 # Mixed precision (P-PL-10)
 
 
-def test_bf16_is_what_autocast_makes_of_the_loop(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_bf16_equals_a_hand_written_loop_under_autocast(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model, by_hand = problem.model(), problem.model()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
     train(

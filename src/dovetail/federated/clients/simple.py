@@ -31,13 +31,13 @@ from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.modules import as_module
+from dovetail.trainers.preserve_state import layers, with_parts
 from dovetail.trainers.randomness import seed_everything
 from dovetail.trainers.reuse import configure, equip, reset
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.trainers.strategies import DefaultLRSchedulerStrategy, DefaultTestingStrategy
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.testing import accuracy_on
-from dovetail.trainers.untouched import layers, with_parts
 
 __all__ = ["Client", "as_trainer"]
 
@@ -206,7 +206,7 @@ class Client:
                 if type(it).state_dict is not Callback.state_dict
             ],
         }
-        self._keeps = bool(trainer.strategies.hearing("on_prepare"))
+        self._keeps = bool(trainer.strategies.overriding("on_prepare"))
         # The layers that stay with a client start as copies of the server's.
         self._initial = {
             name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)

@@ -1,4 +1,4 @@
-"""Add-ons: capabilities that `Trainer.add_on` mounts on a trainer class."""
+"""Add-ons: capabilities that `Trainer.add_on` mixes into a trainer class."""
 
 from dovetail.trainers.addons.core import AddOnBase
 from dovetail.trainers.addons.mpu import MultiGPUAddon

@@ -1,4 +1,4 @@
-"""The best weights of a trainer: a copy of those with the smallest loss at the end of an epoch."""
+"""Best weights of a trainer: a copy of the weights with the smallest loss at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ else:
 
 
 class BestWeights(Mounted):
-    """A trainer that keeps the weights with the smallest loss; the base of what needs them, such as an add-on.
+    """Mixin for a trainer that stores the weights with the smallest loss.
 
     Attributes:
         loss_buffer: The smallest loss so far; infinity before the first.
-        weight_buffer: The epoch and the weights of it; None before the first.
+        weight_buffer: The epoch and the weights of the smallest loss; None before the first.
     """
 
     loss_buffer: float = math.inf
@@ -35,7 +35,7 @@ class BestWeights(Mounted):
     _best_weights: _BestWeights | None = None
 
     def check_better(self, cur_epoch: int, cur_loss: float) -> bool:
-        """Keep a copy of the weights if the loss is smaller than ever, and return whether it is."""
+        """Store a copy of the weights if the loss is the smallest so far, and return whether it is."""
         if not cur_loss < self.loss_buffer:
             return False
         self.loss_buffer = cur_loss
@@ -43,7 +43,7 @@ class BestWeights(Mounted):
         return True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`, with the best weights if they were followed."""
+        """Restore the state returned by `state_dict`, with the best weights if they were stored."""
         with restoring("callbacks"):
             has_best = any(entry["name"] == _BestWeights.__name__ for entry in state["callbacks"])
         if has_best:
@@ -51,7 +51,7 @@ class BestWeights(Mounted):
         super().load_state_dict(state)
 
     def _follow_best(self) -> None:
-        """Call `check_better` after every epoch from now on, and keep what it finds in checkpoints."""
+        """Call `check_better` after every epoch from now on, and include the best weights in checkpoints."""
         if self._best_weights is None:
             self._best_weights = _BestWeights(self)
         # The last callback: `check_better` may read metrics that another one computes.
@@ -63,7 +63,7 @@ class TrainerPart(Callback):
     """A callback that belongs to one trainer."""
 
     def __init__(self, trainer: Any) -> None:
-        # Held weakly: the trainer holds its context, which holds this.
+        # A weak reference: the trainer holds its context, which holds this callback.
         self._reference = weakref.ref(trainer.core)
 
     @property
@@ -76,9 +76,9 @@ class TrainerPart(Callback):
         return type(self), (self._trainer,)
 
 
-# Checkpoints name it.
+# Checkpoints contain the name of this class.
 class _BestWeights(TrainerPart):
-    """Calls `check_better` after every epoch, and keeps what it has found in checkpoints."""
+    """Calls `check_better` after every epoch, and includes the best weights in checkpoints."""
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         validates = context.run.plan is not None and context.run.plan.validate is not None

@@ -1,4 +1,4 @@
-"""What an add-on is."""
+"""Base class of add-ons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ else:
 
 
 class AddOnBase(Mounted):
-    """Base of add-ons: classes written against `super()` that `Trainer.add_on` mounts on a trainer class.
+    """Base of add-ons: classes written against `super()` that `Trainer.add_on` mixes into a trainer class.
 
     Example:
         >>> from dovetail.trainers import Trainer
@@ -29,5 +29,5 @@ class AddOnBase(Mounted):
 
     @classmethod
     def apply(cls, base: type[Any]) -> type[Any]:
-        """Return `base` with this add-on mounted; override it for another way of mounting."""
+        """Return `base` with this add-on mixed in; override it to combine the classes in another way."""
         return mount(cls, base)

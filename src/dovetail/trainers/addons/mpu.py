@@ -1,4 +1,4 @@
-"""An add-on that trains on several devices at once."""
+"""Add-on for training on several devices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dovetail.trainers.devices import as_device
 
 
 class MultiGPUAddon(DataParallel, AddOnBase):
-    """Trains on every device of a list, one process each: the capability of `DDPTrainer`, mounted on a class.
+    """Trains on every device of a list, one process each: `DDPTrainer` as an add-on.
 
     Args:
-        model: A module, or a class or function that makes one.
-        device: A list of devices, one process each; or one, for `torchrun` or for this process alone.
-        num_processes: How many processes to start; None for the length of the list.
-        max_restarts: How often a group that lost a process is started again.
-        init_method: Where the processes meet is found by itself; accepted because older code gives it.
+        model: A module, or a class or function that builds one.
+        device: A list of devices, one process each; or one device, for `torchrun` or for this process alone.
+        num_processes: The number of processes to start; None means the length of the list.
+        max_restarts: How often a group that lost a process is restarted.
+        init_method: Ignored; accepted for compatibility with older code.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""An add-on that trains in mixed precision."""
+"""Add-on for mixed precision."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dovetail.trainers.capabilities import MixedPrecision
 
 
 class PrecisionMixerAddon(MixedPrecision, AddOnBase):
-    """Trains in mixed precision: the capability of `AMPTrainer`, mounted on a class.
+    """Trains in mixed precision: `AMPTrainer` as an add-on.
 
     Args:
         precision: `bf16`, `fp16` or `fp32`; `auto` for the best of the device, which is `bf16` on a CPU; or a list in
             order of preference.
-        init_scale: Where the scaler of float16 starts.
+        init_scale: The initial loss scale for float16.
 
     Example:
         >>> import torch

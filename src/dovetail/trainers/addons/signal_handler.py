@@ -1,4 +1,4 @@
-"""An add-on that saves to a place of its own when a signal ends training."""
+"""Add-on that writes a checkpoint and a log line when a signal stops training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dovetail.units import counted
 
 
 class SignalHandlerAddon(AddOnBase):
-    """On SIGINT or SIGTERM, saves a checkpoint and a line in a log before the program leaves.
+    """On SIGINT or SIGTERM, writes a checkpoint and a line in a log before the program exits.
 
-    Every trainer heeds these signals, and saves if it has a `checkpoint_dir`; this add-on names the places.
+    Every trainer stops on these signals, and saves if it has a `checkpoint_dir`; this add-on sets other paths.
 
     Args:
-        signal_save_path: The checkpoint that is written.
-        signal_log_path: A text file that gets one line per interruption; None for no log.
+        signal_save_path: The path of the checkpoint.
+        signal_log_path: A text file that receives one line per interruption; None means no log.
 
     Example:
         >>> from dovetail.trainers import Trainer
@@ -36,7 +36,7 @@ class SignalHandlerAddon(AddOnBase):
         super().__init__(*args, **kwargs)
 
     def teardown(self, error: BaseException | None) -> None:
-        """Save what a signal has ended."""
+        """Write the checkpoint and the log line if a signal ended the run."""
         try:
             if isinstance(error, Interrupted) and not error.at_once:
                 self.save_checkpoint(self.signal_save_path)

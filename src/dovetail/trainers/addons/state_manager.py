@@ -1,4 +1,4 @@
-"""An add-on that keeps the newest state and the best weights in a folder."""
+"""Add-on that writes the newest state and the best weights to a folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SUFFIXES = {"ckpt": ".ckpt", "safetensors": ".safetensors", "safetensor": ".saf
 class StateManagerAddon(AddOnBase, BestWeights):
     """Writes a whole checkpoint after every epoch, and the weights alone whenever they are the best so far.
 
-    The best ones have the smallest loss at the end of an epoch: that of validation, or of training where nothing is
-    validated.
+    The best weights have the smallest loss at the end of an epoch: the validation loss, or the training loss without
+    validation.
 
     Args:
         save_path: The folder.
-        save_format: How the best weights, `model.<format>`, are written: `"ckpt"` or `"safetensors"`.
+        save_format: The format of the best weights, `model.<format>`: `"ckpt"` or `"safetensors"`.
 
     Example:
         >>> import tempfile, torch
@@ -53,18 +53,18 @@ class StateManagerAddon(AddOnBase, BestWeights):
         self._follow_best()
 
     def check_better(self, cur_epoch: int, cur_loss: float) -> bool:
-        """Write the weights, too, when they are the best so far."""
+        """Also write the weights if they are the best so far."""
         is_better = super().check_better(cur_epoch, cur_loss)
         if is_better:
             self.save_model(self.save_path / f"model{_SUFFIXES[self.save_format]}")
         return is_better
 
     def save_state(self) -> Path:
-        """Write a whole checkpoint now, and return where."""
+        """Write a whole checkpoint now, and return its path."""
         return self.save_checkpoint(self.save_path / "state")
 
     def load_state(self) -> Path:
-        """Go on from the newest intact checkpoint of the folder, and return which."""
+        """Load the newest intact checkpoint of the folder, and return its path."""
         newest = store.latest(self.save_path)
         if newest is None:
             raise CheckpointError(f"load_state: {self.save_path} holds no checkpoint")

@@ -1,4 +1,4 @@
-"""Add-ons that track a run with a web service."""
+"""Add-ons that track a run with Weights & Biases or Neptune."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dovetail.trainers.addons.core import AddOnBase
 
 
 class _WebLoggerAddon(AddOnBase):
-    """Base of the web loggers: the keyword, and one tracker for all of them that are mounted.
+    """Base of the web loggers: the keyword `web_logger`, and one tracker for all web loggers of the class.
 
-    This class occurs once in the order of classes, after all web loggers, however many are mounted. It therefore reads
-    the settings of all of them.
+    This class occurs once in the method resolution order, after all web loggers. It therefore reads the settings of all
+    of them.
     """
 
     service: ClassVar[str] = ""
@@ -35,7 +35,7 @@ class _WebLoggerAddon(AddOnBase):
                     f"got {web_logger.get(service)!r}"
                 )
         settings = {service: dict(web_logger[service]) for service in mounted}
-        # What `wandb.init` calls `config` are hyperparameters of the run, which the tracker gives to every logger.
+        # `config` of `wandb.init` are the hyperparameters of the run, which the tracker passes to every logger.
         config = settings.get("wandb", {}).pop("config", {})
         if not isinstance(config, Mapping):
             raise ConfigError(f"web_logger: wandb: config: expected hyperparameters by name, got {config!r}")
@@ -54,10 +54,10 @@ class WandBLoggerAddon(_WebLoggerAddon):
 
     Args:
         web_logger: `{"wandb": {…}}` with the arguments of `dovetail.tracking.WandBLogger`, and `config` with further
-            hyperparameters. If another web logger is mounted, too, its settings are in the same dictionary.
+            hyperparameters. Settings of another web logger are in the same dictionary.
 
     Attributes:
-        tracker: The tracker, for figures and numbers of your own; one for all web loggers.
+        tracker: The tracker, for your own figures and numbers; one for all web loggers.
 
     Example:
         >>> from dovetail.trainers import Trainer
@@ -78,11 +78,11 @@ class NeptuneLoggerAddon(_WebLoggerAddon):
 
     Args:
         web_logger: `{"neptune": {…}}` with the arguments of `dovetail.tracking.NeptuneLogger`; `project_name` and
-            `api_tkn` are other names for `project` and `api_token`. Where another web logger is mounted, too, its
-            settings are in the same dictionary.
+            `api_tkn` are other names for `project` and `api_token`. Settings of another web logger are in the same
+            dictionary.
 
     Attributes:
-        tracker: The tracker, for figures and numbers of your own; one for all web loggers.
+        tracker: The tracker, for your own figures and numbers; one for all web loggers.
 
     Example:
         >>> from dovetail.trainers import Trainer

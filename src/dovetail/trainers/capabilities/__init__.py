@@ -1,4 +1,4 @@
-"""Capabilities: where and in which precision a trainer runs, written once and mounted on objects or on classes."""
+"""Capabilities: trainer features such as mixed precision or data parallelism, usable as layers and as add-ons."""
 
 from dovetail.trainers.capabilities.auto_batch import AutoBatch, find_batch_size
 from dovetail.trainers.capabilities.compiled import Compiled

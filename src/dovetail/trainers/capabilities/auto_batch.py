@@ -1,4 +1,4 @@
-"""Batches as large as memory allows: found before training, and cut where they turn out too large."""
+"""Automatic batch size: search for the largest size that fits, and micro-batches after running out of memory."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import TrainingContext, clear_gradients
 from dovetail.trainers.fitting import restoring
-from dovetail.trainers.untouched import layers, own_callbacks, untouched
+from dovetail.trainers.preserve_state import layers, own_callbacks, preserve_state
 from dovetail.units import Batches, Progress
 
 _T = TypeVar("_T")
 
 
 class AutoBatch(Capability):
-    """Cuts a batch that does not fit into memory into micro-batches, and makes the same update of them.
+    """Splits a batch that does not fit into memory into micro-batches that make the same update.
 
-    When a step runs out of memory, the batch is computed again in halves, quarters and so on. The gradient is that of
-    the whole batch: the mean over its items, to which each micro-batch adds its share. The size that worked is kept for
-    the batches that follow, and in checkpoints. The loss of the batch is the mean over its items, other numbers that
-    a step returns are means over samples, and tensors are joined. Validation and prediction are cut in the same way.
+    When a step runs out of memory, the batch is computed again in halves, quarters and so on. The gradient equals the
+    gradient of the whole batch: the mean over its items, to which each micro-batch adds its share. The size that worked
+    is kept for the batches that follow, and in checkpoints. The loss of the batch is the mean over its items, other
+    numbers that a step returns are means over samples, and tensors are concatenated. Batches of validation and
+    prediction are split in the same way.
 
-    Each micro-batch is a forward pass of its own: BatchNorm normalises by it and counts it, dropout draws for it. A
-    `train_step` that optimises by itself (`context.backward`) cannot be cut; its error goes on.
+    Each micro-batch is a separate forward pass: BatchNorm normalises over it and updates its running statistics, and
+    dropout draws for it. A batch cannot be split if `train_step` calls `context.backward`; the error is then raised.
 
     Attributes:
-        micro_batch_size: The most samples that a training step computes at once; None while every batch has fitted.
+        micro_batch_size: The most samples that a training step computes at once; None until a batch did not fit.
 
     Example:
         >>> from dovetail.trainers import Trainer
@@ -58,7 +59,7 @@ class AutoBatch(Capability):
         "would wait for each other"
     }
 
-    # The most samples that fitted, by what is computed.
+    # The largest number of samples that fitted, by stage.
     _sizes: dict[str, int]
     _is_active: bool
     _is_inside_part: bool
@@ -71,11 +72,11 @@ class AutoBatch(Capability):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """The most samples that a training step computes at once; None while every batch has fitted."""
+        """The most samples that a training step computes at once; None until a batch did not fit."""
         return self._sizes.get("train")
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return the loss of the whole batch; with micro-batches, all but the last are differentiated already."""
+        """Return the loss of the whole batch; with micro-batches, backward is done for all but the last one."""
         step = super().train_step
         if self._is_inside_part or not self._is_active:
             return step(batch)
@@ -85,38 +86,38 @@ class AutoBatch(Capability):
             if size < length:
                 return self._in_parts(step, batch, size, length, gradients)
             output = step(batch)
-            return output if self.context.run.batch.optimized else self._letting_go(output, batch, gradients)
+            return output if self.context.run.batch.optimized else self._release_graph(output, batch, gradients)
 
         if "train" in self._sizes:
             return self._fitting("train", batch, compute, gradients)
-        # While every batch fits, a step takes the shortest way.
+        # While every batch fits, a step has no extra work.
         try:
             output = step(batch)
-            return output if self.context.run.batch.optimized else self._letting_go(output, batch, gradients)
+            return output if self.context.run.batch.optimized else self._release_graph(output, batch, gradients)
         except Exception as error:
-            failure = self._checked(error, batch)
+            failure = self._check_error(error, batch)
         return self._fitting("train", batch, compute, gradients, failure=failure)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Refuse to differentiate a part for a step that would then make an update of it alone."""
+        """Raise inside a micro-batch: a step that calls backward would make an update from a part of the batch."""
         if self._is_inside_part:
             raise _ManualStepError(_MANUAL)
         super().backward(loss, **kwargs)
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return the numbers of the whole batch."""
-        return self._evaluated(batch, super().test_step, _joined)
+        """Return the outputs of `test_step` for the whole batch."""
+        return self._evaluate(batch, super().test_step, _join_outputs)
 
     def predict_step(self, batch: Any) -> Any:
         """Return the predictions for the whole batch."""
-        return self._evaluated(batch, super().predict_step, lambda outputs, lengths: concat(outputs))
+        return self._evaluate(batch, super().predict_step, lambda outputs, lengths: concat(outputs))
 
     def state_dict(self) -> dict[str, Any]:
-        """Add the sizes that fitted, so that a resumed run cuts the same batches."""
+        """Add the sizes that fitted, so that a resumed run splits the same batches."""
         return {**super().state_dict(), "auto_batch": dict(self._sizes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the sizes back."""
+        """Restore the sizes."""
         super().load_state_dict(state)
         with restoring("auto_batch"):
             self._sizes = {name: int(size) for name, size in state.get("auto_batch", {}).items()}
@@ -133,14 +134,14 @@ class AutoBatch(Capability):
         size: int | None = None,
         failure: Exception | None = None,
     ) -> _T:
-        """Return what `compute(size, length)` does, with the largest size that fits; smaller ones after a failure."""
+        """Return `compute(size, length)` for the largest size that fits; every failure halves the size."""
         length = self.batch_length(batch)
         size = min(size or length, self._sizes.get(what, length), length)
         while True:
-            # Outside of the handler, which holds the frames that hold what the failed attempt has computed.
+            # Not in the handler: its frames still hold the tensors of the failed attempt.
             if failure is not None:
                 if gradients is not None:
-                    gradients.put_back()
+                    gradients.restore()
                 _free(self.context.device)
                 size = (size + 1) // 2
             try:
@@ -152,13 +153,13 @@ class AutoBatch(Capability):
                 add_note(failure, str(refusal))
                 raise failure from None
             except Exception as error:
-                failure = self._checked(error, batch, size)
+                failure = self._check_error(error, batch, size)
         if size < length:
             self._sizes[what] = size
         return result
 
-    def _checked(self, error: Exception, batch: Any, size: int | None = None) -> Exception:
-        """Return an error without its frames, or raise it if no smaller part of the batch would mend it."""
+    def _check_error(self, error: Exception, batch: Any, size: int | None = None) -> Exception:
+        """Return an error without its frames, or raise it if a smaller part of the batch would not help."""
         length = self.batch_length(batch)
         if not is_out_of_memory(error):
             raise error
@@ -175,7 +176,7 @@ class AutoBatch(Capability):
             raise error from None
         return error.with_traceback(None)
 
-    def _evaluated(self, batch: Any, step: Callable[[Any], _T], join: Callable[..., _T]) -> _T:
+    def _evaluate(self, batch: Any, step: Callable[[Any], _T], join: Callable[..., _T]) -> _T:
         if not self._is_active:
             return step(batch)
 
@@ -193,7 +194,7 @@ class AutoBatch(Capability):
     def _in_parts(
         self, step: Callable[[Any], Mapping[str, Any]], batch: Any, size: int, length: int, gradients: _Gradients
     ) -> Mapping[str, Any]:
-        """Differentiate all micro-batches but the last, whose graph is that of the returned loss."""
+        """Call backward for all micro-batches but the last; the graph of the returned loss is the graph of the last."""
         context, window = self.context, self.context.run.window
         bounds = _bounds(length, size)
         outputs: list[Mapping[str, Any]] = []
@@ -202,10 +203,10 @@ class AutoBatch(Capability):
             output = self._part(step, slice_batch(batch, start, stop, length))
             loss, num_items = output["loss"], _items(output, stop - start)
             if expected is None:
-                # Items that are no samples are known after the last part only: until then the first one is typical.
+                # `num_items` of the whole batch is known after the last part only: extrapolate from the first one.
                 expected = num_items * (length / (stop - start)) if "num_items" in output else length
             if stop < length:
-                # What the loop will divide by: this batch opens its window, or the window knows already.
+                # The divisor that the loop will use: this batch opens its window, or the window already has one.
                 share = (
                     num_items / (expected * window.size)
                     if window.opens
@@ -214,11 +215,11 @@ class AutoBatch(Capability):
                 assert context.run.trainer is not None
                 context.run.trainer.backward(loss * share)
             outputs.append(map_tensors(Tensor.detach, output))
-        joined = _joined(outputs, [stop - start for start, stop in bounds])
+        joined = _join_outputs(outputs, [stop - start for start, stop in bounds])
         total = _items(joined, length)
         if window.opens and (isinstance(total, Tensor) or total != expected):
             gradients.scale(expected / total)
-        return self._letting_go(joined, batch, gradients, loss * (num_items / total), size)
+        return self._release_graph(joined, batch, gradients, loss * (num_items / total), size)
 
     def _part(self, step: Callable[[Any], Mapping[str, Any]], part: Any) -> Mapping[str, Any]:
         self._is_inside_part = True
@@ -230,7 +231,7 @@ class AutoBatch(Capability):
             raise _ManualStepError(_MANUAL)
         return output
 
-    def _letting_go(
+    def _release_graph(
         self,
         output: Mapping[str, Any],
         batch: Any,
@@ -238,7 +239,7 @@ class AutoBatch(Capability):
         differentiated: Tensor | None = None,
         size: int | None = None,
     ) -> Mapping[str, Any]:
-        """Return the output with a loss that holds no graph: the loop keeps it while the batch may be computed anew."""
+        """Return the output with a loss that holds no graph: the loop holds the loss while the batch is recomputed."""
         loss = output.get("loss") if isinstance(output, Mapping) else None
         source = loss if differentiated is None else differentiated
         if not isinstance(source, Tensor) or not isinstance(loss, Tensor) or not source.requires_grad:
@@ -250,7 +251,7 @@ class AutoBatch(Capability):
             try:
                 graph.pop().backward(gradient)  # type: ignore[no-untyped-call]  # torch has no types for it
             except Exception as error:
-                failure = self._checked(error, batch, size)
+                failure = self._check_error(error, batch, size)
             else:
                 gradients.copies = None
                 return
@@ -262,12 +263,12 @@ class AutoBatch(Capability):
             gradients.copies = None
 
         anchor = torch.zeros((), requires_grad=True)
-        lent = _Lent.apply(anchor, loss.detach(), differentiate)  # type: ignore[no-untyped-call]  # torch has no types
-        # Whatever else the step returned would hold the graph, too.
-        return {**map_tensors(Tensor.detach, output), "loss": lent} if len(output) > 1 else {"loss": lent}
+        detached = _DetachedLoss.apply(anchor, loss.detach(), differentiate)  # type: ignore[no-untyped-call]  # torch has no types
+        # Detach all other outputs: they would hold the graph, too.
+        return {**map_tensors(Tensor.detach, output), "loss": detached} if len(output) > 1 else {"loss": detached}
 
     def _all_parts(self, batch: Any, size: int, length: int, total: Any, gradient: Tensor) -> None:
-        """Compute a batch anew, inside of the backward pass that failed: scale and weight are in `gradient` already."""
+        """Recompute a batch inside the backward pass that failed; `gradient` already includes scale and weight."""
         assert self.context.run.trainer is not None
         for start, stop in _bounds(length, size):
             with torch.enable_grad():
@@ -278,18 +279,18 @@ class AutoBatch(Capability):
 def find_batch_size(trainer: Trainer, data: Any = None, *, start: int = 16, limit: int | None = None) -> int:
     """Return the largest batch size whose training steps fit into memory; the trainer does not change.
 
-    Sizes are doubled from `start` on until one does not fit, then the range between is halved. Each one is tried with
-    one real update, of a trainer that is put back afterwards. Meanwhile a copy of weights and optimizer state lies
-    in memory, so the answer is on the safe side.
+    Sizes are doubled from `start` until one does not fit, followed by a binary search. Each size is tried with one real
+    update of the trainer, which is restored afterwards. The search holds a copy of the weights and the optimizer state,
+    so the result is slightly too small rather than too large.
 
     Args:
         trainer: The outermost layer, with a model.
-        data: Training data of which the trainer forms batches itself, not a loader; None for what the trainer has.
-        start: The size to try first.
-        limit: The largest size to try; None for as many samples as there are.
+        data: Training data that is not yet in batches, so not a loader; None means the data that the trainer has.
+        start: The first size to try.
+        limit: The largest size to try; None means the number of samples.
 
     Raises:
-        ConfigError: The trainer does not form the batches of this data, or nobody knows how much there is.
+        ConfigError: The trainer does not form the batches of this data, or neither a length nor a limit is known.
 
     Example:
         >>> from dovetail.trainers import Trainer
@@ -303,7 +304,7 @@ def find_batch_size(trainer: Trainer, data: Any = None, *, start: int = 16, limi
         raise ConfigError(f"find_batch_size: expected start and limit of at least 1, got {start!r} and {limit!r}")
     if trainer.context.model is None:
         raise ConfigError("find_batch_size: the trainer has no model: give it one, Trainer(model, …)")
-    with _trying(trainer, data, 1):
+    with _trial(trainer, data, 1):
         num_samples = trainer.num_batches("train")
     if num_samples is None and limit is None:
         raise ConfigError("find_batch_size: the data has no length, so give a limit")
@@ -320,13 +321,13 @@ def find_batch_size(trainer: Trainer, data: Any = None, *, start: int = 16, limi
             too_large = size
         del failure
         _free(trainer.context.device)
-        # Nothing that failed yet: there is no upper end to halve towards.
+        # No size has failed yet, so there is no upper bound for a binary search.
         size = min(2 * size, most) if too_large > most else (largest + too_large) // 2
     return largest
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory is exhausted, on any device.
+    """Return whether an error reports that memory is exhausted, on any device.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
@@ -337,7 +338,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
-# What torch says on a CPU, on Apple's devices and by older libraries of CUDA, where it raises a plain RuntimeError.
+# Messages of torch's plain RuntimeError on a CPU, on Apple's devices and with older CUDA libraries.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 _MANUAL = (
@@ -347,11 +348,11 @@ _MANUAL = (
 
 
 class _ManualStepError(Exception):
-    """A step that would make an update of a part of its batch."""
+    """A step would make an update from a part of its batch."""
 
 
-class _Lent(torch.autograd.Function):
-    """A loss whose gradient somebody else passes on, so that holding the loss does not hold its graph."""
+class _DetachedLoss(torch.autograd.Function):
+    """A loss whose backward pass calls a function, so that holding the loss does not hold its graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, differentiate: Callable[[Tensor], None]) -> Tensor:
@@ -365,14 +366,14 @@ class _Lent(torch.autograd.Function):
 
 
 class _Gradients:
-    """The gradients that a batch finds, to begin with them again.
+    """The gradients before a batch, to restore them when the batch is computed again.
 
-    The first batch of a window finds none. Later ones add to what they find, in place and parameter by parameter, so
-    that an error in the middle leaves sums of which nobody knows what is in them: only for those a copy is kept, until
-    the batch is done.
+    Before the first batch of a window there are none. A later batch adds to the gradients in place, parameter by
+    parameter, so an error in the middle leaves unusable sums. Only then a copy is needed, until the batch is done.
 
     Attributes:
-        copies: Of every parameter's gradient, None where there is none; None for a first batch, and after the last use.
+        copies: Pairs of a parameter and a copy of its gradient, which may be None. The attribute itself is None for a
+            first batch, and after the last use.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -381,8 +382,8 @@ class _Gradients:
         if not context.run.window.opens:
             self.copies = [(it, None if it.grad is None else it.grad.clone()) for it in self._parameters()]
 
-    def put_back(self) -> None:
-        """Make them what they were."""
+    def restore(self) -> None:
+        """Restore the gradients."""
         if self.copies is None:
             for optimizer in self._optimizers:
                 clear_gradients(optimizer)
@@ -394,7 +395,7 @@ class _Gradients:
                 parameter.grad.copy_(copy)
 
     def scale(self, factor: Any) -> None:
-        """Multiply the gradients of a first batch."""
+        """Multiply the gradients; only for the first batch of a window."""
         for parameter in self._parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -404,15 +405,15 @@ class _Gradients:
 
 
 def _bounds(length: int, size: int) -> list[tuple[int, int]]:
-    """Cut `length` into parts of nearly the same size, of which none exceeds `size`."""
-    # Nearly the same: a rest of one sample would be too little for BatchNorm.
+    """Divide `length` into parts of nearly equal size, none larger than `size`."""
+    # A rest of one sample would be too small for BatchNorm.
     number = -(-length // size)
     edges = [length * index // number for index in range(number + 1)]
     return list(pairwise(edges))
 
 
-def _joined(outputs: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return what a step would have returned for all the samples at once."""
+def _join_outputs(outputs: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the output of a step for all samples, from the outputs for its parts."""
     items = [_items(output, length) for output, length in zip(outputs, lengths, strict=True)]
     joined: dict[str, Any] = {}
     for name, first in outputs[0].items():
@@ -435,14 +436,14 @@ def _is_number(value: Any, *, may_have_dimensions: bool) -> bool:
 
 
 def _items(output: Mapping[str, Any], length: int) -> Any:
-    """What a loss is a mean of, as a number to divide by."""
+    """Return the number of items that a loss is the mean of, as a divisor."""
     items = output.get("num_items", length)
     # A count of integers would be divided in float32, which is too coarse for a float64 loss.
     return items.double() if isinstance(items, Tensor) else items
 
 
 def _free(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
+    """Release cached memory of the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -451,24 +452,24 @@ def _free(device: torch.device) -> None:
 
 
 @contextmanager
-def _trying(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
-    """Let the trainer train with batches of a size, from the start of an epoch, and put everything back."""
+def _trial(trainer: Trainer, data: Any, size: int) -> Iterator[None]:
+    """Prepare the trainer for batches of a size from the start of an epoch, and restore it afterwards."""
     context, core = trainer.context, trainer.core
-    with untouched(trainer, train=data):
+    with preserve_state(trainer, train=data):
         for layer in layers(trainer):
             if isinstance(layer, AutoBatch):
                 layer._is_active = False
         context.progress = Progress()
-        core.options.batch_size = size  # type: ignore[attr-defined]  # trainers of ours have it, an abstract one not
+        core.options.batch_size = size  # type: ignore[attr-defined]  # every trainer of the library has it
         context.callbacks = Callbacks([_BatchesOf(size), *own_callbacks(context)])
         yield
 
 
 def _failure(trainer: Trainer, data: Any, size: int) -> BaseException | None:
-    """Return the error of a step that ran out of memory, or None if it did not."""
+    """Return the error if a step with this batch size runs out of memory, else None."""
     never = Batches(0)
     try:
-        with _trying(trainer, data, size):
+        with _trial(trainer, data, size):
             trainer.fit(
                 max_length=Batches(trainer.context.run.window.size), validation_period=never, checkpoint_period=never
             )
@@ -480,7 +481,7 @@ def _failure(trainer: Trainer, data: Any, size: int) -> BaseException | None:
 
 
 class _BatchesOf(Callback):
-    """Makes sure that batches really have the size that is tried."""
+    """Raises if the batches do not have the size that is tried."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -490,6 +491,6 @@ class _BatchesOf(Callback):
         length = context.run.trainer.batch_length(batch)
         if length != self._size and context.progress.batch == 0:
             raise ConfigError(
-                f"find_batch_size: the batches have {length} samples, whatever batch_size is; give the data set "
+                f"find_batch_size: the batches have {length} samples, independent of batch_size; give the dataset "
                 "instead of a loader, and leave out strategies that choose the size"
             )

@@ -1,4 +1,4 @@
-"""Compiled training for any trainer."""
+"""Compiled training steps for any trainer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind
+from dovetail.trainers.preserve_state import layers, with_parts
 from dovetail.trainers.strategies.loss_criterion import (
     BCEWithLogitsLossStrategy,
     CrossEntropyLossStrategy,
@@ -24,7 +25,6 @@ from dovetail.trainers.strategies.loss_criterion import (
     NLLLossStrategy,
 )
 from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy
-from dovetail.trainers.untouched import layers, with_parts
 from dovetail.trainers.whole_step import (
     CannotCompileError,
     Outputs,
@@ -39,18 +39,18 @@ from dovetail.units import Epochs, TrainUnit
 class Compiled(Capability):
     """Trains with one compiled graph per step, or with a compiled module.
 
-    `step` traces whatever `train_step` computes, once per form of a batch, and makes forward, backward, clipping and
-    the optimizer's update one graph. `model` is `torch.compile` of the module. Hooks, schedules, checkpoints and
-    counters are those of the trainer, and the optimizer's state is its own. Where a step cannot be a graph, training
-    goes on eagerly, and one warning says why.
+    Mode `step` traces `train_step` once per form of a batch (shapes and types), and compiles forward, backward,
+    clipping and the optimizer's update into one graph. Mode `model` is `torch.compile` of the module. Hooks, schedules,
+    checkpoints, counters and the optimizer's state do not change. If a step cannot be compiled, training continues
+    eagerly, and one warning gives the reason.
 
-    Gradients live inside the graph: `parameter.grad` is None after a compiled step.
+    Gradients exist only inside the graph: `parameter.grad` is None after a compiled step.
 
     Args:
-        mode: `step` or `model`. An add-on hands the trainer's own modes, `train` and `test`, on to it.
-        steps_per_call: How many steps one call of a graph makes, in mode `step`. Counters, history, reports and
-            checkpoints are the same, batch by batch; validation, checkpoints and stops wait for the end of a call. A
-            call ends where an epoch, a length or a period ends. Where anyone wants to see every step, each is a call.
+        mode: `step` or `model`. An add-on also accepts the trainer's modes, `train` and `test`, and forwards them.
+        steps_per_call: Steps that one call of a graph makes, in mode `step`. Counters, history, reports and checkpoints
+            are the same, batch by batch; validation, checkpoints and stops wait for the end of a call. A call ends
+            at the end of an epoch, a length or a period. If a hook needs every step, each call makes one step.
 
     Example:
         >>> from dovetail.trainers import Trainer
@@ -63,20 +63,20 @@ class Compiled(Capability):
 
     _compiles: str
     _steps_per_call: int
-    # Batches that wait for the call that begins with the running one, and outputs of a call for batches to come.
+    # Batches of the call that starts with the running batch, and outputs of a call for the batches that follow.
     _waiting: list[Any]
     _coming: deque[Outputs]
     _step: WholeStep | None
     _restored: Mapping[str, Any] | None
-    # The epoch for which everything was last looked at; None for a run that begins.
+    # The epoch of the last check of all parts; None at the start of a run.
     _epoch: int | None
-    # What rules a graph, or several steps per call, out; None where that is not known.
+    # The reasons against a graph and against several steps per call; None if not determined yet.
     _causes: tuple[str | None, str | None] | None
     _is_eager: bool
-    # Whether every step is a call of its own, whatever was asked for.
+    # True if each call makes only one step, although more were requested.
     _is_one_by_one: bool
-    # Whether strategies are told about the running batch, as `_SHARED` says.
-    _told: set[str]
+    # Warnings that were already given.
+    _warned: set[str]
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class Compiled(Capability):
         self._waiting, self._coming = [], deque()
         self._step = self._restored = self._epoch = self._causes = None
         self._is_eager = self._is_one_by_one = False
-        self._told = set()
+        self._warned = set()
         super().__init__(*args, **kwargs)
 
     @property
     def graphs(self) -> int:
-        """How many forms of batches have a graph of their own."""
+        """The number of compiled graphs: one per form of a batch."""
         return 0 if self._step is None else self._step.num_graphs
 
     def setup(self) -> None:
@@ -118,32 +118,32 @@ class Compiled(Capability):
             if context.progress.batches == 0:
                 self._restored = None
                 if self._step is not None:
-                    # One of many runs must give the same bits whichever run came before it.
+                    # One of many runs must compute the same bits after any other run.
                     self._step.begin(is_among_many=context.run.is_one_of_many)
             return
         try:
             check_compiler()
         except CannotCompileError as cause:
-            self._tell(_EAGER.format(cause))
+            self._warn_once(_EAGER.format(cause))
         else:
             _compile_in_place(model)
 
     def batches(self, stage: Stage) -> Iterable[Any]:
-        """Return the batches; for training, read as many at a time as one call takes."""
+        """Return the batches; in training, read as many at a time as one call needs."""
         batches = super().batches(stage)
-        # Why there is no graph is told where there would be one.
+        # A reason against a graph is reported by `train_step`, not here.
         if stage != "train" or self._steps_per_call == 1:
             return batches
         why_not, cause = self._ruled_out()
         if why_not is not None:
             return batches
         if cause is not None:
-            self._tell(_ONE_BY_ONE.format(cause))
+            self._warn_once(_ONE_BY_ONE.format(cause))
             return batches
         return self._in_calls(iter(batches))
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Make a whole update by a graph, or return the loss for an eager one."""
+        """Make a whole update with a graph, or return the loss for an eager update."""
         context = self.context
         if self._is_eager:
             return super().train_step(batch)
@@ -151,19 +151,19 @@ class Compiled(Capability):
             # One of many short runs is checked once, not in every epoch.
             if self._epoch is None or (self._epoch != context.progress.epoch and not context.run.is_one_of_many):
                 if context.run.is_one_of_many and cast(Trainer, context.run.trainer).num_batches("train") == 1:
-                    # Its data do not fill a batch: nearly every such run would need its own graph.
+                    # Its data is smaller than a batch: nearly every such run would need its own graph.
                     self._is_eager = True
                     return super().train_step(batch)
-                self._step = self._prepared()
+                self._step = self._prepare_step()
                 self._epoch = context.progress.epoch
             assert self._step is not None
             if self._waiting:
                 self._call_ahead(self._step, batch)
             output = self._coming.popleft() if self._coming else self._step(batch)
         except CannotCompileError as cause:
-            self._tell(_EAGER.format(cause))
+            self._warn_once(_EAGER.format(cause))
             self._is_eager, output = True, None
-            # What a trace noted is not what this batch did.
+            # The trace set this flag, but this batch has made no update.
             context.run.batch.optimized = False
         if output is None:
             return super().train_step(batch)
@@ -172,7 +172,7 @@ class Compiled(Capability):
         return output
 
     def teardown(self, error: BaseException | None) -> None:
-        """Count the updates that a call has made, though an error has kept the loop from counting them."""
+        """Count the updates of the last call that the loop could not count because of an error."""
         progress, notes, number = self.context.progress, self.context.run.batch, len(self._coming)
         progress.batch += number
         progress.batches += number
@@ -184,25 +184,25 @@ class Compiled(Capability):
         super().teardown(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Add which forms of batches have been seen how often."""
+        """Add how often each form of a batch was seen."""
         own = self._step.state_dict() if self._step is not None else dict(self._restored or {})
         return {**super().state_dict(), "compiled": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compile from here on what the run would have compiled; one that was eager so far decides anew."""
+        """Restore the counts, so that the resumed run compiles the same forms; a run that was eager tries again."""
         super().load_state_dict(state)
         check_kind({"seen": {}, "compiled": []}, state.get("compiled") or {}, "compiled")
         self._restored, self._step, self._epoch = state.get("compiled"), None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A graph is made anew where a copy is used.
+        # A copy compiles its graphs again.
         state: Any = super().__getstate__()
         return {**state, "_step": None, "_epoch": None, "_waiting": [], "_coming": deque()}
 
     # ------------------------------------------------------------------ private
 
-    def _prepared(self) -> WholeStep:
-        """Return the step of this trainer as it is now."""
+    def _prepare_step(self) -> WholeStep:
+        """Return the compiled step for the current state of this trainer."""
         context = self.context
         self._causes = None
         cause, _ = self._ruled_out()
@@ -213,17 +213,19 @@ class Compiled(Capability):
         modules = [context.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
         clips_alike = self._step is not None and self._step.max_norm == self.options.gradient_clip
         if self._step is not None and clips_alike and self._step.adopt(modules, optimizer):
-            if self._epoch is None and not self._step.find_again() and context.run.is_one_of_many:
-                # A graph for each of many runs would take longer than it saves.
-                raise CannotCompileError("it uses a tensor that neither model, batch nor strategies hold in its form")
-            self._step.look_again(self._read_by_step())
+            if self._epoch is None and not self._step.refresh_constants() and context.run.is_one_of_many:
+                # A new graph for each of many runs would take longer than it saves.
+                raise CannotCompileError(
+                    "it uses a tensor that model, batch and strategies do not have in the same form"
+                )
+            self._step.recheck(self._read_by_step())
             return self._step
         assert context.run.trainer is not None
         owners = (*layers(context.run.trainer), *with_parts(self.strategies))
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
-        step = WholeStep(self._computed, modules, optimizer, self.options.gradient_clip, spaces)
-        step.look_again(self._read_by_step())
+        step = WholeStep(self._compute_output, modules, optimizer, self.options.gradient_clip, spaces)
+        step.recheck(self._read_by_step())
         step.begin(is_among_many=context.run.is_one_of_many)
         if self._restored:
             step.load_state_dict(self._restored)
@@ -238,7 +240,7 @@ class Compiled(Capability):
             # One check per epoch costs little, except in many runs of a few steps each.
             return None
         has_own_step = any(map(_has_own_step, layers(context.run.trainer)))
-        # The name of a loss may be that of somebody's own.
+        # The name of a loss may be registered by the user.
         if has_own_step or _own_verb(context.run.trainer, "train_step") or "loss_criterion" in context.config:
             return None
         try:
@@ -247,21 +249,21 @@ class Compiled(Capability):
             return None
 
     def _in_calls(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Batches, and those of a whole call at once to `train_step`."""
+        """Yield batches, and store all batches of a call for `train_step` before the first of them."""
         notes, plan = self.context.run.batch, self.context.run.plan
         assert plan is not None
         units = (plan.max_length, plan.validate, plan.save)
         ends = [unit for unit in units if unit is not None and not isinstance(unit, Epochs)]
         while read := self._read(batches, ends):
-            # Fewer are not worth a graph of their own.
+            # Fewer batches are not worth another graph.
             self._waiting = read if len(read) == self._steps_per_call else []
             for number in range(len(read)):
                 notes.is_ahead = number + 1 < len(read)
                 yield read[number]
 
     def _read(self, batches: Iterator[Any], ends: list[TrainUnit]) -> list[Any]:
-        """Read what the next call may take: nothing that comes after the end of a length or a period."""
-        # Whether steps are graphs at all is known after the first.
+        """Read the batches of the next call; stop at the end of a length or a period."""
+        # Whether a step can be compiled is known only after the first one.
         is_single = self._is_eager or self._is_one_by_one or self._step is None
         most = 1 if is_single else self._steps_per_call
         if not ends:
@@ -278,39 +280,39 @@ class Compiled(Capability):
         return read
 
     def _call_ahead(self, step: WholeStep, batch: Any) -> None:
-        """Make the updates of this batch and of those that wait, if one graph can."""
+        """Make the updates of this batch and of the waiting ones, if one graph can."""
         assert self.context.run.trainer is not None
         waiting, self._waiting = self._waiting, []
-        # Moved by the outermost layer, as the loop does it. The batches that the loop gets are moved then, too.
+        # Moved by the outermost layer, as in the loop. The batches that the loop receives are then on the device, too.
         waiting[:] = [batch, *map(self.context.run.trainer.to_device, waiting[1:])]
         try:
             self._coming.extend(step.several(waiting) or ())
         except CannotCompileError as cause:
             self._is_one_by_one = True
-            self._tell(_ONE_BY_ONE.format(cause))
+            self._warn_once(_ONE_BY_ONE.format(cause))
 
     def _ruled_out(self) -> tuple[str | None, str | None]:
-        """Return what rules a graph out, and what rules several steps per call out; None for nothing."""
+        """Return the reason against a graph, and the reason against several steps per call; None means no reason."""
         # The parts of one of many short runs do not change between its epochs.
         if self._causes is None or not self.context.run.is_one_of_many:
             self._causes = self._why_not(), self._why_one_by_one()
         return self._causes
 
     def _why_one_by_one(self) -> str | None:
-        """Return what about the run needs to see every step, or None."""
+        """Return why every step must be a separate call, or None."""
         context = self.context
         callbacks = context.callbacks
         for hook in (*callbacks.on_step_start, *callbacks.on_update, *callbacks.on_step_end):
-            return f"{_owner(hook)} wants to see every step"
+            return f"{_owner(hook)} has a hook for every step"
         for bound in context.schedulers:
             if bound.interval != "epoch":
                 return f"a schedule moves at every {bound.interval}"
         return _own_verb(self._run_layer, "scheduler_step", "after_step")
 
-    def _computed(self, batch: Any) -> Mapping[str, Any]:
-        """What the layers below compute, and nothing else of what they do."""
+    def _compute_output(self, batch: Any) -> Mapping[str, Any]:
+        """Return the output of the inner layers' `train_step`, without its side effects on the context."""
         context = self.context
-        kept = {name: context.state[name] for name in _SHARED if name in context.state}
+        shared = {name: context.state[name] for name in _SHARED if name in context.state}
         trainer, context.run.trainer = context.run.trainer, cast(Trainer, _NoVerbs())
         try:
             return super().train_step(batch)
@@ -318,10 +320,10 @@ class Compiled(Capability):
             context.run.trainer = trainer
             for name in _SHARED:
                 context.state.pop(name, None)
-            context.state.update(kept)
+            context.state.update(shared)
 
     def _why_not(self) -> str | None:
-        """Return what about the run rules a graph out, or None."""
+        """Return why the run cannot use a graph, or None."""
         context = self.context
         if context.run.window.size > 1:
             return f"{context.run.window.size} batches share one update"
@@ -335,23 +337,23 @@ class Compiled(Capability):
             return "several processes share an update"
         if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_detached:
             return "the run has phases, in which different things are trained"
-        for strategy in self.strategies.hearing("on_gradients"):
-            return f"{type(strategy).__name__} wants to see gradients"
+        for strategy in self.strategies.overriding("on_gradients"):
+            return f"{type(strategy).__name__} has a hook for gradients"
         for hook in context.callbacks.on_gradients:
-            return f"{_owner(hook)} wants to see gradients"
+            return f"{_owner(hook)} has a hook for gradients"
         trainer = self._run_layer
         return _outer_step(trainer) or _own_verb(trainer, "backward", "clip_gradients", "optimizer_step")
 
-    def _tell(self, message: str) -> None:
-        """Say once why training is not what was asked for."""
-        if message not in self._told:
-            self._told.add(message)
+    def _warn_once(self, message: str) -> None:
+        """Warn, once per message."""
+        if message not in self._warned:
+            self._warned.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
 
 
-_EAGER = "training goes on without a graph: {}"
-_ONE_BY_ONE = "steps_per_call: every step is a call of its own: {}"
-# What the trainer tells strategies about the running batch.
+_EAGER = "training continues without a graph: {}"
+_ONE_BY_ONE = "steps_per_call: each call makes only one step: {}"
+# Entries of `context.state` about the running batch.
 _SHARED = ("current_batch", "last_loss")
 
 # Strategies that compute from their attributes, the configuration and the batch alone.
@@ -368,28 +370,28 @@ _KNOWN = frozenset(
 
 
 def _compile_in_place(model: nn.Module) -> None:
-    """Compile a module as its own `compile` does, so that the names of its state stay as they are."""
+    """Compile a module in place, like `module.compile()`, so that the keys of its state do not change."""
     if model._compiled_call_impl is None:
         call: Any = model._call_impl
-        # A function of ours around it: Dynamo passes over the call of a plain `nn.Sequential`, which is torch's own.
+        # A wrapper of ours: Dynamo skips the call of a plain `nn.Sequential`, because torch defines it.
         model._compiled_call_impl = torch.compile(lambda *args, **kwargs: call(*args, **kwargs))
 
 
 class _NoVerbs:
-    """Stands for the trainer while a step is traced: an update inside of it is one of its own."""
+    """Replaces the trainer while a step is traced: a step that calls backward or step itself raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise CannotCompileError(f"train_step optimises by itself, by {name}")
 
 
 def _outer_step(trainer: Trainer) -> str | None:
-    """Return which class changes the step from outside of the graph."""
+    """Return a message if another class changes the step outside of the graph, else None."""
     first = trainer._customized_by("train_step")[0]
     return None if first is Compiled else f"{first.__name__} changes what train_step returns; put it inside"
 
 
 def _own_verb(trainer: Trainer, *verbs: str) -> str | None:
-    """Return which class defines one of some verbs that a graph computes in its place."""
+    """Return a message if a class overrides one of some verbs that the graph replaces, else None."""
     for verb in verbs:
         for cls in trainer._customized_by(verb):
             if cls is not Compiled:

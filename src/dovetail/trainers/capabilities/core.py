@@ -1,4 +1,4 @@
-"""What a capability is: verbs written once against `super()`, mounted on a trainer object or on a trainer class."""
+"""Base class of capabilities: verbs written against `super()`, for a trainer object or for a trainer class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.untouched import layers
+from dovetail.trainers.preserve_state import layers
 
 if TYPE_CHECKING:
     from dovetail.trainers.decorators import TrainerDecorator
@@ -18,11 +18,11 @@ else:
 
 
 class Capability(Mounted):
-    """Base of capabilities: classes that add to the verbs of whatever they are mounted on.
+    """Base of capabilities: classes that extend the verbs of a trainer.
 
-    Over `TrainerDecorator` a capability decorates a trainer object; given to `Trainer.add_on` it extends a trainer
-    class. It declares its own attributes in the class body. Its constructor takes its own keywords, sets its own
-    attributes, and passes the rest on:
+    Combined with `TrainerDecorator`, a capability decorates a trainer object; given to `Trainer.add_on`, it extends a
+    trainer class. It declares its own attributes in the class body. Its constructor takes its own keywords, sets its
+    own attributes, and forwards the rest:
 
         class Loud(Capability):
             kind = "loudness"
@@ -37,8 +37,8 @@ class Capability(Mounted):
                 super().after_step(output)
 
     Attributes:
-        kind: What it is about. A trainer has one capability of a kind at most.
-        conflicts: Kinds that it cannot be combined with, and why not.
+        kind: The kind of feature. A trainer has at most one capability of each kind.
+        conflicts: Kinds with which it cannot be combined, and the reasons.
     """
 
     kind: ClassVar[str]
@@ -50,12 +50,12 @@ class Capability(Mounted):
 
 
 def capabilities_of(trainer: Trainer) -> list[type[Capability]]:
-    """Return the capability classes of a trainer and of those it decorates, the outermost first."""
+    """Return the capability classes of a trainer and of the trainers it decorates, the outermost first."""
     return [capability for _, capability in _named(trainer)]
 
 
 def _named(trainer: Trainer) -> list[tuple[str, type[Capability]]]:
-    """The capabilities, each with the name that its user knows: of the layer, or of the add-on."""
+    """Return the capabilities, each with the name that the user knows: of the layer, or of the add-on."""
     return [
         (type(layer).__name__ if "trainer" in vars(layer) else _add_on(layer, cls), cls)
         for layer in layers(trainer)

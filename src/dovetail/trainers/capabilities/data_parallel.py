@@ -1,4 +1,4 @@
-"""One model trained by several processes, each on its own batches."""
+"""Data-parallel training in several processes, with gradients averaged over samples."""
 
 from __future__ import annotations
 
@@ -30,25 +30,24 @@ from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_sta
 class DataParallel(Capability):
     """Trains in several processes that share the batches of every epoch and average their gradients.
 
-    In every step each process takes one batch: n processes with batches of b samples make the updates of one process
-    with batches of n·b. Gradients are averaged over samples (or items, where `train_step` counts those) just before
-    they are clipped, so nothing is sent inside an accumulation window, any number of optimizers and backward passes
-    works, and a process that has no batch left in the last step takes part with nothing. Validation sees every sample
-    once.
+    In every step each process computes one batch: n processes with batches of b samples make the updates of one process
+    with batches of n·b. Gradients are averaged over samples (or items, if `train_step` counts them) just before they
+    are clipped. So nothing is sent inside an accumulation window, and any number of optimizers and backward passes
+    works. A process without a batch in the last step takes part with weight zero. Validation reads every sample once.
 
-    Under `torchrun` the processes are there already. From a plain script or a notebook, `num_processes` starts them,
-    and weights, history and metrics come back into the caller's objects.
+    With `torchrun` the processes already exist. In a plain script or a notebook, `num_processes` starts them, and
+    weights, history and metrics are copied into the caller's objects.
 
     Args:
-        num_processes: How many processes to start; None for those that `torchrun` started, or just this one.
-        max_restarts: How often a group that lost a process is started again; it goes on from the newest checkpoint.
-        bucket_size: Bytes of gradients that are sent at once.
+        num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
+        max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
+        bucket_size: Bytes of gradients per message.
 
     Example:
         >>> import torch
         >>> from dovetail.trainers import Trainer
         >>> trainer = Trainer.add_on(DataParallel)(torch.nn.Linear(4, 2), "cpu", num_epochs=1, verbose=False)
-        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # one process: as ever
+        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # still one process
     """
 
     kind = "data parallel"
@@ -58,7 +57,7 @@ class DataParallel(Capability):
     _bucket_size: int
     _devices: list[torch.device]
     _group: Group | None
-    _turn: _Turn
+    _turn: _StepState
     _layouts: dict[int, _Layout]
 
     def __init__(
@@ -79,25 +78,25 @@ class DataParallel(Capability):
         self._bucket_size = bucket_size
         self._devices = []
         self._group = None
-        self._turn = _Turn()
+        self._turn = _StepState()
         self._layouts = {}
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------------ once per run
 
     def launcher(self) -> Launcher | None:
-        """Start processes, if that is wanted and this is not one of them."""
+        """Return a launcher if processes were requested and this is not one of them."""
         inner = super().launcher()
         if inner is not None or is_launched() or self.num_processes in (None, 1) or self.context.process.stays_here:
             return inner
-        # Imported here because it ships trainers of any kind.
+        # Imported here, because it imports trainers.
         from dovetail.trainers.launching import ProcessLauncher
 
         assert self.num_processes is not None
         return ProcessLauncher(self.num_processes, self.max_restarts)
 
     def setup(self) -> None:
-        """Meet the other processes, and start from the same weights as the first of them."""
+        """Join the group of processes, and copy the weights of the first process."""
         context = self.context
         if not is_launched():
             super().setup()
@@ -112,19 +111,19 @@ class DataParallel(Capability):
         context.callbacks.mute(is_main=context.process.is_main)
         is_fresh = context.progress.batches == 0
         self._divide(group)
-        # Before a layer inside forms a loader, whose order must be the same in all processes.
+        # Before an inner layer builds a loader, whose order must be the same in all processes.
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         super().setup()
         self._start_alike(group)
         if is_fresh and group.rank:
-            # Alike in all but noise: dropout and augmentation draw something else in every process.
+            # Dropout and augmentation must draw different numbers in every process.
             seed_everything(derive_seed(context.state["order_seed"], 0, group.rank, rule="rank"))
-        # Nothing is left of a step that an error has cut short.
+        # Drop the state of a step that an error interrupted.
         self._layouts.clear()
-        self._turn, context.run.batch.is_idle = _Turn(), False
+        self._turn, context.run.batch.is_idle = _StepState(), False
 
     def teardown(self, error: BaseException | None) -> None:
-        """Let the others go on, or tell them why this process leaves."""
+        """Leave the group; after an error, report it to the other processes."""
         group, context = self._group, self.context
         try:
             if group is not None and isinstance(error, Exception) and not isinstance(error, PeerError):
@@ -137,48 +136,48 @@ class DataParallel(Capability):
                 self._group = None
                 done = context.progress.batch
                 context.process.share = Share(begun=done, used=context.process.share.position(done))
-                # Who writes and tells stays who it was: what follows a run, such as `save_model`, is done once, too.
+                # `is_main` stays: after a run, only one process writes, in `save_model` for example.
                 context.process.has_peers = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Add what differs between processes: randomness, the means of the running epoch, the place in the data."""
+        """Add the state that differs between processes: RNG, means of the running epoch, position in the data."""
         group = self._group
         if group is not None:
             self._copy_buffers(group)
         state = super().state_dict()
         own = {"rng": rng_state(), **{name: state[name] for name in _OWN_PARTS}}
-        everyone = [own] if group is None else group.exchange(own)
-        return {**state, "data_parallel": {name: [each[name] for each in everyone] for name in own}}
+        all_ranks = [own] if group is None else group.exchange(own)
+        return {**state, "data_parallel": {name: [each[name] for each in all_ranks] for name in own}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this process's own parts; another number of processes draws anew and shares the rest of the epoch."""
-        group, kept = self._group, state.get("data_parallel", {})
-        check_kind({"rng": []}, {"rng": kept.get("rng", [])}, "data_parallel")
+        """Restore this process's state; another number of processes seeds again and shares the rest of the epoch."""
+        group, saved = self._group, state.get("data_parallel", {})
+        check_kind({"rng": []}, {"rng": saved.get("rng", [])}, "data_parallel")
         size, rank = (1, 0) if group is None else (group.size, group.rank)
         own: dict[str, Any] = {}
-        if len(kept.get("rng", ())) == size:
-            own = {name: kept[name][rank] for name in _OWN_PARTS if name in kept}
-        elif "meter" in kept:
+        if len(saved.get("rng", ())) == size:
+            own = {name: saved[name][rank] for name in _OWN_PARTS if name in saved}
+        elif "meter" in saved:
             # The first process continues the sums of all, so that the mean of the epoch counts every sample once.
-            own = {"meter": _sum_of(kept["meter"]) if rank == 0 else Meter().state_dict()}
+            own = {"meter": _sum_of(saved["meter"]) if rank == 0 else Meter().state_dict()}
         super().load_state_dict({**state, **own})
         if group is None:
             return
-        if len(kept.get("rng", ())) == size:
+        if len(saved.get("rng", ())) == size:
             with restoring("data_parallel.rng"):
-                set_rng_state(kept["rng"][rank])
+                set_rng_state(saved["rng"][rank])
         elif rank:
             seed_everything(
                 derive_seed(self.context.state["order_seed"], self.context.progress.batches, rank, rule="rank")
             )
 
     def settle(self) -> None:
-        """Let every process know whether any was asked to stop."""
+        """Exchange stop requests, so that all processes stop after the same update."""
         super().settle()
         if self._group is not None and self.context.process.has_peers:
             flags = torch.tensor(self._flags(), dtype=torch.float64)
             self._group.sum(flags)
-            self._heed(flags.tolist())
+            self._apply_stop_request(flags.tolist())
 
     # ------------------------------------------------------------------ once per pass
 
@@ -208,18 +207,18 @@ class DataParallel(Capability):
         parts = super().gather(parts)
         if self._group is None or not self.context.process.has_peers:
             return parts
-        everyone = [each["parts"] for each in self._group.exchange({"parts": parts})]
-        return [each[step] for step in range(len(everyone[0])) for each in everyone if step < len(each)]
+        all_ranks = [each["parts"] for each in self._group.exchange({"parts": parts})]
+        return [each[step] for step in range(len(all_ranks[0])) for each in all_ranks if step < len(each)]
 
     # ------------------------------------------------------------------ once per batch
 
     def to_device(self, batch: Any) -> Any:
-        """Notice when this process has no batch of its own left."""
+        """Mark the batch as idle if this process has no batch left."""
         if self.context.progress.batch >= self._turn.own and self.context.stage == "train":
             self._turn.randomness = rng_state()
             self.context.run.batch.is_idle = True
             if not self.context.run.window.closes:
-                self._set_aside()
+                self._store_gradients()
         return super().to_device(batch)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
@@ -230,7 +229,7 @@ class DataParallel(Capability):
         super().clip_gradients(optimizer)
 
     def after_step(self, output: Mapping[str, Any]) -> None:
-        """Count the samples of all processes, and stop if any of them was asked to."""
+        """Count the samples of all processes, and stop if any of them received a stop request."""
         super().after_step(output)
         group = self._group
         if group is None:
@@ -239,41 +238,41 @@ class DataParallel(Capability):
         notes = context.run.batch
         if context.progress.batch >= turn.own:
             notes.num_samples, notes.is_idle = 0, False
-            # What counts for nothing draws nothing: how much it would draw depends on what was done before.
+            # Restore the RNG: an idle batch must not consume random numbers.
             set_rng_state(turn.randomness)
         if not context.run.window.closes:
             turn.samples += notes.num_samples
             notes.num_records = 0
             return
-        if turn.news is None:
-            # No optimizer stepped, which every process knows.
-            news = torch.tensor([turn.samples + notes.num_samples, *self._flags()], dtype=torch.float64)
-            group.sum(news)
-            turn.news = news.tolist()
-        records, *flags = turn.news
-        turn.samples, turn.news, turn.kept = 0, None, None
+        if turn.extras is None:
+            # No optimizer stepped, in any process.
+            extras = torch.tensor([turn.samples + notes.num_samples, *self._flags()], dtype=torch.float64)
+            group.sum(extras)
+            turn.extras = extras.tolist()
+        records, *flags = turn.extras
+        turn.samples, turn.extras, turn.gradients = 0, None, None
         notes.num_records = round(records)
         if flags[0]:
-            self._heed(flags)
+            self._apply_stop_request(flags)
 
     # ------------------------------------------------------------------ private
 
     def _padded(self, group: Group, own: Iterable[Any], total: int | None) -> Iterator[Any]:
-        """One's own batches and then, while others have more, the last of them again, which counts for nothing."""
+        """Yield this process's batches, and while others have more, the last batch again, with weight zero."""
         batches, step, turn = iter(own), self.context.progress.batch, self._turn
         batch = next(batches, _END)
-        # Where all have agreed on the number of steps, and more than one is left, all have something left.
+        # If all processes agreed on the number of steps, and more than one is left, each still has a batch.
         knows_total = total is not None and total == turn.agreed and total - step > 1
         if not knows_total:
-            everyone = group.exchange({"has": batch is not _END, "total": total})
-            if not everyone[0]["has"]:
+            all_ranks = group.exchange({"has": batch is not _END, "total": total})
+            if not all_ranks[0]["has"]:
                 return
-            if not all(each["has"] for each in everyone):
-                # Fewer batches than processes: those that have none compute with the first one's.
+            if not all(each["has"] for each in all_ranks):
+                # Fewer batches than processes: a process without one computes with the first process's batch.
                 lent = group.exchange({"batch": batch if group.rank == 0 else None})[0]["batch"]
                 if batch is _END:
                     turn.own, batch = step, lent
-            knows_total = total is not None and all(each["total"] == total for each in everyone)
+            knows_total = total is not None and all(each["total"] == total for each in all_ranks)
             turn.agreed = total if knows_total else None
         while True:
             yield batch
@@ -287,23 +286,23 @@ class DataParallel(Capability):
                 return
 
     def _divide(self, group: Group) -> None:
-        """Give every process its part of the model, before optimizers are made: here, all of it."""
+        """Give every process its part of the model, before optimizers are built. Here each process has all of it."""
 
     def _start_alike(self, group: Group) -> None:
-        """Give every process the weights of the first."""
+        """Copy the weights of the first process to all others."""
         model = self.context.model
         assert model is not None
         with torch.no_grad():
             group.copy_first([*model.parameters(), *model.buffers()])
 
-    def _set_aside(self) -> None:
-        """Keep what the running window has, before a batch that counts for nothing is added to it."""
+    def _store_gradients(self) -> None:
+        """Store the gradients of the running window, before an idle batch with weight zero adds to them."""
         window, turn = self.context.run.window, self._turn
-        if turn.kept is None:
+        if turn.gradients is None:
             trained = [it for each in self.context.optimizers for group in each.param_groups for it in group["params"]]
-            # As the window divides when it closes, by the items that count.
+            # The same division as at the end of the window, by the items that count.
             factor = window.expected / window.items
-            turn.kept = [(it, None if it.grad is None else it.grad * factor) for it in trained]
+            turn.gradients = [(it, None if it.grad is None else it.grad * factor) for it in trained]
             turn.items = window.items
 
     def _copy_buffers(self, group: Group) -> None:
@@ -313,77 +312,77 @@ class DataParallel(Capability):
                 group.copy_first(model.buffers())
 
     def _average(self, group: Group, optimizer: Optimizer) -> None:
-        """Make an optimizer's gradients the mean over all processes, and tell each other the news with them."""
+        """Average an optimizer's gradients over all processes; counts and stop flags are sent in the same message."""
         context, turn = self.context, self._turn
         layout = self._layouts.get(id(optimizer))
         if layout is None or layout.optimizer is not optimizer or not layout.is_whole:
             layout = self._layouts[id(optimizer)] = _Layout(optimizer, self._bucket_size)
         if context.progress.batch >= turn.own:
             weight, samples = 0, turn.samples
-            if turn.kept is not None:
+            if turn.gradients is not None:
                 weight = turn.items
-                for parameter, gradient in turn.kept:
+                for parameter, gradient in turn.gradients:
                     parameter.grad = gradient
         else:
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
-        news = layout.average(
-            group, weight, [samples, *(_NO_WISH if context.run.stop_request is None else self._flags())]
+        extras = layout.average(
+            group, weight, [samples, *(_NO_STOP_REQUEST if context.run.stop_request is None else self._flags())]
         )
         context.run.batch.num_averaged = layout.weight
-        if turn.news is None:
-            turn.news = news
+        if turn.extras is None:
+            turn.extras = extras
 
     def _flags(self) -> list[float]:
-        """Whether this process was asked to stop, and by which signal."""
-        wish = self.context.run.stop_request
-        asked = None if wish is None else wish[1]
-        return [wish is not None, asked == signal.SIGINT, asked == signal.SIGTERM]
+        """Return whether this process received a stop request, by SIGINT, by SIGTERM, as numbers."""
+        request = self.context.run.stop_request
+        number = None if request is None else request[1]
+        return [request is not None, number == signal.SIGINT, number == signal.SIGTERM]
 
-    def _heed(self, flags: Sequence[float]) -> None:
-        """End training in every process, for the reason of the first that was asked to."""
+    def _apply_stop_request(self, flags: Sequence[float]) -> None:
+        """End training in every process, with the reason of the first process that has one."""
         context, group = self.context, self._group
         if not flags[0] or context.run.stop_reason is not None:
             return
         assert group is not None
-        wishes = [each["wish"] for each in group.exchange({"wish": context.run.stop_request})]
-        reason = next(wish[0] for wish in wishes if wish is not None)
+        requests = [each["request"] for each in group.exchange({"request": context.run.stop_request})]
+        reason = next(request[0] for request in requests if request is not None)
         number = signal.SIGINT if flags[1] else signal.SIGTERM if flags[2] else None
         context.run.end(reason, None if number is None else int(number))
 
 
-class _Turn:
-    """What a process knows about the running step."""
+class _StepState:
+    """State of this process in the running step."""
 
-    __slots__ = ("agreed", "items", "kept", "news", "own", "randomness", "samples")
+    __slots__ = ("agreed", "extras", "gradients", "items", "own", "randomness", "samples")
 
     def __init__(self) -> None:
-        # The steps of an epoch, where all processes have said the same number.
+        # The steps of an epoch, if all processes reported the same number.
         self.agreed: int | None = None
-        # Steps that this process has a batch of its own for.
+        # Number of steps for which this process has batches.
         self.own: float = inf
         # Samples of the batches of the running accumulation window before this one.
         self.samples = 0
-        # Gradients and items of the running window, where this process has batches of its own for a part of it only.
-        self.kept: list[tuple[Tensor, Tensor | None]] | None = None
+        # Gradients and items of the running window, if this process has batches for only a part of it.
+        self.gradients: list[tuple[Tensor, Tensor | None]] | None = None
         self.items: Any = 0
-        # The state of all generators before a batch that counts for nothing.
+        # The RNG state before an idle batch.
         self.randomness: Any = None
-        # What all processes said with the first gradients of the running step.
-        self.news: list[float] | None = None
+        # Sums of the numbers that were sent with the first gradients of the running step.
+        self.extras: list[float] | None = None
 
 
 class _Layout:
-    """Where the gradients of an optimizer lie in the few flat tensors that are summed.
+    """The positions of an optimizer's gradients in the few flat tensors that are summed.
 
-    Written for the step of a small model, where every Python call counts: `map` and `operator` make none.
+    Optimized for the step of a small model, in which every Python call counts: `map` and `operator` make none.
     """
 
-    def __init__(self, optimizer: Optimizer, bucket_size: int, num_news: int = 4) -> None:
+    def __init__(self, optimizer: Optimizer, bucket_size: int, num_extras: int = 4) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
-        # Of all processes, in the average that was made last.
+        # The weight of all processes in the last average.
         self.weight = 0.0
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self.parameters:
@@ -398,18 +397,18 @@ class _Layout:
                     room = bucket_size
                 buckets[-1].append(parameter)
                 room -= parameter.nbytes
-        self.buckets = [_Bucket(parameters, num_news) for parameters in buckets]
+        self.buckets = [_Bucket(parameters, num_extras) for parameters in buckets]
 
     @property
     def is_whole(self) -> bool:
-        """Whether no parameter was frozen, thawed or added since."""
+        """True if no parameter was frozen, unfrozen or added since the layout was built."""
         groups = self.optimizer.param_groups
         return sum(map(len, map(_PARAMS, groups))) == len(self.parameters) and self.num_trained == sum(
             map(_REQUIRES_GRAD, self.parameters)
         )
 
-    def average(self, group: Group, weight: Any, news: list[float]) -> list[float]:
-        """Replace every gradient by the mean over all processes, and return the sums of `news`."""
+    def average(self, group: Group, weight: Any, extras: list[float]) -> list[float]:
+        """Replace every gradient by the mean over all processes, and return the sums of `extras`."""
         sums = []
         for bucket in self.buckets:
             gradients, has = list(map(_GRAD, bucket.parameters)), bucket.has_all
@@ -417,7 +416,7 @@ class _Layout:
                 has = [float(gradient is not None) for gradient in gradients]
                 gradients = [_dense(gradient, part) for gradient, part in zip(gradients, bucket.parts, strict=True)]
             if not isinstance(weight, Tensor) and weight == 0:
-                # Not times nothing: what an idle process computed may be infinite.
+                # Not multiplied by zero: a gradient of an idle process may be infinite.
                 bucket.flat.zero_()
             elif bucket.is_exact:
                 for gradient, part in zip(gradients, bucket.parts, strict=True):
@@ -425,37 +424,37 @@ class _Layout:
             else:
                 for gradient, part in zip(gradients, bucket.parts, strict=True):
                     part.copy_(gradient).mul_(weight)
-            bucket.tail.copy_(torch.tensor([*has, *news, 0.0], dtype=bucket.tail.dtype))
+            bucket.tail.copy_(torch.tensor([*has, *extras, 0.0], dtype=bucket.tail.dtype))
             bucket.tail[-1] = weight
             sums += bucket.sums
         if not sums:
-            told = torch.tensor(news, dtype=torch.float64)
-            group.sum(told)
-            return cast("list[float]", told.tolist())
+            summed = torch.tensor(extras, dtype=torch.float64)
+            group.sum(summed)
+            return cast("list[float]", summed.tolist())
         group.sum(*sums)
         numbers: list[float] = []
         for bucket in self.buckets:
             *numbers, self.weight = bucket.tail.tolist()
             bucket.gradients.div_(self.weight)
             for parameter, part, count in zip(bucket.parameters, bucket.parts, numbers, strict=False):
-                # A parameter that no process used has no gradient, as ever.
+                # A parameter that no process used has no gradient, as in a single process.
                 parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if count else None
             numbers = numbers[len(bucket.parameters) :]
         return numbers
 
 
 class _Bucket:
-    """Gradients of some parameters in one flat tensor and, behind them, the numbers that travel with them.
+    """Gradients of some parameters in one flat tensor, followed by the numbers that are sent with them.
 
-    The gradients of the parameters are then parts of it, which the next average writes anew, as torch's own
-    `gradient_as_bucket_view` does.
+    Afterwards the gradients of the parameters are views of this tensor, which the next average overwrites, as with
+    torch's `gradient_as_bucket_view`.
     """
 
-    def __init__(self, parameters: list[Tensor], num_news: int) -> None:
+    def __init__(self, parameters: list[Tensor], num_extras: int) -> None:
         first = parameters[0]
         dtype = torch.promote_types(first.dtype, torch.float32)
         sizes = [parameter.numel() for parameter in parameters]
-        num_numbers = len(parameters) + num_news + 1
+        num_numbers = len(parameters) + num_extras + 1
         self.parameters = parameters
         # Sums in half precision would lose too much.
         self.is_exact = dtype == first.dtype
@@ -465,7 +464,7 @@ class _Bucket:
             self.gradients, self.tail = torch.split(self.flat, [sum(sizes), num_numbers])
             self.sums = [self.flat]
         else:
-            # The numbers are wanted on the host: sent on their own they do not wait for the device.
+            # The host needs these numbers: as a separate tensor they do not wait for the device.
             self.flat = self.gradients = torch.empty(sum(sizes), dtype=dtype, device=first.device)
             self.tail = torch.empty(num_numbers, dtype=dtype)
             self.sums = [self.flat, self.tail]
@@ -475,7 +474,7 @@ class _Bucket:
 
 _GRAD, _REQUIRES_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("is_sparse")
 _PARAMS = itemgetter("params")
-_NO_WISH = (0.0, 0.0, 0.0)
+_NO_STOP_REQUEST = (0.0, 0.0, 0.0)
 
 
 def _any(group: Group, holds: bool) -> bool:
@@ -486,12 +485,12 @@ def _any(group: Group, holds: bool) -> bool:
 
 _END = object()
 
-# The parts of a trainer's state that each process of a group has for itself.
+# Parts of a trainer's state that differ between the processes of a group.
 _OWN_PARTS = ("meter", "epoch_start")
 
 
 def _sum_of(meters: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a meter with the sums and counts of several, and without their single values."""
+    """Return the state of a meter with the sums and counts of several meters, without single values."""
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     for each in meters:

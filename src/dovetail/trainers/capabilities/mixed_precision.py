@@ -16,15 +16,15 @@ _INIT_SCALE = 65536.0
 
 
 class MixedPrecision(Capability):
-    """Computes forward and loss in lower precision where that is safe, and scales the loss of float16.
+    """Computes forward and loss in lower precision for operations where this is safe, and scales a float16 loss.
 
-    The order is scale, backward, unscale, clip, step. A step that overflowed is skipped and does not count. The scaler
-    adapts once per batch, however many optimizers stepped, and its state is in every checkpoint.
+    The order is scale, backward, unscale, clip, step. A step with overflow is skipped and does not count. The scaler
+    is updated once per batch, for any number of optimizers, and its state is in every checkpoint.
 
     Args:
-        precision: `bf16`, `fp16` or `fp32`; `auto` for the best of the device, which is `bf16` on a CPU; or a list of
-            them, of which the first that the device has is taken.
-        init_scale: Where the scaler of float16 starts.
+        precision: `bf16`, `fp16` or `fp32`; `auto` for the best of the device, which is `bf16` on a CPU; or a list, of
+            which the first that the device supports is used.
+        init_scale: The initial loss scale for float16.
 
     Example:
         >>> import torch
@@ -36,7 +36,7 @@ class MixedPrecision(Capability):
 
     kind = "mixed precision"
 
-    _wanted_precisions: list[PrecisionName]
+    _precision_names: list[PrecisionName]
     _init_scale: float
     _precision: Precision | None
 
@@ -54,38 +54,38 @@ class MixedPrecision(Capability):
             Precision(name)
         if init_scale != _INIT_SCALE and not {"auto", "fp16"} & set(names):
             raise ConfigError(f"init_scale: only float16 is scaled, got precision={precision!r}")
-        self._wanted_precisions = names
+        self._precision_names = names
         self._init_scale = init_scale
         self._precision = None
         super().__init__(*args, **kwargs)
 
     def setup(self) -> None:
-        """Give the verbs of the trainer their precision."""
-        precision = self._made()
+        """Set the precision of the context."""
+        precision = self._get_precision()
         if self.context.precision not in (None, precision):
             raise ConfigError("mixed precision twice: leave out the layer, or the MixedPrecisionStepStrategy")
         self.context.precision = precision
         super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
-        """Take the precision away again."""
+        """Remove the precision from the context."""
         super().teardown(error)
         if self.context.precision is self._precision:
             self.context.precision = None
 
     def state_dict(self) -> dict[str, Any]:
         """Add the scaler's state."""
-        return {**super().state_dict(), "mixed_precision": self._made().state_dict()}
+        return {**super().state_dict(), "mixed_precision": self._get_precision().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the scaler's state back; a run that had none starts with a new scale."""
+        """Restore the scaler's state; without one the scaler starts with its initial scale."""
         super().load_state_dict(state)
-        restore({"mixed_precision": {}, **state}, "mixed_precision", self._made().load_state_dict, {})
+        restore({"mixed_precision": {}, **state}, "mixed_precision", self._get_precision().load_state_dict, {})
 
-    def _made(self) -> Precision:
+    def _get_precision(self) -> Precision:
         if self._precision is None:
             kind = self.context.device.type
-            self._precision = Precision(_first_possible(self._wanted_precisions, kind), kind, self._init_scale)
+            self._precision = Precision(_first_possible(self._precision_names, kind), kind, self._init_scale)
         return self._precision
 
 

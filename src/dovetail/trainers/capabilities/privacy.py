@@ -1,4 +1,4 @@
-"""Differential privacy for any trainer, by Opacus."""
+"""Differential privacy for any trainer, with Opacus."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ if TYPE_CHECKING:
     from dovetail.trainers.single_process import SingleProcessTrainer
 
 
-# Opacus has a third one, gdp, of which it says that it can underestimate what is spent.
+# Opacus has a third one, gdp, but warns that it can underestimate epsilon.
 _MECHANISMS = ("rdp", "prv")
 
 
 class DifferentialPrivacy(Capability):
-    """Trains by DP-SGD: no single sample can move the weights by more than noise hides.
+    """Trains with DP-SGD: noise hides the influence of every single sample on the weights.
 
-    The gradient of every sample is clipped to a norm, the clipped ones are averaged over the update, and Gaussian noise
-    is added once per update. What that has spent of the privacy budget is the metric `epsilon` of every epoch, and
-    `trainer.epsilon` at any time. The optimizer and the keys of the model's state stay as they are, so checkpoints can
-    be exchanged with those of a trainer without privacy.
+    The gradient of every sample is clipped to a norm, the clipped gradients are averaged over the update, and Gaussian
+    noise is added once per update. The privacy budget spent so far is the metric `epsilon` of every epoch, and
+    `trainer.epsilon` at any time. The optimizer and the keys of the model's state do not change, so a trainer without
+    privacy can load the checkpoints, and vice versa.
 
-    With `DataParallel`, inside or outside of it, an update is that of all processes: its noise is the first process's,
-    added once, and what it spends is counted once. Processes that share a seed train as one would on the whole batches.
+    With `DataParallel`, inside or outside of it, all processes make one update together: the first process adds its
+    noise once, and it is counted once. Processes with the same seed train like one process with the whole batches.
 
     Args:
-        noise_multiplier: The noise's standard deviation over `max_grad_norm`; None for 1, or for what `target_epsilon`
-            asks for.
+        noise_multiplier: Standard deviation of the noise divided by `max_grad_norm`; None means the value that reaches
+            `target_epsilon`, or 1 without a target.
         max_grad_norm: The largest norm of one sample's gradient.
-        delta: The probability with which the guarantee may fail; None for 1 over the number of samples.
-        target_epsilon: Find the noise that spends this much in the length that the first `fit` plans.
-        sample_rate: The share of the samples in one update, of all processes; None for what the training data says.
+        delta: The probability that the guarantee fails; None means 1 over the number of samples.
+        target_epsilon: Choose the noise that spends this much in the length that the first `fit` plans.
+        sample_rate: The share of the samples in one update of all processes; None means that the loader determines it.
         poisson_sampling: Draw every sample into every batch independently, as the accountants assume. Without it
-            batches are cut from a shuffled epoch, and epsilon is an approximation.
+            batches are taken from a shuffled epoch, and epsilon is an approximation.
         accountant: `rdp`, or `prv`, which is tighter and slower.
-        noise_seed: Where the noise and the Poisson draws begin. Only for tests and experiments: whoever knows it can
-            take the noise away.
+        noise_seed: The seed of the noise and of Poisson sampling. Only for tests and experiments: the noise can be
+            subtracted if the seed is known.
 
     Example:
         >>> import torch
@@ -76,7 +76,7 @@ class DifferentialPrivacy(Capability):
     conflicts: ClassVar[Mapping[str, str]] = {
         "compilation": "a compiled step makes its update without clipping single samples and without noise",
         "batch sizing": "the parts of a batch that is cut would be clipped and counted as batches of their own",
-        "sharded data parallel": "a process that holds a part of the parameters cannot tell the norm of a sample's "
+        "sharded data parallel": "a process that holds a part of the parameters cannot compute the norm of a sample's "
         "gradient; use DataParallel",
     }
 
@@ -96,7 +96,7 @@ class DifferentialPrivacy(Capability):
     _sampling: _Sampling | None
     _delta: float | None
     _names: dict[Tensor, str]
-    # The batch that was differentiated last, the samples of the running update, and how far its gradients are.
+    # The batch of the last backward call, the samples of the running update, and the progress of its gradients.
     _batch: int
     _num_samples: int
     _is_clipped: bool
@@ -143,20 +143,20 @@ class DifferentialPrivacy(Capability):
 
     @property
     def epsilon(self) -> float:
-        """What training has spent so far; infinite where an update had no noise."""
+        """The privacy budget spent so far; infinite if an update had no noise."""
         history = self._accountant.history
         if not history:
             return 0.0
         if any(noise == 0 for noise, _, _ in history):
             return math.inf
         with _silent(_LOOSE), np.errstate(all="ignore"):
-            # Bounds of next to nothing can be negative.
+            # The bound can be slightly negative if almost nothing is spent.
             return max(0.0, float(self._accountant.get_epsilon(delta=self._delta)))
 
     # ------------------------------------------------------------------ once per run
 
     def setup(self) -> None:
-        """Check that privacy can be had, and watch the gradients of single samples."""
+        """Check that model, loss and optimizer allow privacy, and install Opacus' hooks for per-sample gradients."""
         super().setup()
         context = self.context
         if context.stage != "train":
@@ -165,7 +165,7 @@ class DifferentialPrivacy(Capability):
         assert model is not None
         if trainer.options.gradient_clip:
             raise ConfigError(
-                "gradient_clip and differential privacy: set max_grad_norm, which clips every sample's gradient, alone"
+                "gradient_clip and differential privacy: set only max_grad_norm, which clips every sample's gradient"
             )
         if context.precision is not None and context.precision.scaler is not None:
             raise ConfigError("differential privacy needs gradients that are not scaled: use bf16 in place of fp16")
@@ -180,7 +180,7 @@ class DifferentialPrivacy(Capability):
             )
         if context.process.has_peers:
             first = Group.join(context.device).exchange(self._randomness())[0]
-            # Made anew, on the device that this process has got.
+            # Created again, on the device of this process.
             self._generator = None
             self._restore(first)
         _check_model(model)
@@ -202,14 +202,14 @@ class DifferentialPrivacy(Capability):
         self._batch, self._is_clipped, self._is_private = -1, False, False
 
     def teardown(self, error: BaseException | None) -> None:
-        """Leave the model and the optimizer as they were found."""
+        """Remove all hooks from the model and the optimizer."""
         try:
             super().teardown(error)
         finally:
-            self._let_go()
+            self._remove_hooks()
 
     def state_dict(self) -> dict[str, Any]:
-        """Add what was spent, and where the noise goes on."""
+        """Add the spent budget and the state of the noise generator."""
         own = {
             "spent": [list(entry) for entry in self._accountant.history],
             "noise_multiplier": self.noise_multiplier,
@@ -219,7 +219,7 @@ class DifferentialPrivacy(Capability):
         return {**super().state_dict(), "differential_privacy": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back; updates that were made without privacy are told of, for no epsilon counts them."""
+        """Restore the budget and the noise; warn if updates were made without privacy, which epsilon does not count."""
         super().load_state_dict(state)
         own = state.get("differential_privacy")
         if own is None:
@@ -247,15 +247,15 @@ class DifferentialPrivacy(Capability):
         return means if self.context.run.interrupted else {**(means or {}), "epsilon": self.epsilon}
 
     def batches(self, stage: Stage) -> Iterable[Any]:
-        """Draw as many training batches as there would be, each of them anew from all samples."""
+        """Return the batches; with Poisson sampling, the same number of batches, each drawn from all samples."""
         batches = super().batches(stage)
         if stage != "train" or not self.poisson_sampling:
             return batches
-        progress, share, sampling = self.context.progress, self.context.process.share, self._sampled()
+        progress, share, sampling = self.context.progress, self.context.process.share, self._get_sampling()
         loader = sampling.loader
         total = num_batches(loader)
         assert total is not None
-        # Its own seed for every epoch: one that is resumed draws again what it drew.
+        # One seed per epoch, so that a resumed epoch draws the same batches.
         generator = torch.Generator().manual_seed(derive_seed(self._seed, progress.epoch, rule="poisson"))
         sampler = require("opacus.utils.uniform_sampler", "privacy").UniformWithReplacementSampler(
             num_samples=sampling.num_samples,
@@ -276,14 +276,14 @@ class DifferentialPrivacy(Capability):
     # ------------------------------------------------------------------ once per batch
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Compute as ever; a batch into which no sample was drawn has a loss of zero."""
+        """Return the loss of a batch; zero for an empty batch of Poisson sampling."""
         if self.poisson_sampling and self.context.run.batch.num_samples == 0:
-            # The update is made all the same, of noise alone: leaving it out would tell that nobody was drawn.
+            # The update is still made, from noise alone: skipping it would reveal that no sample was drawn.
             return {"loss": torch.stack([parameter.sum() for parameter in self._private.params]).sum() * 0.0}
         return super().train_step(batch)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate for every sample, and keep the mean of the clipped gradients in place of the mean."""
+        """Compute the gradient of every sample, and store the mean of the clipped gradients in `.grad`."""
         context, parameters = self.context, self._private.params
         num_samples, window = context.run.batch.num_samples, context.run.window
         if isinstance(context.run.num_items, Tensor) or context.run.num_items != num_samples:
@@ -296,7 +296,7 @@ class DifferentialPrivacy(Capability):
         if window.opens:
             self._num_samples = 0
         self._num_samples += num_samples
-        # The window has weighted the loss; samples are clipped by their own gradients.
+        # Undo the weight of the window: samples are clipped by their unweighted gradients.
         weight = window.weight(num_samples, first_of_batch=False) if window.size > 1 else 1.0
         earlier = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -316,26 +316,26 @@ class DifferentialPrivacy(Capability):
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Add the noise of the update to the mean of its clipped gradients."""
-        # Over processes the mean is taken before this, by a layer around or below: the noise belongs to the whole.
+        # With several processes another layer has averaged the gradients before: the noise is for the whole update.
         super().clip_gradients(optimizer)
         context, private = self.context, self._private
         if not self._is_clipped or any(it.grad is None or it.grad_sample is not None for it in private.params):
-            raise ConfigError(f"differential privacy: {_PAST} instead of loss.backward()")
+            raise ConfigError(f"differential privacy: {_BYPASSED} instead of loss.backward()")
         sampling, size = (
-            self._sampled(),
+            self._get_sampling(),
             context.run.batch.num_averaged if context.process.has_peers else self._num_samples,
         )
         if self.poisson_sampling:
-            # An update of a fixed size is a mean. One of a random size is divided by the size to be expected: its own
-            # would tell how many samples were drawn.
+            # An update of a fixed size is a mean. With a random size, divide by the expected size: the real one would
+            # reveal how many samples were drawn.
             for parameter in private.params:
-                # The mean over processes of nothing is not a number.
+                # The mean over processes without samples is NaN.
                 parameter.grad = parameter.grad * (size / sampling.expected) if size else torch.zeros_like(parameter)
             size = sampling.expected
         assert self.noise_multiplier is not None
         private.noise_multiplier = self.noise_multiplier / size
         for parameter in private.params:
-            # Opacus marks what it has added noise to; the gradient itself may be the same tensor in every update.
+            # A new tensor: Opacus marks tensors to which it added noise, and `.grad` may be reused in every update.
             parameter.summed_grad = parameter.grad.detach()
         private.add_noise()
         for parameter in private.params:
@@ -343,10 +343,10 @@ class DifferentialPrivacy(Capability):
         self._is_clipped, self._is_private = False, True
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Count the update, if it was one."""
+        """Step, and count a real step in the privacy accountant."""
         stepped = super().optimizer_step(optimizer)
         if stepped:
-            self._accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self._sampled().rate)
+            self._accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self._get_sampling().rate)
         return stepped
 
     # ------------------------------------------------------------------ private
@@ -363,7 +363,7 @@ class DifferentialPrivacy(Capability):
         self._seed = randomness["seed"]
         self._noise().set_state(randomness["generator"])
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         if self._guard is not None:
             self._guard.remove()
         if self._hooks is not None:
@@ -372,7 +372,7 @@ class DifferentialPrivacy(Capability):
                 vars(parameter).pop("summed_grad", None)
             assert self.context.model is not None
             for module in self.context.model.modules():
-                # A forward pass that an error cut short leaves these, and the next run would take them for its own.
+                # Remainders of a forward pass that an error interrupted; the next run would use them.
                 vars(module).pop("activations", None)
                 vars(module).pop("max_batch_len", None)
         self._hooks = self._private = self._guard = None
@@ -380,8 +380,8 @@ class DifferentialPrivacy(Capability):
         # The next run may have other data, and other processes to share it with.
         self._sampling = None
 
-    def _sampled(self) -> _Sampling:
-        """How this epoch's updates are drawn; delta and the noise follow from it where they are not given."""
+    def _get_sampling(self) -> _Sampling:
+        """Return how the updates of this epoch are sampled; set delta and noise from it if they were not given."""
         if self._sampling is not None:
             return self._sampling
         context = self.context
@@ -395,7 +395,7 @@ class DifferentialPrivacy(Capability):
         if num_samples is None or batch_size is None:
             if self.poisson_sampling or self.sample_rate is None or self.delta is None:
                 raise ConfigError(
-                    "differential privacy cannot tell how the training data is sampled: give a dataset, or a loader "
+                    "differential privacy needs to know how the training data is sampled: give a dataset, or a loader "
                     "with a batch_size that shuffles; or else sample_rate and delta, and no poisson_sampling"
                 )
             rate = self.sample_rate
@@ -419,7 +419,7 @@ class DifferentialPrivacy(Capability):
         return self._sampling
 
     def _check_gradients(self, parameters: Iterable[Any], num_samples: int) -> None:
-        """Make sure that what is clipped is the gradients of single samples, all of them and nothing else."""
+        """Raise unless the gradients to clip are per-sample gradients of all samples and of nothing else."""
         for parameter in parameters:
             name, found = self._names.get(parameter), getattr(parameter, "grad_sample", None)
             if getattr(parameter, "_forward_counter", 0):
@@ -430,38 +430,38 @@ class DifferentialPrivacy(Capability):
             if found is None:
                 raise ConfigError(f"differential privacy: the loss does not depend on {name!r}; freeze it, or use it")
             if isinstance(found, list):
-                raise ConfigError(f"differential privacy: {_PAST} instead of loss.backward()")
+                raise ConfigError(f"differential privacy: {_BYPASSED} instead of loss.backward()")
             if len(found) != num_samples:
                 raise ConfigError(
                     f"differential privacy: {name!r} saw {len(found)} samples in a batch of {num_samples}; keep "
                     "samples in the first dimension all through the model"
                 )
             tolerance = _TOLERANCE.get(found.dtype, 1e-3)
-            # Norms in lower precision are too coarse to keep the bound.
+            # In lower precision the norms would be too inexact for the bound.
             parameter.grad_sample = found = found.to(parameter.dtype)
             if self.context.progress.batch >= _CHECKED_BATCHES:
                 continue
             error = torch.linalg.vector_norm(found.mean(dim=0) - parameter.grad, math.inf)
             if error > tolerance * torch.linalg.vector_norm(found, math.inf):
                 raise ConfigError(
-                    f"differential privacy: the loss depends on {name!r} past its layer, as a penalty on weights does; "
-                    "such a part has no samples to clip (weight_decay of the optimizer is fine)"
+                    f"differential privacy: the loss depends on {name!r} outside its layer, as a penalty on weights "
+                    "does; such a part has no samples to clip (weight_decay of the optimizer is fine)"
                 )
 
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_private:
-            raise ConfigError(f"differential privacy: {_PAST} and context.step() instead of optimizer.step()")
+            raise ConfigError(f"differential privacy: {_BYPASSED} and context.step() instead of optimizer.step()")
         self._is_private = False
 
 
 @dataclass(frozen=True)
 class _Sampling:
-    """How updates are drawn from the data.
+    """How updates are sampled from the data.
 
     Attributes:
         loader: The training data.
         rate: The share of the samples in one update.
-        num_samples: How many there are; 0 where that is not known.
+        num_samples: The number of samples; 0 if unknown.
     """
 
     loader: Any
@@ -470,12 +470,12 @@ class _Sampling:
 
     @property
     def expected(self) -> float:
-        """Samples to be expected in an update."""
+        """The expected number of samples in an update."""
         return self.rate * self.num_samples
 
 
 class _Part(Sampler[list[int]]):
-    """What one process takes of batches that all of them draw alike."""
+    """This process's part of batches that all processes draw with the same seed."""
 
     def __init__(self, batches: Iterable[list[int]], share: Share) -> None:
         self._batches = batches
@@ -486,17 +486,17 @@ class _Part(Sampler[list[int]]):
             yield batch[self._share.rank :: self._share.num_replicas]
 
 
-_PAST = "the gradients went past the trainer; call context.backward(loss)"
+_BYPASSED = "the gradients bypassed the trainer; call context.backward(loss)"
 
-# Batches of an epoch in which gradients are compared with the sum over samples: that costs half as much as clipping.
+# In the first batches of an epoch gradients are compared with the sum over samples, for half the cost of clipping.
 _CHECKED_BATCHES = 8
 
-# Rounding, with room to spare.
+# Tolerance for rounding errors.
 _TOLERANCE = {torch.bfloat16: 0.05}
 
-# Torch says this where the inputs of the first layer need no gradient, which is how it should be.
+# Torch warns that the inputs of the first layer need no gradient, which is correct here.
 _FIRST_LAYER = "Full backward hook is firing"
-# The bound is then loose, not wrong.
+# Opacus warns that the bound is loose; it is still valid.
 _LOOSE = "Optimal order is the"
 
 
@@ -513,11 +513,11 @@ def _check_number(name: str, value: float | None, accepts: Callable[[float], boo
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse layers that mix samples or keep what they saw of them."""
+    """Raise for layers that mix samples, such as BatchNorm, or that store data of samples in buffers."""
     validator = require("opacus.validators", "privacy").ModuleValidator
     for name, module in model.named_modules():
         is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        # A whole model in evaluation mode is put into training mode; a part of one stays as it is.
+        # A model in evaluation mode is put into training mode by the loop; a submodule in evaluation mode stays so.
         mixes = isinstance(module, _BatchNorm) and (module.training or not model.training)
         kind = type(module)
         what = f"{name!r} ({kind.__name__})" if name else kind.__name__
@@ -526,8 +526,8 @@ def _check_model(model: nn.Module) -> None:
                 f"use {type(validator.FIXERS[kind](module)).__name__}" if kind in validator.FIXERS else "replace it"
             )
             raise ConfigError(
-                f"differential privacy cannot train {what}: {advice}, or train what "
-                "opacus.validators.ModuleValidator.fix(model) returns"
+                f"differential privacy cannot train {what}: {advice}, or train the model "
+                "that opacus.validators.ModuleValidator.fix(model) returns"
             )
         if is_trained and any(True for _ in module.buffers()):
             raise ConfigError(
@@ -541,7 +541,7 @@ def _accept(module: nn.Module) -> list[Exception]:
 
 
 def _check_criterion(criterion: Any) -> None:
-    """Refuse losses that are known not to be a mean over samples."""
+    """Raise for losses that are known not to be a mean over samples."""
     if isinstance(criterion, nn.Module) and getattr(criterion, "reduction", "mean") != "mean":
         raise ConfigError(f"differential privacy needs a loss that is the mean over samples, got {criterion}")
     if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and criterion.weight is not None:
@@ -551,7 +551,7 @@ def _check_criterion(criterion: Any) -> None:
 
 
 def _sizes(loader: Any) -> tuple[int | None, int | None]:
-    """Return the number of samples and of those in a batch, where every sample comes once an epoch, in random order."""
+    """Return the numbers of samples and of samples per batch, if an epoch reads every sample once, in random order."""
     if not isinstance(loader, torch_data.DataLoader):
         return None, None
     sampler = loader.sampler
@@ -561,7 +561,7 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
 
 
 def _planned_updates(length: TrainUnit, per_epoch: int | None, window: int) -> int:
-    """Return the updates of a planned length."""
+    """Return the number of updates of a planned length."""
     if isinstance(length, Updates):
         return length.length
     if per_epoch is None or not isinstance(length, (Epochs, Batches)):
@@ -570,7 +570,7 @@ def _planned_updates(length: TrainUnit, per_epoch: int | None, window: int) -> i
             "of data that has a length"
         )
     epochs, rest = (length.length, 0) if isinstance(length, Epochs) else divmod(length.length, per_epoch)
-    # No accumulation window spans two epochs.
+    # An accumulation window never spans two epochs.
     return epochs * math.ceil(per_epoch / window) + math.ceil(rest / window)
 
 

@@ -1,4 +1,4 @@
-"""One model that several processes hold in parts, each training on its own batches."""
+"""Sharded data-parallel training (FSDP): each process holds a part of the model and of the optimizer state."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ Blocks = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 
 
 class ShardedDataParallel(DataParallel):
-    """Trains in several processes, each of which holds a part of the weights, of the gradients and of the optimizer.
+    """Trains in several processes, each of which holds a part of the weights, the gradients and the optimizer state.
 
-    This is torch's `fully_shard` (FSDP2): a block of the model is put together just before it computes and taken apart
-    after. Batches, averages over samples, validation and `num_processes` are those of `DataParallel`, and so are the
-    numbers. In a checkpoint every process writes its own part; any number of processes, or one alone without this
-    layer, goes on from it. With one process nothing is divided.
+    This is torch's `fully_shard` (FSDP2): a block of the model is gathered just before it computes and freed after.
+    Batches, averages over samples, validation, `num_processes` and the results are the same as with `DataParallel`. In
+    a checkpoint every process writes its own part; any number of processes, or one process without this layer, can
+    resume from it. With one process nothing is sharded.
 
     All processes must call the same blocks of the model in every step.
 
     Args:
-        shard: Which modules are put together and taken apart as a whole, besides the model itself: classes of modules,
-            a function of a module, or None for every direct child of the model that has parameters of its own. They
-            must be called as modules: a weight that is taken out of one is in parts.
-        reshard_after_forward: Whether a block is taken apart between forward and backward, too, which saves memory and
-            sends its weights twice; None leaves the choice to torch.
+        shard: The modules that are gathered and freed as a whole, besides the model itself: classes of modules,
+            a predicate of a module, or None for every direct child of the model that has parameters. They must be
+            called as modules: a weight that is read outside of the call is sharded.
+        reshard_after_forward: True to free a block between forward and backward, too, which saves memory and
+            sends its weights twice; None means torch's default.
 
     Example:
         >>> import torch
         >>> from dovetail.trainers import Trainer
         >>> trainer = Trainer.add_on(ShardedDataParallel)(torch.nn.Linear(4, 2), "cpu", num_epochs=1, verbose=False)
-        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # one process: as ever
+        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))  # still one process
     """
 
     kind = "sharded data parallel"
@@ -54,11 +54,11 @@ class ShardedDataParallel(DataParallel):
     _blocks: Blocks | None
     _reshard_after_forward: bool | None
     _mesh: DeviceMesh | None
-    # Parameters as they were before they were divided, and what they are now.
-    _divided: list[tuple[Tensor, Tensor]]
-    # Items that weigh 1, for losses of about their usual size.
+    # Pairs of each parameter before and after sharding.
+    _sharded_parameters: list[tuple[Tensor, Tensor]]
+    # The number of items with weight 1, chosen so that weighted losses keep about their usual size.
     _unit: float | None
-    # Items of this process in the batches of the running accumulation window before this one.
+    # Items of this process in the running accumulation window, without the running batch.
     _items: Any
 
     def __init__(
@@ -66,42 +66,42 @@ class ShardedDataParallel(DataParallel):
     ) -> None:
         if "bucket_size" in kwargs:
             raise ConfigError(
-                "bucket_size: torch sends the gradients of a sharded model block by block; say which with shard=…"
+                "bucket_size: torch sends the gradients of a sharded model block by block; choose blocks with shard=…"
             )
         if shard is not None and not callable(shard) and not _are_modules(shard):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
         self._blocks = shard
         self._reshard_after_forward = reshard_after_forward
         self._mesh = None
-        self._divided = []
+        self._sharded_parameters = []
         self._unit = None
         self._items = 0
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------------ once per run
 
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
-        """Refuse to write checkpoints in the background, where processes could not wait for each other."""
-        plan, saver = super().plan(**wishes), self.context.run.saver
+    def plan(self, **requested: TrainUnit | Mapping[str, int] | None) -> Plan:
+        """Return the plan; raise if checkpoints are to be written in the background, which needs one process."""
+        plan, saver = super().plan(**requested), self.context.run.saver
         if saver is not None and saver.in_background and num_launched() > 1:
-            raise ConfigError("save_in_background: processes that write a checkpoint together do so in the foreground")
+            raise ConfigError("save_in_background: processes that share a checkpoint must write it in the foreground")
         return plan
 
     def teardown(self, error: BaseException | None) -> None:
-        """Save and load alone again."""
+        """Reset the peers, so that checkpoints are again written and read by this process alone."""
         try:
             super().teardown(error)
         finally:
             self.context.process.peers = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this process's parts during a run, and after it the whole, which all processes must ask for."""
+        """Return this process's part during a run, else the whole state; then all processes must call this."""
         state = super().state_dict()
         is_in_parts = any(map(is_part, state["model"].values()))
         return _whole(state) if is_in_parts and self._group is None else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take one's part of a state, which may be whole or in parts."""
+        """Restore this process's part of a state, which may be whole or in parts."""
         model = self.context.model
         present = {} if model is None else model.state_dict()
         with restoring("model"):
@@ -113,16 +113,16 @@ class ShardedDataParallel(DataParallel):
     # ------------------------------------------------------------------ once per pass
 
     def batches(self, stage: Stage) -> Iterable[Any]:
-        """Return this process's batches; where it has fewer than others, it computes along with them."""
+        """Return this process's batches; if other processes have more, it computes along with them."""
         own = super().batches(stage)
         if self._mesh is None or self._group is None or stage == "train":
             return own
-        return self._taken_apart_after(self._attended(self._group, own, stage))
+        return self._reshard_after(self._with_idle_steps(self._group, own, stage))
 
     # ------------------------------------------------------------------ once per batch
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Compute, putting the blocks of the model together."""
+        """Compute; the blocks of the model are gathered."""
         if self._group is None:
             return super().train_step(batch)
         with self._group.noticing():
@@ -139,7 +139,7 @@ class ShardedDataParallel(DataParallel):
             return super().predict_step(batch)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate the loss, weighted by its items; gradients are sent where an accumulation window closes."""
+        """Call backward with the loss weighted by its items; gradients are sent when an accumulation window closes."""
         group, context = self._group, self.context
         if group is None:
             super().backward(loss, **kwargs)
@@ -151,11 +151,11 @@ class ShardedDataParallel(DataParallel):
                 model.set_requires_gradient_sync(window.closes)
             items = window.expected if window.size > 1 else context.run.num_items
             if isinstance(items, Tensor):
-                # Whole numbers would be divided in float32, which is too coarse for a float64 loss.
+                # Integer counts would be divided in float32, which is too inexact for a float64 loss.
                 items = items.double()
             if self._unit is None:
                 self._unit = _mean(group, items) or 1.0
-            # Torch sums over the processes and divides by their number; the rest follows when all items are known.
+            # Torch sums over the processes and divides by their number; `_average` divides by the total of items.
             loss = loss.nan_to_num() * 0.0 if self._is_idle() else loss * (items / self._unit)
         with group.noticing():
             super().backward(loss, **kwargs)
@@ -185,49 +185,49 @@ class ShardedDataParallel(DataParallel):
             group.copy_first([*model.parameters(), *model.buffers()])
         self._mesh = init_device_mesh(context.device.type, (group.size,))
         before = dict(model.named_parameters())
-        # A single number cannot be divided.
+        # A scalar cannot be sharded.
         numbers = {parameter for parameter in before.values() if parameter.ndim == 0}
-        for module in (*self._chosen(model), model):
+        for module in (*self._choose_blocks(model), model):
             fully_shard(
                 module, mesh=self._mesh, reshard_after_forward=self._reshard_after_forward, ignored_params=numbers
             )
         after = dict(model.named_parameters())
-        self._divided = [(before[name], after[name]) for name in before]
+        self._sharded_parameters = [(before[name], after[name]) for name in before]
 
     def _start_alike(self, group: Group) -> None:
         context = self.context
         if self._mesh is None:
             super()._start_alike(group)
             return
-        divided = {id(before): after for before, after in self._divided}
+        divided = {id(before): after for before, after in self._sharded_parameters}
         for optimizer in context.optimizers:
             _replace_parameters(optimizer, divided)
             _divide_state(optimizer)
-        self._divided = []
+        self._sharded_parameters = []
         context.process.peers = _Parts(group, self._mesh)
 
-    def _chosen(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks, inner ones before those around them."""
+    def _choose_blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks, inner ones before outer ones."""
         chosen = self._blocks
         if chosen is None:
             blocks = list(_children(model))
             owners = Counter(parameter for block in blocks for parameter in block.parameters())
-            # What several blocks share, such as tied weights, is the model's own.
+            # Parameters that several blocks share, such as tied weights, are sharded with the model itself.
             return [block for block in blocks if all(owners[parameter] == 1 for parameter in block.parameters())]
         wanted = chosen if callable(chosen) else lambda module: isinstance(module, tuple(chosen))
         return [module for module in reversed(list(model.modules())) if module is not model and wanted(module)]
 
-    def _attended(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
-        """One's own batches; then, while others have more, the last of them again, whose outputs nobody sees."""
-        # The outermost layer, as the loop does for a batch that counts.
+    def _with_idle_steps(self, group: Group, own: Iterable[Any], stage: Stage) -> Iterator[Any]:
+        """Yield this process's batches; while others have more, compute the last batch again and drop the outputs."""
+        # On the outermost layer, as the loop does with a real batch.
         trainer = self.context.run.trainer
         assert trainer is not None
         step = trainer.predict_step if stage == "predict" else trainer.test_step
         batches = iter(own)
         batch = fresh = next(batches, _END)
-        have = _ask(group, fresh is not _END)
+        have = _gather_flags(group, fresh is not _END)
         if any(have) and not all(have):
-            # Fewer batches than processes: those that have none compute with another one's.
+            # Fewer batches than processes: a process without one computes with another one's batch.
             lender = have.index(True)
             lent = group.exchange({"batch": batch if group.rank == lender else None})[lender]["batch"]
             batch = lent if batch is _END else batch
@@ -238,10 +238,10 @@ class ShardedDataParallel(DataParallel):
                 step(trainer.to_device(batch))
             fresh = next(batches, _END)
             batch = batch if fresh is _END else fresh
-            have = _ask(group, fresh is not _END)
+            have = _gather_flags(group, fresh is not _END)
 
-    def _taken_apart_after(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Batches, and behind them no block that waits, put together, for a backward pass."""
+    def _reshard_after(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, and afterwards reshard the blocks that are still gathered for a backward pass."""
         from torch.distributed.fsdp import FSDPModule
 
         try:
@@ -258,7 +258,7 @@ class ShardedDataParallel(DataParallel):
         stack = ExitStack()
         if self._group is not None:
             stack.enter_context(self._group.noticing())
-        # Weights that were put together in inference mode could not be trained any more.
+        # Weights that were gathered in inference mode could not be trained afterwards.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         return stack
@@ -269,13 +269,13 @@ class ShardedDataParallel(DataParallel):
     def _own_items(self) -> Any:
         return self._items if self._is_idle() else self._items + self.context.run.num_items
 
-    def _set_aside(self) -> None:
-        """Leave the gradients as they are: a loss that counts for nothing adds nothing to them."""
+    def _store_gradients(self) -> None:
+        """Do nothing: the loss of an idle batch has weight zero and does not change the gradients."""
         if self._mesh is None:
-            super()._set_aside()
+            super()._store_gradients()
 
     def _average(self, group: Group, optimizer: Optimizer) -> None:
-        """Finish the average that backward began: torch has summed what each process weighted by its own items."""
+        """Complete the average: backward has summed gradients that each process weighted by its own items."""
         if self._mesh is None:
             super()._average(group, optimizer)
             return
@@ -283,10 +283,10 @@ class ShardedDataParallel(DataParallel):
         samples = turn.samples + (0 if self._is_idle() else self.context.run.batch.num_samples)
         sums = torch.tensor([float(self._own_items()), samples, *self._flags()], dtype=torch.float64)
         group.sum(sums)
-        total, *told = sums.tolist()
-        if turn.news is None:
-            turn.news = told
-        # The window has divided by the items of this process alone.
+        total, *extras = sums.tolist()
+        if turn.extras is None:
+            turn.extras = extras
+        # The window has divided by the items of this process only.
         own = float(window.items / window.expected) if window.size > 1 else 1.0
         factor = (self._unit or 1.0) / (total or 1.0)
         for parameter in (parameter for each in optimizer.param_groups for parameter in each["params"]):
@@ -309,7 +309,7 @@ class _Parts:
         self._mesh = mesh
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor that is divided as FSDP divides: by rows."""
+        """Return a tensor that is sharded by rows, like FSDP's parameters."""
         from torch.distributed.tensor import Replicate, Shard, zeros
 
         placement = Shard(0) if len(shape) else Replicate()
@@ -320,7 +320,7 @@ _END = object()
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """The direct children that have parameters; a list of modules, which is never called, stands for its own."""
+    """Yield the direct children that have parameters; a list or dict of modules is replaced by its children."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _children(child)
@@ -332,8 +332,8 @@ def _are_modules(chosen: Any) -> bool:
     return isinstance(chosen, Sequence) and all(isinstance(it, type) and issubclass(it, nn.Module) for it in chosen)
 
 
-def _ask(group: Group, holds: bool) -> list[bool]:
-    """Whether something holds, in every process."""
+def _gather_flags(group: Group, holds: bool) -> list[bool]:
+    """Return the values of a flag in all processes."""
     answers = torch.zeros(group.size)
     answers[group.rank] = holds
     group.sum(answers)
@@ -359,15 +359,15 @@ def _replace_parameters(optimizer: Optimizer, divided: Mapping[int, Tensor]) -> 
 
 
 def _divide_state(optimizer: Optimizer) -> None:
-    """Divide what an optimizer keeps of every element of a parameter as the parameter is divided."""
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
+    """Shard the optimizer's state of every element of a parameter in the same way as the parameter."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                kept[name] = part_of(value, parameter)
+                state[name] = part_of(value, parameter)
 
 
 def _whole(state: Any) -> Any:
-    """The same state with whole tensors, on the host."""
+    """Return the same state with whole tensors, on the host."""
     if isinstance(state, Mapping):
         return {name: _whole(value) for name, value in state.items()}
     if isinstance(state, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, verb by verb."""
+"""Timing of a run, verb by verb."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dovetail.trainers.context import Stage
 
 
 class Spent(NamedTuple):
-    """Time that was spent on something.
+    """Time and number of calls.
 
     Attributes:
-        seconds: In all, without what was spent inside of it on something else that is measured.
-        calls: In how many calls.
+        seconds: The total time, without the time of other measured calls inside.
+        calls: The number of calls.
     """
 
     seconds: float = 0.0
@@ -24,30 +24,30 @@ class Spent(NamedTuple):
 
 
 def _measured(verb: str) -> Any:
-    """Return a verb that is the one of the layer inside, and measured: one call more, and two looks at the clock."""
+    """Return a verb that calls the inner layer and measures it, for one more call and two clock readings."""
 
     def measured(self: Timed, *args: Any, **kwargs: Any) -> Any:
         times = self._times
         if not times.are_running:
             return getattr(super(Timed, self), verb)(*args, **kwargs)
-        outside, times.inside, began = times.inside, 0.0, perf_counter()
+        outside, times.inside, started = times.inside, 0.0, perf_counter()
         try:
             return getattr(super(Timed, self), verb)(*args, **kwargs)
         finally:
-            seconds, spent = perf_counter() - began, times.spent[verb]
+            seconds, spent = perf_counter() - started, times.spent[verb]
             spent[0] += seconds - times.inside
             spent[1] += 1
             times.inside = outside + seconds
 
-    measured.__name__, measured.__doc__ = verb, "Measure."
+    measured.__name__, measured.__doc__ = verb, "Call the inner layer and measure the time."
     return measured
 
 
 class Timed(Capability):
-    """Measures how long each verb takes, for `verb_times` and for `trainer.explain()` after a run.
+    """Measures the time of each verb, for `verb_times` and for `trainer.explain()` after a run.
 
-    Mount it last, as the outermost layer: it measures the layers inside of it, too. Seconds are those of the caller:
-    a device that computes on its own is waited for only where a verb waits for it (the `Profiler` callback sees both).
+    Make it the outermost layer: it then includes the layers inside. It measures the time of the caller: the time of an
+    asynchronous device counts only when a verb waits for it (the `Profiler` callback measures both).
 
     Example:
         >>> import torch
@@ -68,10 +68,10 @@ class Timed(Capability):
 
     @property
     def verb_times(self) -> dict[str, Spent]:
-        """What the last run, or the running one so far, spent on each verb, in their order.
+        """The times of the last or running run by verb, in the order of the loop.
 
-        Under `data` is the time of waiting for batches, by the number of batches; under `rest` all other time from the
-        start of `setup` to the start of `teardown`: validation and checkpoints beyond their verbs, callbacks, the loop.
+        `data` is the time of waiting for batches, and its calls are batches; `rest` is all other time from the start
+        of `setup` to the start of `teardown`: validation and checkpoints beyond their verbs, callbacks, the loop.
         Empty before the first run.
         """
         times = self._times
@@ -79,24 +79,24 @@ class Timed(Capability):
             return {}
         ordered = {name: Spent(*times.spent[name]) for name in _ORDER if name in times.spent}
         ended = perf_counter() if times.are_running else times.ended
-        rest = ended - times.began - sum(spent.seconds for spent in ordered.values())
+        rest = ended - times.started - sum(spent.seconds for spent in ordered.values())
         return {**ordered, "rest": Spent(rest, 1)}
 
     def setup(self) -> None:
-        """Begin to measure a run."""
+        """Start the measurement of a run."""
         self._times = _Times()
         self._times.are_running = True
         _setup(self)
 
     def teardown(self, error: BaseException | None) -> None:
-        """End the measurement."""
+        """Stop the measurement."""
         self._times.ended, self._times.are_running = perf_counter(), False
         super().teardown(error)
 
     def batches(self, stage: Stage) -> Iterable[Any]:
-        """Measure how long each batch is waited for."""
+        """Return the batches, and measure the waiting time for each."""
         batches = super().batches(stage)
-        return self._awaited(batches) if self._times.are_running else batches
+        return self._measure_waiting(batches) if self._times.are_running else batches
 
     state_dict = _measured("state_dict")
     to_device = _measured("to_device")
@@ -109,13 +109,13 @@ class Timed(Capability):
     scheduler_step = _measured("scheduler_step")
     after_step = _measured("after_step")
 
-    def _awaited(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _measure_waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
         times, iterator = self._times, iter(batches)
         spent = times.spent["data"]
         while True:
-            outside, times.inside, began = times.inside, 0.0, perf_counter()
+            outside, times.inside, started = times.inside, 0.0, perf_counter()
             batch = next(iterator, _END)
-            seconds = perf_counter() - began
+            seconds = perf_counter() - started
             spent[0] += seconds - times.inside
             times.inside = outside + seconds
             if batch is _END:
@@ -129,18 +129,18 @@ class _Times:
 
     Attributes:
         spent: Seconds and calls by name.
-        inside: Seconds of what was measured inside of what is being measured.
-        began: When the run began.
-        ended: When it ended.
-        are_running: Whether it runs: what is called between two runs is no part of either.
+        inside: Seconds of measured calls inside the running call.
+        started: The start time of the run.
+        ended: The end time of the run.
+        are_running: True during a run: calls between two runs are not counted.
     """
 
-    __slots__ = ("are_running", "began", "ended", "inside", "spent")
+    __slots__ = ("are_running", "ended", "inside", "spent", "started")
 
     def __init__(self) -> None:
         self.spent: defaultdict[str, list[Any]] = defaultdict(_none)
         self.inside = 0.0
-        self.began = self.ended = perf_counter()
+        self.started = self.ended = perf_counter()
         self.are_running = False
 
 

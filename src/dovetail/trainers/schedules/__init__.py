@@ -1,8 +1,8 @@
 """Schedules of the learning rate and of momentum, and the torch schedulers that apply them.
 
-A `Schedule` is a function of the number of updates or epochs, or of the validation accuracy, and knows no
-optimizer. `schedule.bind(optimizer)` makes a torch scheduler of it; everything else in the library, and a
-training loop of your own, sees only that.
+A `Schedule` is a function of the number of updates or epochs, or of the validation accuracy, without an optimizer.
+`schedule.bind(optimizer)` returns a torch scheduler for it; the rest of the library, and your own training loop, only
+use that.
 """
 
 from dovetail.trainers.schedules.applied import ScheduleLR

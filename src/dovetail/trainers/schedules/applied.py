@@ -1,4 +1,4 @@
-"""The torch scheduler of a schedule."""
+"""Torch scheduler that applies a schedule to an optimizer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class ScheduleLR(LRScheduler):
     """The torch scheduler that applies a `Schedule` to an optimizer.
 
-    The value is absolute: it is set in every parameter group, whatever its own learning rate was; a group
+    The value is absolute: it is set in every parameter group and replaces the group's own learning rate; a group
     with the key `lr_scale` gets the learning rate times that. Momentum is `momentum`, or the first of `betas`.
-    The first value is set at once, so it holds for the first update; each `step` sets the next one.
+    The first value is set immediately, for the first update; each `step` sets the next one.
 
     Example:
         >>> import torch
@@ -39,14 +39,14 @@ class ScheduleLR(LRScheduler):
         schedule: The schedule. The scheduler works with a copy, which has its own state.
 
     Attributes:
-        interval: Whether `step` is to be called after every update or after every epoch.
-        key: What is set.
-        takes_metric: Whether `step` is to be given the validation accuracy of the epoch.
-        needs_accuracy: Whether validation accuracies matter at all. If `step` does not take them, because it is
-            called after every update, `observe` does.
+        interval: Whether `step` must be called after every `update` or after every `epoch`.
+        key: The setting of the optimizer that is set.
+        takes_metric: True if `step` takes the validation accuracy of the epoch.
+        needs_accuracy: True if the schedule depends on validation accuracies. If `step` does not take them, because it
+            is called after every update, `observe` does.
 
     Raises:
-        ConfigError: The schedule is one of momentum, and the optimizer has none.
+        ConfigError: The schedule sets momentum, and the optimizer has none.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
@@ -64,10 +64,10 @@ class ScheduleLR(LRScheduler):
         Args:
             metrics: The newest validation accuracy, for a schedule that depends on it; None if there is none.
         """
-        # All of torch's own step is replaced. It warns when no update has come before; here nothing
-        # would be lost, as a value depends on the count alone.
+        # This replaces torch's own `step`, which warns if no update has come before. The warning does not apply here,
+        # because a value depends on the count alone.
         if self.schedule.lr_history is not None and self.last_epoch >= 0:
-            # The value of the update that has just been made; the first call, by torch's constructor, follows none.
+            # The value of the update that was just made; the first call, by torch's constructor, follows no update.
             self.schedule.record(self.schedule.value(self.last_epoch))
         if metrics is not None:
             self.schedule.observe(float(metrics))
@@ -76,7 +76,7 @@ class ScheduleLR(LRScheduler):
         self._apply()
 
     def observe(self, accuracy: Tensor | float) -> None:
-        """Take a validation accuracy into account at once, without going on to the next value."""
+        """Apply a validation accuracy immediately, without advancing to the next value."""
         self.schedule.observe(float(accuracy))
         self._apply()
 
@@ -88,7 +88,7 @@ class ScheduleLR(LRScheduler):
         return [value * group.get("lr_scale", 1.0) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what was observed, as plain numbers."""
+        """Return the position and the observed accuracies, as plain numbers."""
         history = self.schedule.lr_history
         return {
             "last_epoch": self.last_epoch,
@@ -98,7 +98,7 @@ class ScheduleLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go back to where `state_dict` was taken, and set the value of that moment."""
+        """Restore the state returned by `state_dict`, and set its value in the optimizer."""
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
         self.schedule.load_state_dict(state_dict["schedule"])
@@ -115,7 +115,7 @@ class ScheduleLR(LRScheduler):
 
 def set_lr(group: dict[str, Any], value: float) -> None:
     """Set the learning rate of a parameter group."""
-    # A compiled step reads the learning rate from a tensor: the number changes, the tensor stays.
+    # A compiled step reads the learning rate from a tensor: change its content, do not replace it.
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(value)
     else:

@@ -1,4 +1,4 @@
-"""Base classes of schedules: their options, their record of values, and the torch scheduler that applies them."""
+"""Base classes of schedules: options, recorded values, and conversion to a torch scheduler."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Schedule(ABC):
         stepsize: Half the length of a cycle, for a schedule that has cycles.
         start_iter: The count at which the schedule starts; until then its first value holds.
         lr_history_size: The number of values to record in `lr_history`, 0 for all; None records none.
-        no_lr_history: True to record none, whatever the size.
+        no_lr_history: True to record none; it overrides the size.
 
     Attributes:
         unit: The unit of the argument of `get_lr`.
         key: The setting of the optimizer that gets the value.
         needs_accuracy: True if the schedule must `observe` every validation accuracy.
         lr_history: The recorded values: one for each update (or epoch) of training, and one for each call of `get_lr`.
-            None if nothing is recorded. A checkpoint does not hold them.
+            None if nothing is recorded. Checkpoints do not contain them.
     """
 
     unit: ClassVar[Literal["update", "epoch", "accuracy"]] = "update"
@@ -55,7 +55,7 @@ class Schedule(ABC):
     start_iter: float = 0
     lr_history_size: int | None = field(default=None, repr=False, compare=False)
     no_lr_history: bool = field(default=False, repr=False, compare=False)
-    # A list, which copies share: the schedule that the user holds shows what the trainer's copy has recorded.
+    # Copies share this list: the schedule that the user holds shows the values that the trainer's copy recorded.
     lr_history: list[float] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Schedule(ABC):
             history.append(value)
 
     def observe(self, accuracy: float) -> None:
-        """Take note of a validation accuracy.
+        """Process a validation accuracy.
 
         Raises:
             ConfigError: The schedule does not depend on accuracy.
@@ -95,11 +95,11 @@ class Schedule(ABC):
         raise ConfigError(f"{type(self).__name__} does not depend on accuracy, but was given {accuracy}")
 
     def state_dict(self) -> dict[str, float]:
-        """Return what the schedule has observed."""
+        """Return the observed values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go back to what had been observed when `state` was taken."""
+        """Restore the state returned by `state_dict`."""
         if state:
             raise ConfigError(f"{type(self).__name__} observes nothing, but was given the state {dict(state)}")
 
@@ -108,7 +108,7 @@ class Schedule(ABC):
         return ScheduleLR(optimizer, self)
 
     def plot(self, path: str | os.PathLike[str], num: int) -> None:
-        """Draw the first `num` updates (or epochs) into an image file.
+        """Plot the first `num` updates (or epochs) to an image file.
 
         Raises:
             MissingExtraError: matplotlib is not installed.

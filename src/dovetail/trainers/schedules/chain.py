@@ -1,4 +1,4 @@
-"""Torch schedulers that fit together end to end."""
+"""Torch schedulers of a known length that can be chained."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dovetail.errors import ConfigError
 class SchedulerBase(LRScheduler):
     """A torch scheduler of known length, whose learning rates are a function of the step.
 
-    A subclass defines `lrs_at`, or `get_lr` in the manner of torch, which reads `last_epoch` or `_step_count`.
+    A subclass defines `lrs_at`, or `get_lr` as in torch, which reads `last_epoch` or `_step_count`.
 
     Args:
         optimizer: The optimizer whose learning rates are set.
-        total_iters: The length; afterwards the last learning rates hold.
+        total_iters: The length; afterwards the last learning rates stay.
         eta_min: The smallest learning rate.
-        last_epoch: The steps before the first one, counted as torch does; -1 for a new schedule.
+        last_epoch: The steps before the first one, counted as in torch; -1 for a new schedule.
 
     Raises:
         ConfigError: The length is not above 0.
@@ -42,7 +42,7 @@ class SchedulerBase(LRScheduler):
 
     def lrs_at(self, step: int) -> list[float | Tensor]:
         """Return the learning rate of every parameter group after `step` steps, at most `total_iters`."""
-        # Reached if the class defines `get_lr`: called with the counters of that step.
+        # Called if the class defines `get_lr`, which needs the counters of that step.
         before = self.last_epoch, self._step_count
         self.last_epoch, self._step_count = step, step + 1
         try:
@@ -59,7 +59,7 @@ class SchedulerBase(LRScheduler):
 
 
 class WarmUpScheduler(SchedulerBase):
-    """A straight line from `eta_min` up to the optimizer's own learning rate.
+    """A linear increase from `eta_min` to the optimizer's own learning rate.
 
     Example:
         >>> import torch
@@ -89,7 +89,7 @@ class CosineAnnealingScheduler(SchedulerBase):
 
 
 class SchedulerChain(SchedulerBase):
-    """Several schedulers of one optimizer, one after the other. Only the chain is stepped.
+    """Several schedulers of one optimizer in sequence. Only the chain is stepped.
 
     Example:
         >>> import torch
@@ -113,7 +113,7 @@ class SchedulerChain(SchedulerBase):
 
     @property
     def next_iters(self) -> list[int]:
-        """The steps after which the next scheduler follows: one number less than there are schedulers."""
+        """The steps at which the next scheduler starts: one number less than there are schedulers."""
         return list(accumulate(scheduler.total_iters for scheduler in self.schedulers[:-1]))
 
     def lrs_at(self, step: int) -> list[float | Tensor]:
@@ -130,7 +130,7 @@ class SchedulerChain(SchedulerBase):
         return super().state_dict() | {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go back to where `state_dict` was taken."""
+        """Restore the state returned by `state_dict`."""
         for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "schedulers"})

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate and of momentum: functions of the count, which know no optimizer."""
+"""Schedules of the learning rate and of momentum, as functions of the update or epoch number."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LinearDecay(LRSchedule):
 
 @dataclass(kw_only=True)
 class LogDecay(LRSchedule):
-    """From `lr_max` to `lr_min` in `num_iter` updates, each multiplying by the same factor.
+    """Decreases from `lr_max` to `lr_min` in `num_iter` updates by a constant factor.
 
     Example:
         >>> round(LogDecay(lr_min=0.01, lr_max=1.0, num_iter=10).get_lr(5), 12)
@@ -83,7 +83,7 @@ class ExponentialDecay(LRSchedule):
 
 @dataclass(kw_only=True)
 class WarmRestart(LRSchedule):
-    """Half a cosine from `lr_max` to `lr_min` in `2 · stepsize` updates, then at once from `lr_max` again.
+    """Half a cosine from `lr_max` to `lr_min` in `2 · stepsize` updates, then a restart at `lr_max`.
 
     Example:
         >>> schedule = WarmRestart(lr_min=0.0, lr_max=1.0, stepsize=10)
@@ -91,7 +91,7 @@ class WarmRestart(LRSchedule):
         (1.0, 0.5, 1.0)
 
     Args:
-        step_per_epoch: With the updates of an epoch here, `stepsize` counts epochs.
+        step_per_epoch: The updates of an epoch; with it, `stepsize` counts epochs.
     """
 
     step_per_epoch: int = 1
@@ -104,7 +104,7 @@ class WarmRestart(LRSchedule):
 
 @dataclass(kw_only=True)
 class Triangular(LRSchedule):
-    """Up from `lr_min` to `lr_max` in `stepsize` updates and down again, for ever (Smith, 2017).
+    """Increases from `lr_min` to `lr_max` in `stepsize` updates, decreases again, and repeats (Smith, 2017).
 
     Example:
         >>> schedule = Triangular(lr_min=0.1, lr_max=1.0, stepsize=10)
@@ -119,7 +119,7 @@ class Triangular(LRSchedule):
 
 @dataclass(kw_only=True)
 class InvTriangular(LRSchedule):
-    """Down from `lr_max` to `lr_min` in `stepsize` updates and up again, for ever.
+    """Decreases from `lr_max` to `lr_min` in `stepsize` updates, increases again, and repeats.
 
     Example:
         >>> InvTriangular(lr_min=0.0, lr_max=1.0, stepsize=10).get_lr(2)
@@ -189,8 +189,8 @@ class EpochSet(LRSchedule):
         [1.0, 0.5, 0.25]
 
     Args:
-        schedule: Epoch to value; epoch 0 has the learning rate to begin with.
-        lr_value: Whether later values are learning rates; otherwise the learning rate is multiplied by them.
+        schedule: Maps epochs to values; epoch 0 has the initial learning rate.
+        lr_value: True if later values are learning rates; otherwise they are factors of the learning rate.
     """
 
     unit = "epoch"
@@ -261,7 +261,7 @@ class _DecayWithAccuracy(LRSchedule):
 
     Args:
         lr_decay: The factor.
-        acc_thresh: The part of the best accuracy so far that may be lost without a decay.
+        acc_thresh: The relative loss of accuracy, compared with the best so far, that causes no decay.
     """
 
     needs_accuracy = True
@@ -272,7 +272,7 @@ class _DecayWithAccuracy(LRSchedule):
     num_decays: int = field(default=0, init=False)
 
     def observe(self, accuracy: float) -> None:
-        """Take note of a validation accuracy, and decay if it is too far below the best one."""
+        """Process a validation accuracy, and decay if it is too far below the best one."""
         if accuracy < self.best_acc * (1 - self.acc_thresh):
             self.num_decays += 1
         self.best_acc = max(self.best_acc, accuracy)
@@ -286,7 +286,7 @@ class _DecayWithAccuracy(LRSchedule):
         self.best_acc, self.num_decays = float(state["best_acc"]), int(state["num_decays"])
 
     def _decayed(self, lr: float) -> float:
-        # The floor never lifts a learning rate that was below it from the beginning.
+        # The floor never raises a learning rate that was below it from the start.
         return max(min(lr, self.lr_min), lr * self.lr_decay**self.num_decays)
 
 
@@ -305,11 +305,11 @@ class DecayWhenAcc(_DecayWithAccuracy):
     initial_lr: float = 0.01
 
     def at(self, count: float) -> float:
-        """Return the value that the accuracies so far have led to."""
+        """Return the value after the accuracies so far."""
         return self._decayed(self.initial_lr)
 
     def get_lr(self, x: float) -> float:
-        """Observe the accuracy `x` and return the value that it leads to."""
+        """Process the accuracy `x` and return the value after it."""
         self.observe(x)
         return super().get_lr(0)
 
@@ -329,7 +329,7 @@ class TriangularDecayWhenAcc(_DecayWithAccuracy):
         return self._decayed(self._between(_triangle(count, self.stepsize)))
 
     def get_lr(self, x: float, accuracy: float | None = None) -> float:
-        """Observe the accuracy, if there is one, and return the value after `x` updates."""
+        """Process the accuracy, if there is one, and return the value after `x` updates."""
         if accuracy is not None:
             self.observe(accuracy)
         return super().get_lr(x)
@@ -337,7 +337,7 @@ class TriangularDecayWhenAcc(_DecayWithAccuracy):
 
 @dataclass(kw_only=True)
 class MtmScheduler(Schedule):
-    """A momentum between `mtm_min` and `mtm_max`. A subclass says how it changes, in `at`."""
+    """A momentum between `mtm_min` and `mtm_max`. A subclass defines it in `at`."""
 
     key = "momentum"
 
@@ -353,7 +353,7 @@ class MtmScheduler(Schedule):
 
 @dataclass(kw_only=True)
 class TriangularMtm(MtmScheduler):
-    """The momentum that goes with `Triangular`: low where the learning rate is high.
+    """The momentum for `Triangular`: low when the learning rate is high.
 
     Example:
         >>> schedule = TriangularMtm(mtm_min=0.5, mtm_max=0.75, stepsize=10)
@@ -384,7 +384,7 @@ TriangularMtmScheduler = TriangularMtm
 
 
 def _triangle(count: float, stepsize: float) -> float:
-    """Return the height, between 0 and 1, of a triangle wave that begins with 0."""
+    """Return the height, between 0 and 1, of a triangle wave that starts at 0."""
     return 1 - abs(count / stepsize % 2 - 1)
 
 

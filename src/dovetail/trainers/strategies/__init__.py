@@ -1,4 +1,4 @@
-"""Strategies: what is computed, in pieces that fit together."""
+"""Strategies: interchangeable parts of a trainer for loss, optimizer, step, schedule, data, updates and testing."""
 
 from __future__ import annotations
 

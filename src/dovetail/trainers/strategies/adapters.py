@@ -28,10 +28,10 @@ def as_criterion(loss: Any) -> Callable[[Any, Any], Tensor]:
     """Return a loss from a name in `torch.nn`, a class, or any callable of outputs and targets."""
     if isinstance(loss, str):
         loss = losses.get(loss)
-    made = loss() if isinstance(loss, type) else loss
-    if not callable(made):
+    criterion = loss() if isinstance(loss, type) else loss
+    if not callable(criterion):
         raise ConfigError(f"criterion: expected a loss of torch.nn, its name, or a callable, got {loss!r}")
-    return made  # type: ignore[no-any-return]  # a module's call is untyped
+    return criterion  # type: ignore[no-any-return]  # a module's call is untyped
 
 
 def as_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | ReduceLROnPlateau | None:
@@ -45,13 +45,13 @@ def as_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | ReduceLR
     if isinstance(scheduler, type) and (missing := _missing_arguments(scheduler)):
         name, settings = scheduler.__name__, ", ".join(f"{it}=…" for it in missing)
         raise ConfigError(f"lr_scheduler: {name} needs {' and '.join(missing)}; give partial({name}, {settings})")
-    made = scheduler(optimizer) if callable(scheduler) else scheduler
-    if not isinstance(made, (LRScheduler, ReduceLROnPlateau)):
+    built = scheduler(optimizer) if callable(scheduler) else scheduler
+    if not isinstance(built, (LRScheduler, ReduceLROnPlateau)):
         raise ConfigError(
             "lr_scheduler: expected a scheduler of torch, a schedule, or a callable of the optimizer such as "
             f"partial(StepLR, step_size=3), got {scheduler!r}"
         )
-    return made
+    return built
 
 
 class CallableLossStrategy(loss_criterion.DefaultLossCriterionStrategy):
@@ -69,9 +69,9 @@ class OptionOptimizerStrategy(Described, base.OptimizerStrategy):
 
     Args:
         optimizer: An optimizer, a list of them, a name, a class, or a callable of the parameters.
-        lr: The learning rate of an optimizer that is made by name or class; `config["lr"]` comes first.
-        weight_decay: Given to an optimizer that is made by name or class, if it takes one.
-        momentum: Given to an optimizer that is made by name or class, if it takes one.
+        lr: The learning rate of an optimizer that is built by name or class; `config["lr"]` takes precedence.
+        weight_decay: Passed to an optimizer that is built by name or class, if it has one.
+        momentum: Passed to an optimizer that is built by name or class, if it has one.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -99,7 +99,7 @@ class OptionOptimizerStrategy(Described, base.OptimizerStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OptionSchedulerStrategy(Described, base.LRSchedulerStrategy):
-    """The scheduler that the options of a trainer describe; one that follows a metric is given that of the epoch.
+    """The scheduler that the options of a trainer describe. A scheduler that follows a metric gets it every epoch.
 
     Args:
         scheduler: A scheduler, a schedule, a name, or a callable of the optimizer.
@@ -146,7 +146,7 @@ class OptionLoaderStrategy(Described, base.DataLoaderStrategy):
     def create_train_loader(
         self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
     ) -> Iterable[Any]:
-        """Return the training batches; data that does not fill one batch is kept, whatever `drop_last` is."""
+        """Return the training batches; data smaller than one batch is kept even if `drop_last` is true."""
         settings = {
             "batch_size": batch_size,
             "shuffle": self.shuffle,
@@ -179,12 +179,13 @@ class CallableOptimizerStrategy(Described, base.OptimizerStrategy):
             return given
         if isinstance(given, type) and issubclass(given, Optimizer):
             return optimizer_strategies.make_optimizer(given, model, context, {})
-        made = given(model.parameters())
-        if not isinstance(made, Optimizer):
+        optimizer = given(model.parameters())
+        if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"optimizer_strategy: expected a callable of the parameters that returns an optimizer, got {made!r}"
+                "optimizer_strategy: expected a callable of the parameters that returns an optimizer, "
+                f"got {optimizer!r}"
             )
-        return made
+        return optimizer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -218,8 +219,8 @@ class CallableSchedulerStrategy(Described, base.LRSchedulerStrategy):
     """A scheduler, a schedule or a callable of the optimizer as a learning-rate strategy.
 
     Attributes:
-        interval: That of the scheduler's kind, known once it is made: our schedules have their own, `OneCycleLR` and
-            `CyclicLR` count updates, all others epochs. `DefaultLRSchedulerStrategy` takes another.
+        interval: The interval of the scheduler's kind, set when it is created: our schedules have their own,
+            `OneCycleLR` and `CyclicLR` count updates, all others epochs. `DefaultLRSchedulerStrategy` takes another.
 
     Example:
         >>> import torch
@@ -235,10 +236,10 @@ class CallableSchedulerStrategy(Described, base.LRSchedulerStrategy):
 
     def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> LRScheduler | ReduceLROnPlateau:
         """Return the scheduler."""
-        made = as_scheduler(self.scheduler, optimizer)
-        assert made is not None
-        self.interval = bind_scheduler(made).interval
-        return made
+        scheduler = as_scheduler(self.scheduler, optimizer)
+        assert scheduler is not None
+        self.interval = bind_scheduler(scheduler).interval
+        return scheduler
 
     def step(self, scheduler: Any, context: TrainingContext) -> None:
         """Advance the scheduler."""
@@ -257,7 +258,7 @@ class CallableUpdateStrategy(Described, base.ModelUpdateStrategy):
     function: Callable[[TrainingContext], object]
 
     def after_step(self, context: TrainingContext) -> None:
-        """Call it."""
+        """Call the function."""
         self.function(context)
 
 
@@ -303,9 +304,9 @@ def _optimizer_from(given: Any, model: nn.Module, settings: Mapping[str, Any]) -
     """Return an optimizer from an object, a name, a class, or a callable of the parameters.
 
     Args:
-        given: What the user gave.
+        given: The value that the user passed.
         model: The model whose parameters a new optimizer gets.
-        settings: Arguments for an optimizer that is made by name or class; those that it does not take are left out.
+        settings: Arguments for an optimizer that is built by name or class; those that it does not have are omitted.
     """
     if isinstance(given, Optimizer):
         return given
@@ -316,14 +317,14 @@ def _optimizer_from(given: Any, model: nn.Module, settings: Mapping[str, Any]) -
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to optimise")
     if isinstance(given, type) and issubclass(given, Optimizer):
         taken = inspect.signature(given).parameters
-        made = given(parameters, **{name: value for name, value in settings.items() if name in taken})
+        optimizer = given(parameters, **{name: value for name, value in settings.items() if name in taken})
     else:
-        made = given(parameters) if callable(given) else given
-    if not isinstance(made, Optimizer):
+        optimizer = given(parameters) if callable(given) else given
+    if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer: expected an optimizer of torch, its name, or a callable of the parameters, got {given!r}"
         )
-    return made
+    return optimizer
 
 
 def _missing_arguments(scheduler: type[Any]) -> list[str]:

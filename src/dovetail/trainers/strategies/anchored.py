@@ -1,4 +1,4 @@
-"""Strategy base that keeps something of the start of a run, such as the first weights."""
+"""Base of strategies that store a value from the start of a run, such as the initial weights."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def copied(weights: Weights) -> dict[str, Tensor]:
 
 
 class Anchored(Strategy):
-    """A strategy that keeps something of the start of a run; a resumed run keeps it, too.
+    """A strategy that stores a value at the start of a run; a resumed run restores it.
 
-    A subclass returns it in `capture`. It is available as `self.kept` and is part of the trainer's checkpoints.
+    A subclass returns the value in `capture`. It is available as `self.kept` and is part of the trainer's checkpoints.
     """
 
     kept: Any = None
     _run_id: str = ""
 
     def capture(self, context: TrainingContext) -> Any:
-        """Return what is kept: tensors and plain values. By default, a copy of the parameters."""
+        """Return the value to store: tensors and plain values. By default, a copy of the parameters."""
         return copied(trained(context))
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Capture at the start of a run; a resumed run keeps what it has."""
+        """Call `capture` at the start of a run; a resumed run keeps its restored value."""
         super().on_train_start(context)
         if not context.run.id or context.run.id != self._run_id:
             self.kept, self._run_id = self.capture(context), context.run.id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept; nothing before the first run."""
+        """Return the stored value; empty before the first run."""
         own = {"kept": self.kept, "run_id": self._run_id} if self._run_id else {}
         return {**super().state_dict(), **own}
 

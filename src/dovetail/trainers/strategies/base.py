@@ -1,7 +1,7 @@
-"""The seven kinds of strategy: what each is asked, and when.
+"""Abstract bases of the seven kinds of strategies: loss, optimizer, step, scheduler, update, data loader, testing.
 
-A strategy says *what* is computed. It knows the training context and never a trainer, so any strategy fits into any
-trainer and beside any other. Every kind has one job and one to three methods; the rest are optional hooks.
+A strategy defines *what* is computed. It receives the training context and never a trainer, so any strategy works in
+any trainer and beside any other. Every kind has one task and one to three methods; the rest are optional hooks.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = [
 
 
 class Strategy:
-    """What all kinds have in common: a life cycle, hooks, and a state that checkpoints keep.
+    """Base of all strategies: setup and teardown, hooks, and a state that is part of checkpoints.
 
-    `setup` and `teardown` come once per trainer. What belongs to one run, such as the weights that it
-    started with, is captured in `on_train_start`.
+    `setup` and `teardown` are called once per trainer. Capture values that belong to one run, such as its initial
+    weights, in `on_train_start`.
 
     Attributes:
         vectorizes: True if the strategy can train many models at once: every tensor of the model has a leading
@@ -49,42 +49,43 @@ class Strategy:
     vectorizes: ClassVar[bool] = False
 
     def setup(self, context: TrainingContext) -> None:
-        """Once, when the trainer is made."""
+        """Prepare the strategy. Called once, when the trainer is built."""
 
     def teardown(self, context: TrainingContext) -> None:
-        """Once, when the trainer is closed; also after an error."""
+        """Release resources. Called once, when the trainer is closed, also after an error."""
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """Before `on_train_start` of any strategy: create what another strategy reads there, unless it exists.
+        """Create a value that another strategy reads in its `on_train_start`, unless the value exists.
 
-        May also be called without a run. The model is always a single one, also for a strategy that `vectorizes`.
+        Called before `on_train_start` of any strategy, and possibly without a run. The model is always a single one,
+        also for a strategy that `vectorizes`.
         """
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Before the first batch of every run."""
+        """Called before the first batch of every run."""
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """After the last batch of every run that no error ended."""
+        """Called after the last batch of every run, unless an error ended the run."""
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Before the first batch of every epoch."""
+        """Called before the first batch of every epoch."""
 
     def on_epoch_end(self, context: TrainingContext) -> None:
-        """After every epoch."""
+        """Called after every epoch."""
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Before an optimizer really steps: gradients are complete and unscaled, and may be changed."""
+        """Called before an optimizer steps: gradients are complete and unscaled, and may be changed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep: tensors and plain values."""
+        """Return the state for checkpoints: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
 
 
 class LossCriterionStrategy(Strategy, ABC):
-    """Says what the loss is.
+    """Defines the loss.
 
     Example:
         >>> import torch
@@ -96,24 +97,24 @@ class LossCriterionStrategy(Strategy, ABC):
     """
 
     role = "loss"
-    # Whether it is the loss of a classifier of exclusive classes, so that accuracy has a meaning.
+    # True for a loss of mutually exclusive classes, so that the accuracy is a valid metric.
     is_classification: bool = False
 
     def classifies(self, context: TrainingContext) -> bool:
-        """Whether accuracy has a meaning in a run; asked at its start."""
+        """Return whether the accuracy is a valid metric in this run; called at its start."""
         return self.is_classification
 
     def criterion(self, context: TrainingContext) -> Callable[[Any, Any], Tensor]:
-        """Return the loss as the trainer calls it, with outputs and labels; asked once, before the first run."""
+        """Return the loss as a callable of outputs and labels; called once, before the first run."""
         return partial(self.compute_loss, context=context)
 
     @abstractmethod
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
-        """Return the loss of one batch: one number, normalised per batch."""
+        """Return the loss of one batch: a scalar, normalised per batch."""
 
 
 class OptimizerStrategy(Strategy, ABC):
-    """Says which optimizer moves the parameters."""
+    """Defines the optimizer of the parameters."""
 
     role = "optimizer"
 
@@ -122,11 +123,11 @@ class OptimizerStrategy(Strategy, ABC):
         """Return the optimizer of a model; called at the start of a run."""
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """After every real step of the optimizer; never for a step that a scaler skipped or a window deferred."""
+        """Called after every real step of the optimizer; not if a scaler skipped it or a window deferred it."""
 
 
 class TrainingStepStrategy(Strategy, ABC):
-    """Says how one batch is computed."""
+    """Defines the computation of one batch."""
 
     role = "training_step"
 
@@ -142,16 +143,17 @@ class TrainingStepStrategy(Strategy, ABC):
     ) -> Tensor:
         """Return the loss of a batch.
 
-        Either return it, and the loop differentiates it and steps; or say `context.backward(loss)` and
-        `context.step(optimizer)`, and the step is its own. Both ways inherit precision, accumulation and clipping.
+        The strategy may only return the loss: the loop then computes the gradients and steps. Or it calls
+        `context.backward(loss)` and `context.step(optimizer)` itself. In both cases precision, accumulation and
+        clipping apply.
         """
 
 
 class LRSchedulerStrategy(Strategy, ABC):
-    """Says how the learning rate moves, and when.
+    """Defines the learning-rate schedule and its interval.
 
     Attributes:
-        interval: What a step of the scheduler follows: every `epoch`, every `update`, or every `batch`.
+        interval: The scheduler steps at every `epoch`, every `update`, or every `batch`.
         frequency: Step at every n-th of these.
     """
 
@@ -174,30 +176,30 @@ class LRSchedulerStrategy(Strategy, ABC):
 
 
 class ModelUpdateStrategy(Strategy):
-    """Says what happens to the model around its updates, and which payload is sent with its weights."""
+    """Acts before and after updates of the model, and defines the payload that is sent with its weights."""
 
     role = "model_update"
 
     def before_step(self, context: TrainingContext) -> None:
-        """Before the batch that opens an update."""
+        """Called before the first batch of an update."""
 
     def after_step(self, context: TrainingContext) -> None:
-        """After every real update."""
+        """Called after every real update."""
 
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
-        """Return what `obtain_model_update` adds to the weights, by name."""
+        """Return the entries that `obtain_model_update` adds to the weights, by name."""
         return {}
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
-        """Return what a run of some epochs is made of, in order; asked when a run is planned."""
+        """Return the phases of a run of `epochs` epochs, in order; called when a run is planned."""
         return (Phase(epochs),)
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        """Before the first epoch of a phase; only called of a strategy that says what phases there are."""
+        """Called before the first epoch of a phase, if the strategy overrides `phases`."""
 
 
 class DataLoaderStrategy(Strategy, ABC):
-    """Says how a training set becomes batches."""
+    """Defines how a training set is divided into batches."""
 
     role = "data_loader"
 
@@ -216,10 +218,10 @@ class DataLoaderStrategy(Strategy, ABC):
 
 
 class TestingStrategy(Strategy, ABC):
-    """Says how a model is judged."""
+    """Defines how a trained model is tested."""
 
     role = "testing"
-    # Not a test, whatever its name says to pytest.
+    # Otherwise pytest collects this class because of its name.
     __test__ = False
 
     @abstractmethod

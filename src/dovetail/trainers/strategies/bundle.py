@@ -1,4 +1,4 @@
-"""The strategies of one trainer: set up once, heard at their hooks, kept in its checkpoints, torn down once."""
+"""Bundle of the strategies of one trainer: setup, hooks as a callback, state for checkpoints, and teardown."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Strategies:
                 yield strategy
 
     def setup(self, context: TrainingContext) -> None:
-        """Set every strategy up; if one of them fails, those before it are torn down."""
+        """Set up every strategy; if one of them fails, the earlier ones are torn down."""
         with ExitStack() as done:
             for strategy in self:
                 strategy.setup(context)
@@ -62,7 +62,7 @@ class Strategies:
         self.is_set_up = True
 
     def teardown(self, context: TrainingContext) -> None:
-        """Tear every strategy down, once however often this is called, and all even if one of them fails."""
+        """Tear down every strategy, even if one of them fails; later calls do nothing."""
         if not self.is_set_up:
             return
         self.is_set_up = False
@@ -76,36 +76,36 @@ class Strategies:
             raise failure
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states by role, of the strategies that have one."""
+        """Return the states by role, without empty ones."""
         return {strategy.role: state for strategy in self if (state := strategy.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every strategy its state back."""
+        """Restore the state of every strategy."""
         for strategy in self:
             if strategy.role in state:
                 strategy.load_state_dict(state[strategy.role])
 
     def as_callback(self) -> Callback | None:
-        """Return a callback that calls the hooks which these strategies override, or None if there are none."""
+        """Return a callback that calls the hooks which these strategies override, or None if they override none."""
         events: dict[str, Any] = {}
-        if listeners := [*self._overriding("on_prepare"), *self._overriding("on_train_start")]:
+        if listeners := [*self._hooks("on_prepare"), *self._hooks("on_train_start")]:
             events["on_train_start"] = _calling(listeners)
-        # First whoever may have other weights in the model: the rest look at the one that is sent.
-        in_order = sorted(self.hearing("on_train_end"), key=lambda strategy: strategy is not self.model_update)
+        # The update strategy first: it may restore the weights of the model, which the other strategies then read.
+        in_order = sorted(self.overriding("on_train_end"), key=lambda strategy: strategy is not self.model_update)
         endings: list[Callable[..., None]] = [it.on_train_end for it in in_order]
         if endings:
             events["on_train_end"] = _calling(endings)
-        if listeners := [*self._phase_starts(), *self._overriding("on_epoch_start")]:
+        if listeners := [*self._phase_starts(), *self._hooks("on_epoch_start")]:
             events["on_epoch_start"] = _calling(listeners)
-        if listeners := self._overriding("on_epoch_end"):
-            heard = listeners
+        if listeners := self._hooks("on_epoch_end"):
+            epoch_listeners = listeners
 
             def on_epoch_end(self: Callback, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-                for listener in heard:
+                for listener in epoch_listeners:
                     listener(context)
 
             events["on_epoch_end"] = on_epoch_end
-        if touching := self._overriding("on_gradients"):
+        if touching := self._hooks("on_gradients"):
 
             def on_gradients(self: Callback, context: TrainingContext, optimizer: Any) -> None:
                 for touch in touching:
@@ -113,7 +113,7 @@ class Strategies:
 
             events["on_gradients"] = on_gradients
         self._add_update_events(events)
-        # A class that is made here can be pickled by what it is made from only.
+        # Pickle cannot find a class that is built here, so it rebuilds the callback from the strategies.
         events["__reduce__"] = lambda hooks: (Strategies.as_callback, (self,))
         is_empty = len(events) == 1
         return None if is_empty else type("StrategyHooks", (Callback,), {**events, "is_part_of_trainer": True})()
@@ -123,70 +123,70 @@ class Strategies:
         if _overrides(update, "before_step", ModelUpdateStrategy):
 
             def on_step_start(self: Callback, context: TrainingContext, batch: Any) -> None:
-                # The window that the last batch closed is the one that this batch opens anew.
+                # The window still describes the last batch: if that batch closed it, this batch opens the next one.
                 if context.run.window.closes:
                     update.before_step(context)
 
             events["on_step_start"] = on_step_start
-        step_heard = update_heard = None
+        on_optimizer_step = after_step = None
         if _overrides(optimizer_strategy, "on_optimizer_step", OptimizerStrategy):
-            step_heard = optimizer_strategy.on_optimizer_step
+            on_optimizer_step = optimizer_strategy.on_optimizer_step
         if _overrides(update, "after_step", ModelUpdateStrategy):
-            update_heard = update.after_step
-        if step_heard is not None or update_heard is not None:
+            after_step = update.after_step
+        if on_optimizer_step is not None or after_step is not None:
 
             def on_update(self: Callback, context: TrainingContext) -> None:
-                if step_heard is not None:
+                if on_optimizer_step is not None:
                     for optimizer in context.run.batch.stepped:
-                        step_heard(optimizer, context)
-                if update_heard is not None:
-                    update_heard(context)
+                        on_optimizer_step(optimizer, context)
+                if after_step is not None:
+                    after_step(context)
 
             events["on_update"] = on_update
 
     def phases(self, epochs: int, context: TrainingContext) -> tuple[Phase, ...]:
-        """Return what a run of some epochs is made of; phases without an epoch are left out."""
+        """Return the phases of a run of `epochs` epochs, without empty phases."""
         update = self.model_update
         if not _overrides(update, "phases", ModelUpdateStrategy):
             return (Phase(epochs),)
         return tuple(phase for phase in update.phases(epochs, context) if phase.epochs) or (Phase(0),)
 
     def prepare(self, context: TrainingContext) -> None:
-        """Call `on_prepare` of every strategy, as the start of a run does."""
-        for prepare in self._overriding("on_prepare"):
+        """Call `on_prepare` of every strategy, as at the start of a run."""
+        for prepare in self._hooks("on_prepare"):
             prepare(context)
 
-    def hearing(self, hook: str) -> list[Strategy]:
-        """Return the given strategies that do something at a hook which all strategies have.
+    def overriding(self, hook: str) -> list[Strategy]:
+        """Return the given strategies that override a hook which all strategies have.
 
-        Strategies that the options describe need no hook, so a plain trainer has no callback for them.
+        Strategies that are built from options need no hook, so a plain trainer has no callback for them.
         """
-        return [strategy for strategy in self if strategy.role in self.given and _hears(strategy, hook)]
+        return [strategy for strategy in self if strategy.role in self.given and _overrides_hook(strategy, hook)]
 
     def _phase_starts(self) -> list[Callable[..., None]]:
         update = self.model_update
         if not _overrides(update, "phases", ModelUpdateStrategy):
             return []
-        heard = update.on_phase_start
+        on_phase_start = update.on_phase_start
 
         def begin(context: TrainingContext) -> None:
             run, epoch = context.run, context.progress.epoch
             phase = run.phase_at(epoch)
             run.is_detached = phase.is_detached
             if run.starts_phase(epoch):
-                heard(phase, context)
+                on_phase_start(phase, context)
 
         return [begin]
 
-    def _overriding(self, hook: str) -> list[Callable[..., None]]:
-        return [getattr(strategy, hook) for strategy in self.hearing(hook)]
+    def _hooks(self, hook: str) -> list[Callable[..., None]]:
+        return [getattr(strategy, hook) for strategy in self.overriding(hook)]
 
 
 ROLES = tuple(each.name for each in fields(Strategies) if each.name not in ("given", "is_set_up"))
 
 
 def check_roles(strategies: Mapping[str, Any]) -> None:
-    """Raise if a name is no role, or a strategy has another role."""
+    """Raise if a name is not a role, or if a strategy has another role."""
     for role, strategy in strategies.items():
         if role not in ROLES:
             raise UnknownNameError("role of a strategy", role, ROLES)
@@ -194,10 +194,10 @@ def check_roles(strategies: Mapping[str, Any]) -> None:
             raise ConfigError(f"{role}: expected a strategy of this role, got {strategy!r}")
 
 
-def _hears(strategy: Strategy, hook: str) -> bool:
-    """Whether a strategy, or one that it holds, does something at a hook."""
+def _overrides_hook(strategy: Strategy, hook: str) -> bool:
+    """Return whether a strategy, or a strategy inside it, overrides a hook."""
     if isinstance(strategy, Nesting) and getattr(type(strategy), hook) is getattr(Nesting, hook):
-        return any(_hears(part, hook) for part in strategy.parts)
+        return any(_overrides_hook(part, hook) for part in strategy.parts)
     return _overrides(strategy, hook, Strategy)
 
 

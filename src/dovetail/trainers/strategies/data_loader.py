@@ -1,7 +1,7 @@
-"""How a training set becomes batches.
+"""Data-loader strategies: how a training set is divided into batches.
 
-Whatever the strategy, indices for a sampler are drawn in a new order every epoch, as torch's `SubsetRandomSampler`
-does; a sampler of torch keeps its own order. Orders follow from `context.state["order_seed"]` and the epoch.
+With every strategy, indices given as a sampler are read in a new order every epoch, as torch's `SubsetRandomSampler`
+does; a torch sampler keeps its own order. Orders are derived from `context.state["order_seed"]` and the epoch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DefaultDataLoaderStrategy(Described, DataLoaderStrategy):
-    """Batches in the order of the data, or of the sampler.
+    """Batches in the order of the data or of the sampler.
 
     Args:
-        num_workers: Processes that read samples.
-        pin_memory: Hand out batches in pinned memory, where CUDA is there.
-        drop_last: Leave out a last batch that is not full.
+        num_workers: Worker processes that read samples.
+        pin_memory: Return batches in pinned memory if CUDA is available.
+        drop_last: Skip a last batch that is not full.
         shuffle: Draw a new order every epoch.
-        persistent_workers: Keep the processes from epoch to epoch.
+        persistent_workers: Keep the worker processes between epochs.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -70,13 +70,13 @@ class DefaultDataLoaderStrategy(Described, DataLoaderStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CustomCollateFnDataLoaderStrategy(Described, DataLoaderStrategy):
-    """Batches that a function of your own makes of samples.
+    """Batches that a user's function builds from samples.
 
     Args:
-        collate_fn: Makes a batch of a list of samples.
-        num_workers: Processes that read samples.
-        pin_memory: Hand out batches in pinned memory, where CUDA is there.
-        drop_last: Leave out a last batch that is not full.
+        collate_fn: Builds a batch from a list of samples.
+        num_workers: Worker processes that read samples.
+        pin_memory: Return batches in pinned memory if CUDA is available.
+        drop_last: Skip a last batch that is not full.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -108,15 +108,15 @@ class CustomCollateFnDataLoaderStrategy(Described, DataLoaderStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefetchDataLoaderStrategy(Described, DataLoaderStrategy):
-    """Batches that processes read ahead, and go on reading from epoch to epoch.
+    """Batches that worker processes read in advance; the processes are kept between epochs.
 
-    Data that lies in memory as tensors needs no process, and gets none.
+    Tensors in memory need no worker process, so none is started for them.
 
     Args:
-        prefetch_factor: Batches that each process reads ahead.
-        num_workers: Processes that read samples.
-        pin_memory: Hand out batches in pinned memory, where CUDA is there.
-        drop_last: Leave out a last batch that is not full.
+        prefetch_factor: Batches that each process reads in advance.
+        num_workers: Worker processes that read samples.
+        pin_memory: Return batches in pinned memory if CUDA is available.
+        drop_last: Skip a last batch that is not full.
 
     Example:
         >>> PrefetchDataLoaderStrategy(prefetch_factor=4)
@@ -147,12 +147,12 @@ class PrefetchDataLoaderStrategy(Described, DataLoaderStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShuffleDataLoaderStrategy(Described, DataLoaderStrategy):
-    """Batches in an order that is drawn anew every epoch; a sampler of torch keeps its own.
+    """Batches in a new random order every epoch; a torch sampler keeps its own order.
 
     Args:
-        num_workers: Processes that read samples.
-        pin_memory: Hand out batches in pinned memory, where CUDA is there.
-        drop_last: Leave out a last batch that is not full.
+        num_workers: Worker processes that read samples.
+        pin_memory: Return batches in pinned memory if CUDA is available.
+        drop_last: Skip a last batch that is not full.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -183,15 +183,15 @@ class ShuffleDataLoaderStrategy(Described, DataLoaderStrategy):
 
 @dataclass(eq=False, repr=False)
 class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
-    """Batches whose size a function decides, once per epoch.
+    """Batches whose size a function returns once per epoch.
 
     Args:
-        initial_batch_size: The size without a function, and what `context.state["batch_size"]` says before it is
-            first asked. The trainer's own batch size is not used.
-        max_batch_size: No batch is larger.
-        adjust_fn: Returns the size for the epoch that begins; `context.state["batch_size"]` is that of the last one.
-        num_workers: Processes that read samples.
-        pin_memory: Hand out batches in pinned memory, where CUDA is there.
+        initial_batch_size: The size without a function, and the value of `context.state["batch_size"]` in its first
+            call. The trainer's own batch size is not used.
+        max_batch_size: The largest batch.
+        adjust_fn: Returns the size for the epoch that starts; `context.state["batch_size"]` is the previous size.
+        num_workers: Worker processes that read samples.
+        pin_memory: Return batches in pinned memory if CUDA is available.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -222,7 +222,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
         """Return the training batches.
 
         Raises:
-            DataError: The data is a stream or in batches already.
+            DataError: The data is a stream, or already in batches.
         """
         whole = as_loader(trainset, batch_size=1, sampler=sampler)
         if whole is trainset or not isinstance(whole, DataLoader) or isinstance(whole.dataset, IterableDataset):
@@ -239,7 +239,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
         )
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Ask for the size of the epoch, unless the loader was made for it."""
+        """Update the batch size for the epoch, unless the loader was created for this epoch."""
         if self._batches is not None and context.progress.epoch != self._sized_epoch:
             self._set_size(context)
 
@@ -250,9 +250,9 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
         return {"batch_size": self._batches.batch_size, "epoch": self._sized_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         if self._batches is None:
-            # A run is resumed before its loader is made.
+            # A resumed run restores its state before it creates the loader.
             self._restored = dict(state)
         elif state:
             self._batches.batch_size, self._sized_epoch = state["batch_size"], state["epoch"]
@@ -260,7 +260,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
     def _set_size(self, context: TrainingContext) -> None:
         assert self._batches is not None
         context.state["batch_size"] = self._batches.batch_size
-        # The loader may be made between two epochs: the function receives the number of the epoch that starts.
+        # The loader may be built between two epochs: the function receives the number of the epoch that starts.
         run = context.run
         before, run.is_in_epoch = run.is_in_epoch, True
         try:
@@ -320,7 +320,7 @@ def _loader(
     sampler = _resolved(sampler)
     seed = context.state.get("order_seed")
     shuffle = shuffle or (sampler is not None and not isinstance(sampler, Sampler))
-    made = as_loader(
+    loader = as_loader(
         trainset,
         batch_size=batch_size,
         shuffle=shuffle,
@@ -331,14 +331,14 @@ def _loader(
         collate_fn=collate_fn,
         pin_memory=pin_memory,
     )
-    if not isinstance(made, DataLoader) or not made.num_workers or made is trainset:
-        return made
+    if not isinstance(loader, DataLoader) or not loader.num_workers or loader is trainset:
+        return loader
     if prefetch_factor is None and not persistent_workers:
-        return made
-    # What the user called data and sampler is a dataset and an order by now; only the workers' settings are missing.
-    own_order = isinstance(sampler, Sampler) or isinstance(made.dataset, IterableDataset)
+        return loader
+    # `loader` has the dataset and the order of the user's data and sampler; only the workers' settings are missing.
+    own_order = isinstance(sampler, Sampler) or isinstance(loader.dataset, IterableDataset)
     return DataLoader(
-        made.dataset,
+        loader.dataset,
         batch_size,
         False if own_order else shuffle,
         sampler if isinstance(sampler, Sampler) else None,

@@ -1,4 +1,4 @@
-"""Losses."""
+"""Loss strategies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(eq=False, repr=False)
 class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
-    """The loss that is given, or else the one that the configuration names.
+    """The given loss, or else the loss that the configuration names.
 
     Args:
-        loss_fn: A callable of outputs and labels. None for `config["loss_criterion"]`, a registered name, with the
+        loss_fn: A callable of outputs and labels. None means `config["loss_criterion"]`, a registered name, with the
             arguments `config["parameters"]["loss_criterion"]`; without one, cross entropy.
 
     Example:
@@ -43,16 +43,16 @@ class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
         self.is_classification = self.loss_fn is None or classifies(self.loss_fn)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Look the loss up anew: another run may have another configuration."""
+        """Forget the loss of the last run: another run may have another configuration."""
         self._criterion = None
 
     def criterion(self, context: TrainingContext) -> LossFunction:
-        """Return the loss that is given itself, if one is: another call in between would cost every step."""
+        """Return the given loss itself, if there is one: a wrapper would add a Python call to every step."""
         is_plain = type(self).compute_loss is DefaultLossCriterionStrategy.compute_loss
         return self.loss_fn if self.loss_fn is not None and is_plain else super().criterion(context)
 
     def classifies(self, context: TrainingContext) -> bool:
-        """Whether the loss that is given, or else the one that the configuration names, is that of a classifier."""
+        """Return whether the given or configured loss is a classification loss."""
         if self.loss_fn is not None:
             return classifies(self.loss_fn)
         kind = losses.get(context.config.get("loss_criterion", "CrossEntropyLoss"))
@@ -68,11 +68,11 @@ class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
         return self._criterion(outputs, labels)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a loss that is a module with one."""
+        """Return the state of a loss that is a module."""
         return self.loss_fn.state_dict() if isinstance(self.loss_fn, nn.Module) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         if isinstance(self.loss_fn, nn.Module):
             self.loss_fn.load_state_dict(dict(state))
 
@@ -83,9 +83,9 @@ class CrossEntropyLossStrategy(Described, LossCriterionStrategy):
 
     Args:
         weight: A weight for each class.
-        label_smoothing: How much of the target is spread over all classes.
+        label_smoothing: The share of the target that is spread over all classes.
         reduction: `mean`, `sum` or `none`. Accumulation is exact for `mean`.
-        ignore_index: Labels that do not count.
+        ignore_index: The label to ignore.
 
     Example:
         >>> strategy = CrossEntropyLossStrategy(label_smoothing=0.1)
@@ -102,7 +102,7 @@ class CrossEntropyLossStrategy(Described, LossCriterionStrategy):
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch."""
-        self.weight = _beside(outputs, self.weight)
+        self.weight = _on_device_of(outputs, self.weight)
         return functional.cross_entropy(
             outputs,
             labels,
@@ -149,7 +149,7 @@ class BCEWithLogitsLossStrategy(Described, LossCriterionStrategy):
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch."""
-        self.weight, self.pos_weight = _beside(outputs, self.weight), _beside(outputs, self.pos_weight)
+        self.weight, self.pos_weight = _on_device_of(outputs, self.weight), _on_device_of(outputs, self.pos_weight)
         return functional.binary_cross_entropy_with_logits(
             outputs,
             labels if labels.is_floating_point() else labels.to(outputs.dtype),
@@ -166,7 +166,7 @@ class NLLLossStrategy(Described, LossCriterionStrategy):
     Args:
         weight: A weight for each class.
         reduction: `mean`, `sum` or `none`.
-        ignore_index: Labels that do not count.
+        ignore_index: The label to ignore.
 
     Example:
         >>> NLLLossStrategy().compute_loss(torch.tensor([[-1.0, -2.0]]), torch.tensor([1]), context=None)
@@ -181,7 +181,7 @@ class NLLLossStrategy(Described, LossCriterionStrategy):
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
         """Return the loss of one batch."""
-        self.weight = _beside(outputs, self.weight)
+        self.weight = _on_device_of(outputs, self.weight)
         return functional.nll_loss(
             outputs, labels, self.weight, ignore_index=self.ignore_index, reduction=self.reduction
         )
@@ -192,8 +192,7 @@ class CompositeLossStrategy(Nesting, LossCriterionStrategy):
     """A weighted sum of losses.
 
     Args:
-        strategies: Losses, or pairs of a loss and its weight; the weight of a loss alone is 1. The attribute holds
-            pairs.
+        strategies: Losses, or pairs of a loss and its weight; the default weight is 1. The attribute holds pairs.
 
     Example:
         >>> strategy = CompositeLossStrategy([MSELossStrategy(), (MSELossStrategy("sum"), 0.1)])
@@ -212,7 +211,7 @@ class CompositeLossStrategy(Nesting, LossCriterionStrategy):
         self.is_classification = any(strategy.is_classification for strategy, _ in self._weighted)
 
     def classifies(self, context: TrainingContext) -> bool:
-        """Whether any of the losses is that of a classifier."""
+        """Return whether any of the losses is a classification loss."""
         return any(strategy.classifies(context) for strategy, _ in self._weighted)
 
     @property
@@ -231,7 +230,7 @@ class CompositeLossStrategy(Nesting, LossCriterionStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class L2RegularizationStrategy(Described, LossCriterionStrategy):
-    """The sum of all squared trainable parameters, times a weight: a part for `CompositeLossStrategy`.
+    """The sum of all squared trainable parameters, times a weight; use it in a `CompositeLossStrategy`.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -244,7 +243,7 @@ class L2RegularizationStrategy(Described, LossCriterionStrategy):
     weight: float = 0.01
 
     def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
-        """Return the penalty, whatever the batch is."""
+        """Return the penalty; it does not depend on the batch."""
         assert context.model is not None
         squares = [parameter.square().sum() for parameter in context.model.parameters() if parameter.requires_grad]
         return self.weight * torch.stack(squares).sum() if squares else torch.zeros((), device=context.device)
@@ -252,10 +251,10 @@ class L2RegularizationStrategy(Described, LossCriterionStrategy):
 
 def _configured(config: Mapping[str, Any]) -> LossFunction:
     arguments = config.get("parameters", {}).get("loss_criterion", {})
-    made: LossFunction = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))(**arguments)
-    return made
+    criterion: LossFunction = losses.get(config.get("loss_criterion", "CrossEntropyLoss"))(**arguments)
+    return criterion
 
 
-def _beside(outputs: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Return a weight where the outputs are; the caller keeps it, so that it moves once."""
+def _on_device_of(outputs: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Return a weight on the device of the outputs; the caller stores it, so that it is moved only once."""
     return weight if weight is None or weight.device == outputs.device else weight.to(outputs.device)

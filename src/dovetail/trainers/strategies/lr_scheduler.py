@@ -1,8 +1,7 @@
-"""Learning rates over time.
+"""Learning-rate scheduler strategies.
 
-Every strategy here takes two keywords: `interval` says what a step of the scheduler follows (`epoch`, `update` or
-`batch`), and `frequency` that only every n-th of these counts. The lengths of a schedule (`step_size`, `T_max`, …) are
-counted in such steps.
+Every strategy here has two keywords: the scheduler steps at every `interval` (`epoch`, `update` or `batch`), or with
+`frequency` at every n-th of these. The lengths of a schedule (`step_size`, `T_max`, …) are counted in such steps.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.errors import ConfigError, UnknownNameError
-from dovetail.trainers import foreign
+from dovetail.trainers import other_libraries
 from dovetail.trainers.catalog import schedulers
 from dovetail.trainers.schedules import ScheduleLR
 from dovetail.trainers.strategies.base import LRSchedulerStrategy, Strategy
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
 def step_scheduler(
     scheduler: Any, context: TrainingContext, *, monitor: str = "valid_loss", interval: Interval = "epoch"
 ) -> None:
-    """Advance a scheduler; one that follows a metric is given it, and waits where there is no new one.
+    """Advance a scheduler; a scheduler that follows a metric receives it, and does not step without a new value.
 
     Args:
-        scheduler: A scheduler of torch or one of our schedules; None for a constant rate.
-        context: The run.
-        monitor: A metric of the validation. Without any validation, and between epochs, it is the last batch's loss,
-            as it is for `last_loss`.
+        scheduler: A scheduler of torch or one of our schedules; None means a constant rate.
+        context: The context of the run.
+        monitor: A metric of the validation. Without validation, and for other intervals than `epoch`, it is the loss of
+            the last batch, as for `last_loss`.
         interval: When the scheduler steps.
     """
     if scheduler is None:
@@ -58,16 +57,16 @@ def _observed(context: TrainingContext, monitor: str, interval: Interval) -> Any
         return context.state.get("last_loss")
     if monitor not in validation:
         raise UnknownNameError("metric", monitor, validation)
-    # An old value told again would look like an epoch without improvement.
+    # Do not repeat an old value: the scheduler would count it as an epoch without improvement.
     return validation[monitor] if context.run.validated_at == context.progress.batches else None
 
 
 @dataclass(eq=False, repr=False)
 class TimedSchedulerStrategy(Described, LRSchedulerStrategy):
-    """A scheduler strategy whose interval and frequency are settings: the base of those here.
+    """Base of scheduler strategies whose interval and frequency are settings.
 
     Args:
-        interval: What a step of the scheduler follows: every `epoch`, `update` or `batch`.
+        interval: The scheduler steps at every `epoch`, `update` or `batch`.
         frequency: Step at every n-th of these.
     """
 
@@ -76,7 +75,7 @@ class TimedSchedulerStrategy(Described, LRSchedulerStrategy):
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "update", "batch"):
-            hint = foreign.did_you_mean(self.interval, foreign.INTERVALS)
+            hint = other_libraries.did_you_mean(self.interval, other_libraries.INTERVALS)
             raise ConfigError(f"interval: expected 'epoch', 'update' or 'batch', got {self.interval!r}{hint}")
         check_count("frequency", self.frequency)
 
@@ -87,10 +86,10 @@ class TimedSchedulerStrategy(Described, LRSchedulerStrategy):
 
 @dataclass(eq=False, repr=False)
 class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
-    """The scheduler that is given, or else the one that the configuration names, or else none.
+    """The given scheduler, or else the scheduler that the configuration names, or else none.
 
     Args:
-        scheduler_fn: A callable of the optimizer. None for `config["lr_scheduler"]`, a registered name, with the
+        scheduler_fn: A callable of the optimizer. None means `config["lr_scheduler"]`, a registered name, with the
             arguments `config["parameters"]["learning_rate"]`. With `config["global_lr_scheduler"]`, the schedule
             continues after the `config["epochs_before"]` epochs of earlier runs; all runs together have
             `config["total_epochs"]`.
@@ -114,7 +113,7 @@ class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
         arguments = dict(config.get("parameters", {}).get("learning_rate", {}))
         continues = bool(config.get("global_lr_scheduler")) and "epochs_before" in config
         if continues and self.interval != "epoch":
-            # The updates of the earlier runs are not known.
+            # The number of updates in the earlier runs is unknown.
             raise ConfigError(f"global_lr_scheduler: expected interval='epoch', got {self.interval!r}")
         if name == "CosineAnnealingLR" and self.interval == "epoch" and "epochs" in config:
             epochs = config.get("total_epochs", config["epochs"]) if continues else config["epochs"]
@@ -140,7 +139,7 @@ class NoSchedulerStrategy(Described, LRSchedulerStrategy):
 
 @dataclass(eq=False, repr=False)
 class TorchSchedulerStrategy(TimedSchedulerStrategy):
-    """A scheduler of torch whose arguments are the positional fields of the strategy: the base of those that follow."""
+    """Base of strategies for a torch scheduler whose arguments are the positional fields of the strategy."""
 
     scheduler_class: ClassVar[Callable[..., Any]]
 
@@ -152,7 +151,7 @@ class TorchSchedulerStrategy(TimedSchedulerStrategy):
 
 @dataclass(eq=False, repr=False)
 class StepLRSchedulerStrategy(TorchSchedulerStrategy):
-    """The rate times `gamma` every `step_size` steps.
+    """Multiplies the rate by `gamma` every `step_size` steps.
 
     Example:
         >>> StepLRSchedulerStrategy(step_size=3, interval="update", frequency=2)
@@ -167,7 +166,7 @@ class StepLRSchedulerStrategy(TorchSchedulerStrategy):
 
 @dataclass(eq=False, repr=False)
 class MultiStepLRSchedulerStrategy(TorchSchedulerStrategy):
-    """The rate times `gamma` at every milestone.
+    """Multiplies the rate by `gamma` at every milestone.
 
     Example:
         >>> MultiStepLRSchedulerStrategy(milestones=[30, 60])
@@ -182,7 +181,7 @@ class MultiStepLRSchedulerStrategy(TorchSchedulerStrategy):
 
 @dataclass(eq=False, repr=False)
 class ExponentialLRSchedulerStrategy(TorchSchedulerStrategy):
-    """The rate times `gamma` at every step.
+    """Multiplies the rate by `gamma` at every step.
 
     Example:
         >>> ExponentialLRSchedulerStrategy(gamma=0.9)
@@ -211,7 +210,7 @@ class CosineAnnealingLRSchedulerStrategy(TorchSchedulerStrategy):
 
 @dataclass(eq=False, repr=False)
 class CosineAnnealingWarmRestartsSchedulerStrategy(TorchSchedulerStrategy):
-    """Cosines one after the other: the first takes `T_0` steps, every other `T_mult` times the one before.
+    """Consecutive cosines: the first takes `T_0` steps, each of the others `T_mult` times the previous length.
 
     Example:
         >>> CosineAnnealingWarmRestartsSchedulerStrategy(T_0=10, T_mult=2)
@@ -227,20 +226,20 @@ class CosineAnnealingWarmRestartsSchedulerStrategy(TorchSchedulerStrategy):
 
 @dataclass(eq=False, repr=False)
 class ReduceLROnPlateauSchedulerStrategy(TorchSchedulerStrategy):
-    """The rate times `factor` when a metric has not improved for `patience` steps.
+    """Multiplies the rate by `factor` when a metric has not improved for `patience` steps.
 
     Args:
-        mode: Whether the metric is good when small (`min`) or large (`max`).
-        factor: What the rate is multiplied by.
-        patience: Steps without improvement that are put up with.
-        threshold: How much better counts as an improvement.
-        threshold_mode: Whether that is relative (`rel`) or absolute (`abs`).
+        mode: Whether small (`min`) or large (`max`) values of the metric are better.
+        factor: The factor of a reduction.
+        patience: Steps without improvement before a reduction.
+        threshold: The smallest change that counts as an improvement.
+        threshold_mode: Whether the threshold is relative (`rel`) or absolute (`abs`).
         cooldown: Steps after a reduction that do not count.
         min_lr: The smallest rate.
-        eps: Reductions that are smaller are left out.
-        monitor: A metric of the validation, or `last_loss`, the loss of the last batch, which also serves where
-            nothing is validated. An epoch without a validation does not count.
-        interval: When it steps; between epochs the metric is `last_loss`.
+        eps: Smaller reductions are skipped.
+        monitor: A metric of the validation, or `last_loss`, the loss of the last batch; a run without validation also
+            uses the latter. An epoch without a validation does not count.
+        interval: The interval of steps; for other intervals than `epoch` the metric is `last_loss`.
         frequency: Step at every n-th of these.
 
     Example:
@@ -261,7 +260,7 @@ class ReduceLROnPlateauSchedulerStrategy(TorchSchedulerStrategy):
     monitor: str = field(default="valid_loss", kw_only=True)
 
     def step(self, scheduler: Any, context: TrainingContext) -> None:
-        """Tell the scheduler the metric, if there is a new one."""
+        """Pass the metric to the scheduler if there is a new value."""
         step_scheduler(scheduler, context, monitor=self.monitor, interval=self.interval)
 
 
@@ -298,12 +297,12 @@ class PolynomialLRSchedulerStrategy(TorchSchedulerStrategy):
 
 @dataclass(eq=False, repr=False)
 class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
-    """A straight line up to the optimizer's rate, and then any other schedule from its beginning.
+    """A linear warm-up to the optimizer's rate, followed by another schedule from its start.
 
     Args:
-        warmup_epochs: Steps that the warm-up takes: epochs, unless `interval` says otherwise.
-        warmup_start_lr: The rate of the first.
-        base_scheduler: What comes after; None for a constant rate.
+        warmup_epochs: Steps of the warm-up: epochs, unless `interval` is set.
+        warmup_start_lr: The initial rate.
+        base_scheduler: The schedule after the warm-up; None means a constant rate.
 
     Raises:
         ConfigError: The schedule after the warm-up has another interval or frequency.
@@ -332,14 +331,14 @@ class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
         return () if self.base_scheduler is None else (self.base_scheduler,)
 
     def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> WarmupLR:
-        """Return one scheduler for both, whose state holds both."""
+        """Return one scheduler for both schedules; its state contains both."""
         base = None if self.base_scheduler is None else self.base_scheduler.create_scheduler(optimizer, context)
-        # Some know their interval only now.
+        # Some schedules know their interval only now.
         self._check_interval()
         return WarmupLR(optimizer, self.warmup_epochs, self.warmup_start_lr, base)
 
     def step(self, scheduler: Any, context: TrainingContext) -> None:
-        """Advance the warm-up or, once it has ended, what follows."""
+        """Advance the warm-up or, once it has ended, the schedule after it."""
         if not scheduler.is_warm:
             scheduler.step()
         elif self.base_scheduler is not None and scheduler.base is not None:
@@ -349,19 +348,19 @@ class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
         base = self.base_scheduler
         if base is not None and (base.interval, base.frequency) != (self.interval, self.frequency):
             raise ConfigError(
-                f"{self!r}: the warm-up steps at every {self.frequency}. {self.interval}, what follows it at every "
-                f"{base.frequency}. {base.interval}; give both the same interval and frequency"
+                f"{self!r}: the warm-up steps at every {self.frequency}. {self.interval}, the schedule after it at "
+                f"every {base.frequency}. {base.interval}; give both the same interval and frequency"
             )
 
 
 class WarmupLR(LRScheduler):
-    """The torch scheduler of a warm-up and of what follows it.
+    """Torch scheduler for a warm-up and the schedule after it.
 
     Args:
-        optimizer: The optimizer, with the rates that the warm-up leads to.
-        warmup_steps: Its length.
-        start_lr: The rate it starts from, in every parameter group.
-        base: A scheduler of the same optimizer that goes on from there.
+        optimizer: The optimizer; its current rates are the targets of the warm-up.
+        warmup_steps: The length of the warm-up.
+        start_lr: The initial rate of every parameter group.
+        base: A scheduler of the same optimizer for the steps after the warm-up.
 
     Example:
         >>> import torch
@@ -379,18 +378,18 @@ class WarmupLR(LRScheduler):
 
     @property
     def is_warm(self) -> bool:
-        """Whether the warm-up has ended."""
+        """True if the warm-up has ended."""
         return self.last_epoch >= self.warmup_steps
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance the warm-up or, once it has ended, what follows."""
+        """Advance the warm-up or, once it has ended, the schedule after it."""
         if self.last_epoch < self.warmup_steps:
             super().step()
         elif self.base is not None:
             self.base.step()
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Return the current rates, of the warm-up or of what follows."""
+        """Return the current rates, of the warm-up or of the schedule after it."""
         if self.is_warm and self.base is not None:
             rates: list[float | Tensor] = self.base.get_last_lr()
             return rates
@@ -404,7 +403,7 @@ class WarmupLR(LRScheduler):
         return [self.start_lr + (target - self.start_lr) * share for target in self.target_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the warm-up is, and the state of what follows."""
+        """Return the position in the warm-up, and the state of the schedule after it."""
         return {
             "last_epoch": self.last_epoch,
             "step_count": self._step_count,
@@ -414,7 +413,7 @@ class WarmupLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go back to where `state_dict` was taken; the optimizer's state holds the rates themselves."""
+        """Restore the state returned by `state_dict`; the rates themselves are in the optimizer's state."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
         self.target_lrs, self._last_lr = list(state_dict["target_lrs"]), list(state_dict["last_lr"])
         if self.base is not None:
@@ -423,11 +422,11 @@ class WarmupLR(LRScheduler):
 
 @dataclass(eq=False, repr=False)
 class TimmLRSchedulerStrategy(Described, LRSchedulerStrategy):
-    """A scheduler in the manner of timm: told the number of updates after each, and the number of epochs after each.
+    """A scheduler with timm's interface, which receives the number of updates and the number of epochs.
 
     Args:
-        scheduler_fn: Makes, of an optimizer, an object with `step_update(num_updates)`, `step(epoch)`, `state_dict` and
-            `load_state_dict`.
+        scheduler_fn: Builds, from an optimizer, an object with `step_update(num_updates)`, `step(epoch)`, `state_dict`
+            and `load_state_dict`.
 
     Example:
         >>> TimmLRSchedulerStrategy(lambda optimizer: None).interval
@@ -444,18 +443,18 @@ class TimmLRSchedulerStrategy(Described, LRSchedulerStrategy):
         return self._scheduler
 
     def step(self, scheduler: Any, context: TrainingContext) -> None:
-        """Tell the scheduler of an update."""
+        """Pass the number of updates to the scheduler."""
         scheduler.step_update(context.progress.updates)
 
     def on_epoch_end(self, context: TrainingContext) -> None:
-        """Tell the scheduler of an epoch."""
+        """Pass the number of epochs to the scheduler."""
         self._scheduler.step(context.progress.epoch)
 
 
 def _replay(scheduler: Any, steps: int) -> None:
-    """Bring a new scheduler to where it would be after so many steps."""
+    """Advance a new scheduler by a number of steps."""
     with warnings.catch_warnings():
-        # Torch warns of steps before the first one of the optimizer, which this is about.
+        # Torch warns of scheduler steps before the first optimizer step, which are intended here.
         warnings.simplefilter("ignore", UserWarning)
         for _ in range(steps):
             scheduler.step()

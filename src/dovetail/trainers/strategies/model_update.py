@@ -1,4 +1,4 @@
-"""Strategies that act around updates of the model, and the payload that is sent with its weights."""
+"""Model-update strategies: actions before and after updates, and the payload that is sent with the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NoOpUpdateStrategy(Described, ModelUpdateStrategy):
-    """Nothing: the model is what the optimizer makes of it, and the weights are all that is sent.
+    """Does nothing; the payload is empty.
 
     Example:
         >>> NoOpUpdateStrategy().get_update_payload(context=None)
@@ -28,13 +28,13 @@ class NoOpUpdateStrategy(Described, ModelUpdateStrategy):
 
 @dataclass(eq=False, repr=False)
 class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
-    """Counts real updates, in all and in the running epoch, and runs.
+    """Counts runs and real updates, both in total and in the running epoch.
 
     plato's users read the number of the run as `round_number`; a resumed run keeps its number.
 
     Attributes:
-        total_steps: Updates since the trainer was made.
-        epoch_steps: Updates of the running, or else the last, epoch.
+        total_steps: Updates since the trainer was built.
+        epoch_steps: Updates of the running epoch, or of the last one between epochs.
         round_number: `context.current_round` if it is set, else the number of runs of this trainer.
 
     Example:
@@ -58,7 +58,7 @@ class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
         self._run_id = context.run.id
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Count the epoch's updates from nothing."""
+        """Reset the count of the epoch's updates."""
         self.epoch_steps = 0
 
     def after_step(self, context: TrainingContext) -> None:
@@ -75,7 +75,7 @@ class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
+        """Return the counts and the identifier of the run."""
         return {
             "total_steps": self.total_steps,
             "epoch_steps": self.epoch_steps,
@@ -84,17 +84,17 @@ class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         self.total_steps, self.epoch_steps = state["total_steps"], state["epoch_steps"]
         self.round_number, self._run_id = state["round_number"], state["run_id"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
-    """Several update strategies, one after the other.
+    """Several update strategies, called in sequence.
 
     Args:
-        strategies: Called in this order.
+        strategies: The strategies, in call order.
 
     Example:
         >>> CompositeUpdateStrategy([StateTrackingUpdateStrategy()]).get_update_payload(context=None)["total_steps"]
@@ -109,31 +109,31 @@ class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
         return self.strategies
 
     def before_step(self, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call `before_step` of every strategy."""
         for strategy in self.strategies:
             strategy.before_step(context)
 
     def after_step(self, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call `after_step` of every strategy."""
         for strategy in self.strategies:
             strategy.after_step(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Pass on, to the one that has phases first: the others look at the model that is sent."""
+        """Call `on_train_end` of every strategy; the one with phases first, because it sets the final weights."""
         for strategy in sorted(self.strategies, key=_has_phases, reverse=True):
             strategy.on_train_end(context)
 
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
-        """Pass on to the one that has phases."""
+        """Call `on_phase_start` of the strategy that has phases."""
         for strategy in self.strategies:
             if _has_phases(strategy):
                 strategy.on_phase_start(phase, context)
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
-        """Return the phases of the one that has some.
+        """Return the phases of the strategy that has some.
 
         Raises:
-            ConfigError: Two of them have.
+            ConfigError: Two strategies have phases.
         """
         phased = [strategy for strategy in self.strategies if _has_phases(strategy)]
         if len(phased) > 1:
@@ -141,10 +141,10 @@ class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
         return phased[0].phases(epochs, context) if phased else (Phase(epochs),)
 
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
-        """Return what all strategies send.
+        """Return the payloads of all strategies in one dictionary.
 
         Raises:
-            ConfigError: Two of them send something under the same key.
+            ConfigError: Two strategies use the same key.
         """
         payload: dict[str, Any] = {}
         senders: dict[str, ModelUpdateStrategy] = {}
@@ -159,7 +159,7 @@ class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
 
 
 def beside(added: ModelUpdateStrategy, present: ModelUpdateStrategy | None) -> ModelUpdateStrategy:
-    """Return an update strategy together with the one that is there, if that does anything; the added one comes first.
+    """Return an update strategy combined with the present one, unless that does nothing; the added one comes first.
 
     Example:
         >>> beside(StateTrackingUpdateStrategy(), NoOpUpdateStrategy())

@@ -1,4 +1,4 @@
-"""What concrete strategies share: how they show their settings, and how one that holds others passes things on."""
+"""Shared bases of strategies: a `repr` of their settings, and a strategy that contains other strategies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Described:
-    """A dataclass that shows, in one line, the settings that are not its defaults.
+    """Mixin for dataclasses whose `repr` shows, in one line, the settings that are not the defaults.
 
     Example:
         >>> from dovetail.trainers.strategies import SGDOptimizerStrategy
@@ -29,7 +29,7 @@ class Described:
     """
 
     def __repr__(self) -> str:
-        own = fields(self)  # type: ignore[arg-type]  # whoever mixes this in is a dataclass
+        own = fields(self)  # type: ignore[arg-type]  # every class with this mixin is a dataclass
         settings = [
             f"{field.name}={shown(value)}"
             for field in sorted(own, key=lambda field: field.kw_only is True)
@@ -39,7 +39,7 @@ class Described:
 
 
 class Nesting(Described, Strategy, ABC):
-    """A strategy that holds others: setup, hooks, state and teardown reach every one of them."""
+    """A strategy that contains others; setup, hooks, state and teardown are forwarded to all of them."""
 
     @property
     @abstractmethod
@@ -47,10 +47,10 @@ class Nesting(Described, Strategy, ABC):
         """The strategies inside, in the order in which they are called."""
 
     def setup(self, context: TrainingContext) -> None:
-        """Set up every part; if one of them fails, those before it are torn down.
+        """Set up every part; if one of them fails, the earlier ones are torn down.
 
         Raises:
-            ConfigError: A part is no strategy.
+            ConfigError: A part is not a strategy.
         """
         self.check_parts()
         with ExitStack() as done:
@@ -60,57 +60,57 @@ class Nesting(Described, Strategy, ABC):
             done.pop_all()
 
     def check_parts(self) -> None:
-        """Refuse a part that is no strategy, such as the bare loss or scheduler that a trainer would take."""
+        """Raise if a part is not a strategy, such as a bare loss or scheduler, which only a trainer accepts."""
         for part in self.parts:
             if not isinstance(part, Strategy):
                 raise ConfigError(f"{type(self).__name__}: expected strategies inside, got {part!r}")
 
     def teardown(self, context: TrainingContext) -> None:
-        """Tear every part down, the last one first, whatever goes wrong with another."""
+        """Tear down every part, the last one first, even if one of them fails."""
         with ExitStack() as stack:
             for part in self.parts:
                 stack.callback(part.teardown, context)
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call `on_prepare` of every part."""
         for part in self.parts:
             part.on_prepare(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call `on_train_start` of every part."""
         for part in self.parts:
             part.on_train_start(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call `on_train_end` of every part."""
         for part in self.parts:
             part.on_train_end(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call `on_epoch_start` of every part."""
         for part in self.parts:
             part.on_epoch_start(context)
 
     def on_epoch_end(self, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call `on_epoch_end` of every part."""
         for part in self.parts:
             part.on_epoch_end(context)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Pass on."""
+        """Call `on_gradients` of every part."""
         for part in self.parts:
             part.on_gradients(optimizer, context)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parts' states in their order, or nothing where none has one."""
+        """Return the states of the parts in order; empty if no part has a state."""
         states = [part.state_dict() for part in self.parts]
         return {"parts": states} if any(states) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every part its state back.
+        """Restore the state of every part.
 
         Raises:
-            CheckpointError: The state is of another number of parts.
+            CheckpointError: The state has another number of parts.
         """
         parts, states = self.parts, state.get("parts", ())
         if states and len(states) != len(parts):
@@ -126,7 +126,7 @@ def _is_default(value: Any, field: Field[Any]) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return the shortest text that tells a user which value this is."""
+    """Return the shortest text that identifies a value for the user."""
     if isinstance(value, partial):
         arguments = [*map(shown, value.args), *(f"{name}={shown(it)}" for name, it in value.keywords.items())]
         return f"partial({', '.join([shown(value.func), *arguments])})"

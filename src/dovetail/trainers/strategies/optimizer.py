@@ -1,7 +1,7 @@
-"""Optimizers.
+"""Optimizer strategies.
 
-Every optimizer here is given all parameters of the model, also those that are frozen at the moment: torch passes over a
-parameter without a gradient, and one that is thawed later is trained.
+Every optimizer here receives all parameters of the model, including frozen ones: torch skips a parameter without a
+gradient, and a parameter that is unfrozen later is then trained.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 
 def learning_rate(lr: float | None, context: TrainingContext) -> float:
-    """Return a learning rate; for None that of the configuration, or 0.01 where it has none."""
+    """Return a learning rate; None means the rate of the configuration, or 0.01 without one."""
     return float(context.config.get("lr", 0.01)) if lr is None else lr
 
 
 def make_optimizer(
     optimizer_class: type[Optimizer], model: nn.Module, context: TrainingContext, settings: Mapping[str, Any]
 ) -> Optimizer:
-    """Return an optimizer of all parameters of a model; its learning rate is the configuration's, unless set."""
-    made: Any = optimizer_class
+    """Return an optimizer of all parameters of a model; without a given `lr` it uses the configured rate."""
+    build: Any = optimizer_class
     takes_lr = "lr" in inspect.signature(optimizer_class).parameters
     rate = {"lr": learning_rate(None, context)} if takes_lr else {}
-    optimizer: Optimizer = made(_parameters(model), **{**rate, **settings})
+    optimizer: Optimizer = build(_parameters(model), **{**rate, **settings})
     return optimizer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DefaultOptimizerStrategy(Described, OptimizerStrategy):
-    """The optimizer that is given, or else the one that the configuration names.
+    """The given optimizer, or else the optimizer that the configuration names.
 
     Args:
-        optimizer_fn: A callable of the model. None for `config["optimizer"]`, a registered name, with the arguments
+        optimizer_fn: A callable of the model. None means `config["optimizer"]`, a registered name, with the arguments
             `config["parameters"]["optimizer"]`; without one, SGD.
 
     Example:
@@ -68,10 +68,10 @@ class DefaultOptimizerStrategy(Described, OptimizerStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TorchOptimizerStrategy(Described, OptimizerStrategy):
-    """An optimizer of torch whose arguments are the fields of the strategy: the base of those that follow.
+    """Base of strategies for a torch optimizer whose arguments are the fields of the strategy.
 
     Args:
-        lr: The learning rate; None means that of the configuration.
+        lr: The learning rate; None means the configured rate.
     """
 
     optimizer_class: ClassVar[Callable[..., Optimizer]]
@@ -86,7 +86,7 @@ class TorchOptimizerStrategy(Described, OptimizerStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SGDOptimizerStrategy(TorchOptimizerStrategy):
-    """`torch.optim.SGD`; a learning rate of None is that of the configuration.
+    """`torch.optim.SGD`; a learning rate of None means the configured rate.
 
     Example:
         >>> SGDOptimizerStrategy(lr=0.1, momentum=0.9).create_optimizer(nn.Linear(1, 1), None).defaults["momentum"]
@@ -103,7 +103,7 @@ class SGDOptimizerStrategy(TorchOptimizerStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AdamOptimizerStrategy(TorchOptimizerStrategy):
-    """`torch.optim.Adam`; a learning rate of None is that of the configuration.
+    """`torch.optim.Adam`; a learning rate of None means the configured rate.
 
     Example:
         >>> AdamOptimizerStrategy(lr=0.001).create_optimizer(nn.Linear(1, 1), None).defaults["betas"]
@@ -120,7 +120,7 @@ class AdamOptimizerStrategy(TorchOptimizerStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AdamWOptimizerStrategy(TorchOptimizerStrategy):
-    """`torch.optim.AdamW`; a learning rate of None is that of the configuration.
+    """`torch.optim.AdamW`; a learning rate of None means the configured rate.
 
     Example:
         >>> AdamWOptimizerStrategy(lr=0.001).create_optimizer(nn.Linear(1, 1), None).defaults["weight_decay"]
@@ -137,7 +137,7 @@ class AdamWOptimizerStrategy(TorchOptimizerStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RMSpropOptimizerStrategy(TorchOptimizerStrategy):
-    """`torch.optim.RMSprop`; a learning rate of None is that of the configuration.
+    """`torch.optim.RMSprop`; a learning rate of None means the configured rate.
 
     Example:
         >>> RMSpropOptimizerStrategy(lr=0.1).create_optimizer(nn.Linear(1, 1), None).defaults["alpha"]
@@ -154,13 +154,13 @@ class RMSpropOptimizerStrategy(TorchOptimizerStrategy):
 
 
 class ParameterGroupOptimizerStrategy(OptimizerStrategy):
-    """One optimizer whose parameter groups have settings of their own.
+    """One optimizer with individual settings for each parameter group.
 
     Args:
         optimizer_class: A class of `torch.optim`.
-        parameter_groups_fn: Returns the groups of a model: dictionaries with `params` and, where it differs, `lr` and
+        parameter_groups_fn: Returns the groups of a model: dictionaries with `params` and, if they differ, `lr` and
             other settings.
-        default_lr: The learning rate of groups that set none; None for that of the configuration.
+        default_lr: The learning rate of groups without one; None means the configured rate.
         settings: Further arguments of the optimizer.
 
     Example:
@@ -187,9 +187,9 @@ class ParameterGroupOptimizerStrategy(OptimizerStrategy):
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
         """Return the optimizer of a model."""
-        made: Any = self.optimizer_class
+        build: Any = self.optimizer_class
         groups = [dict(group) for group in self.parameter_groups_fn(model)]
-        optimizer: Optimizer = made(groups, lr=learning_rate(self.default_lr, context), **self.settings)
+        optimizer: Optimizer = build(groups, lr=learning_rate(self.default_lr, context), **self.settings)
         return optimizer
 
     def __repr__(self) -> str:
@@ -201,9 +201,9 @@ class ParameterGroupOptimizerStrategy(OptimizerStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
-    """Another strategy's optimizer, with gradients whose norm is limited before every step.
+    """The optimizer of another strategy, with clipping of the gradient norm before every step.
 
-    Gradients are complete and unscaled when they are clipped. Each optimizer is clipped on its own.
+    Gradients are complete and unscaled when they are clipped. The limit applies to each optimizer separately.
 
     Example:
         >>> strategy = GradientClippingOptimizerStrategy(SGDOptimizerStrategy(lr=1.0), max_norm=1.0)
@@ -225,7 +225,7 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
 
     @property
     def parts(self) -> Sequence[Strategy]:
-        """The strategy whose optimizer it is."""
+        """The strategy that creates the optimizer."""
         return (self.base_strategy,)
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
@@ -233,12 +233,12 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
         return self.base_strategy.create_optimizer(model, context)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Clip what the optimizer is about to use."""
+        """Clip the gradients of the optimizer."""
         self.base_strategy.on_gradients(optimizer, context)
         self.clipping.apply(optimizer)
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Pass on."""
+        """Forward the call to the inner strategy."""
         self.base_strategy.on_optimizer_step(optimizer, context)
 
 

@@ -1,4 +1,4 @@
-"""How a model is judged."""
+"""Testing strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DefaultTestingStrategy(Described, TestingStrategy):
-    """The share of samples whose largest output is their class; 0 for no samples.
+    """The accuracy: the share of samples whose largest output is their class; 0 without samples.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -37,11 +37,11 @@ class DefaultTestingStrategy(Described, TestingStrategy):
         """Return the accuracy on a test set.
 
         Args:
-            model: In evaluation mode.
-            config: `test_batch_size` or else `batch_size` is the number of samples per batch.
+            model: The model, in evaluation mode.
+            config: The batch size is `test_batch_size`, or else `batch_size`.
             testset: A dataset, tensors or arrays, or batches.
-            sampler: Which samples, or None for all.
-            context: Its device is where the batches go.
+            sampler: The samples to use; None means all.
+            context: Batches are moved to its device.
         """
         batch_size = config.get("test_batch_size") or config.get("batch_size", 64)
         correct: int | Tensor = 0
@@ -54,7 +54,7 @@ class DefaultTestingStrategy(Described, TestingStrategy):
                 outputs = forward(model, examples)
                 if labels.is_floating_point() and labels.shape == outputs.shape:
                     labels = labels.argmax(dim=1)
-                # Summed on the device, and read once.
+                # Sum on the device: reading the value in every batch would wait for the device.
                 correct = correct + (outputs.argmax(dim=1) == labels).sum()
                 total += labels.numel()
         return int(correct) / total if total else 0.0

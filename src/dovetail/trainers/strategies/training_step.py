@@ -1,8 +1,8 @@
-"""How one batch is computed.
+"""Training-step strategies: how the loss of one batch is computed and differentiated.
 
-A step here is two things: a loss, and how it is differentiated. Every strategy changes one of them, or a setting of the
-context, and leaves the rest to the strategy inside it. So they nest in any order, and accumulation, precision and
-clipping stay what the loop makes of them.
+A step has two halves: the loss, and its backward pass. Every strategy changes one of them, or a setting of the context,
+and leaves the rest to the strategy inside it. So strategies nest in any order, and the loop still controls
+accumulation, precision and clipping.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Options = Mapping[str, bool]
 
 
 class SplitStepStrategy(TrainingStepStrategy):
-    """A step in two halves, which strategies around it can reach: the loss, and how it is differentiated."""
+    """A step in two halves that outer strategies can call separately: the loss, and its backward pass."""
 
     @abstractmethod
     def loss(
@@ -57,14 +57,14 @@ class SplitStepStrategy(TrainingStepStrategy):
         context: TrainingContext,
         options: Options,
     ) -> None:
-        """Differentiate the loss and step, or do nothing: the loop then does both.
+        """Call backward and step, or do nothing: the loop then does both.
 
         Args:
             model: The module that is trained.
             optimizer: The optimizer to step.
-            loss: What `loss` returned.
-            context: The run.
-            options: What the strategies around this one want `backward` to be given.
+            loss: The result of `loss`.
+            context: The context of the run.
+            options: Arguments for `backward` that the outer strategies request.
         """
 
     def training_step(
@@ -76,7 +76,7 @@ class SplitStepStrategy(TrainingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss of a batch, differentiated if somebody inside wants it done in a way of their own."""
+        """Return the loss of a batch. The gradients are computed here only if a strategy customizes `differentiate`."""
         loss = self.loss(model, optimizer, examples, labels, loss_criterion, context)
         self.differentiate(model, optimizer, loss, context, {})
         return loss
@@ -84,10 +84,10 @@ class SplitStepStrategy(TrainingStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
-    """Forward, loss, backward, step: what is inside all others.
+    """Forward pass and loss: the innermost step of all others.
 
     Args:
-        create_graph: Differentiate so that gradients can be differentiated again. Also `config["create_graph"]`.
+        create_graph: Build a graph of the gradients, for second derivatives. Also `config["create_graph"]`.
         retain_graph: Keep the graph of the loss. Also `config["retain_graph"]`.
 
     Example:
@@ -102,11 +102,11 @@ class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
     retain_graph: bool = False
 
     def __post_init__(self) -> None:
-        self._options = _wanted(create_graph=self.create_graph, retain_graph=self.retain_graph)
+        self._options = _enabled(create_graph=self.create_graph, retain_graph=self.retain_graph)
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Read the configuration of the run."""
-        self._options = _wanted(
+        self._options = _enabled(
             create_graph=self.create_graph or context.config.get("create_graph", False),
             retain_graph=self.retain_graph or context.config.get("retain_graph", False),
         )
@@ -121,7 +121,7 @@ class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
         context: TrainingContext,
     ) -> Tensor:
         """Return the loss of a batch."""
-        # The step of most trainers: the usual batch costs no further Python call.
+        # Most trainers use this step, so a batch of one tensor avoids the call of `forward`.
         outputs = model(examples) if isinstance(examples, Tensor) else forward(model, examples)
         loss = loss_criterion(outputs, labels)
         if self._options:
@@ -148,16 +148,16 @@ class DefaultTrainingStepStrategy(Described, SplitStepStrategy):
         context: TrainingContext,
         options: Options,
     ) -> None:
-        """Differentiate and step where `backward` is to be given something; else leave it to the loop."""
+        """Call backward and step if `backward` needs arguments; otherwise leave both to the loop."""
         _differentiate(optimizer, loss, context, {**options, **self._options})
 
 
 @dataclass(eq=False, repr=False)
 class NestingStepStrategy(Nesting, SplitStepStrategy):
-    """A step around another one. Override `loss`, `differentiate` or a hook; each passes on to the step inside.
+    """A step around another one. Override `loss`, `differentiate` or a hook; the defaults call the step inside.
 
     Args:
-        base_strategy: The step inside; None for a forward pass and its loss.
+        base_strategy: The step inside; None means a forward pass and its loss.
 
     Example:
         >>> class DoubledLoss(NestingStepStrategy):
@@ -200,7 +200,7 @@ class NestingStepStrategy(Nesting, SplitStepStrategy):
         context: TrainingContext,
         options: Options,
     ) -> None:
-        """Leave it to the step inside, with what this one wants `backward` to be given."""
+        """Call `differentiate` of the step inside, with the `backward` arguments of this step."""
         options = {**options, **self.backward_options}
         if isinstance(self.base_strategy, SplitStepStrategy):
             self.base_strategy.differentiate(model, optimizer, loss, context, options)
@@ -210,15 +210,15 @@ class NestingStepStrategy(Nesting, SplitStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class GradientAccumulationStepStrategy(NestingStepStrategy):
-    """Several batches share one update, whose gradient is that of one large batch.
+    """Several batches share one update; its gradient equals the gradient of one large batch.
 
-    The loop keeps the window: the last, shorter one of an epoch is closed and divided by its real length, and hooks,
-    schedules and counters see updates, not batches.
+    The loop controls the window: it closes the last, shorter window of an epoch and divides by the real length. Hooks,
+    schedules and counters count updates, not batches.
 
     Args:
         accumulation_steps: Batches in a full window.
-        create_graph: Differentiate so that gradients can be differentiated again.
-        base_strategy: The step inside; None for a plain one.
+        create_graph: Build a graph of the gradients, for second derivatives.
+        base_strategy: The step inside; None means a plain one.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -233,40 +233,40 @@ class GradientAccumulationStepStrategy(NestingStepStrategy):
 
     def __post_init__(self) -> None:
         check_count("accumulation_steps", self.accumulation_steps)
-        self.backward_options = _wanted(create_graph=self.create_graph)
+        self.backward_options = _enabled(create_graph=self.create_graph)
 
     def setup(self, context: TrainingContext) -> None:
         """Set the size of the window.
 
         Raises:
-            ConfigError: Somebody else has set another size.
+            ConfigError: The size is already set to another value.
         """
         window = context.run.window
         if window.size not in (1, self.accumulation_steps):
             raise ConfigError(
-                f"accumulation_steps: {self!r} meets a window of {window.size} batches; accumulate in one place"
+                f"accumulation_steps: {self!r} finds a window of {window.size} batches; accumulate in one place"
             )
         window.size = self.accumulation_steps
         super().setup(context)
 
     def teardown(self, context: TrainingContext) -> None:
-        """Give the window its usual size back."""
+        """Reset the size of the window."""
         context.run.window.size = 1
         super().teardown(context)
 
 
 @dataclass(eq=False, repr=False)
 class MixedPrecisionStepStrategy(NestingStepStrategy):
-    """Forward and loss in lower precision where that is safe; in float16 with a scaled loss.
+    """Forward and loss in lower precision for operations where this is safe; in float16 with a scaled loss.
 
-    It sets the precision of the run. The loop computes under autocast; the trainer scales, unscales before gradients
-    are clipped, skips the step of gradients that overflowed and does not count it. The scaler is kept in checkpoints.
+    It sets the precision of the run. The loop computes under autocast. The trainer scales the loss, unscales before
+    clipping, and neither makes nor counts a step whose gradients overflowed. Checkpoints include the scaler.
 
     Args:
-        enabled: False for full precision. None where the device gains by it, which a CPU does not; True everywhere.
-        create_graph: Differentiate so that gradients can be differentiated again.
+        enabled: False means full precision, True lower precision, None lower precision except on a CPU.
+        create_graph: Build a graph of the gradients, for second derivatives.
         precision: `bf16`, `fp16` or `fp32`; `auto` for the best of the device.
-        base_strategy: The step inside; None for a plain one.
+        base_strategy: The step inside; None means a plain one.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -283,32 +283,32 @@ class MixedPrecisionStepStrategy(NestingStepStrategy):
     _precision: Precision | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.backward_options = _wanted(create_graph=self.create_graph)
-        # Says at once what is wrong with a name.
+        self.backward_options = _enabled(create_graph=self.create_graph)
+        # Raises now if the name is unknown.
         Precision(self.precision)
 
     def setup(self, context: TrainingContext) -> None:
-        """Give the context its precision."""
+        """Set the precision of the context."""
         device_type = context.device.type
         name: PrecisionName = "fp32" if self.enabled is False else self.precision
         if self.enabled and name == "auto" and device_type == "cpu":
             name = "bf16"
-        made = Precision(name, device_type)
-        self._precision = context.precision = None if made.dtype is torch.float32 else made
+        precision = Precision(name, device_type)
+        self._precision = context.precision = None if precision.dtype is torch.float32 else precision
         super().setup(context)
 
     def teardown(self, context: TrainingContext) -> None:
-        """Take the precision away."""
+        """Remove the precision from the context."""
         context.precision = None
         super().teardown(context)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state and that of the step inside."""
+        """Return the state of the scaler and of the step inside."""
         scaler = {} if self._precision is None else self._precision.state_dict()
         return super().state_dict() | ({"scaler": scaler} if scaler else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         super().load_state_dict(state)
         if self._precision is not None:
             self._precision.load_state_dict(state.get("scaler", {}))
@@ -316,12 +316,12 @@ class MixedPrecisionStepStrategy(NestingStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class GradientClippingStepStrategy(NestingStepStrategy):
-    """A step whose gradients are clipped by their norm once they are complete and unscaled, before the optimizer steps.
+    """A step with clipping of the gradient norm, after the gradients are complete and unscaled.
 
     Args:
         max_norm: The largest norm of an optimizer's gradients.
-        norm_type: Which norm.
-        base_strategy: The step inside; None for a plain one.
+        norm_type: The order of the norm.
+        base_strategy: The step inside; None means a plain one.
 
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)
@@ -339,28 +339,27 @@ class GradientClippingStepStrategy(NestingStepStrategy):
         self.clipping = Clipping("GradientClippingStepStrategy", self.max_norm, norm_type=self.norm_type)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Clip what the optimizer is about to use."""
+        """Clip the gradients of the optimizer."""
         super().on_gradients(optimizer, context)
         self.clipping.apply(optimizer)
 
 
 @dataclass(eq=False, repr=False)
 class CustomBackwardStepStrategy(NestingStepStrategy):
-    """A step whose loss is differentiated by a function.
+    """A step whose backward pass is a function.
 
-    The function is called with the loss of every batch before it is differentiated. It does one of two things:
+    The function is called with the loss of every batch. It has two choices:
 
-    * It differentiates, by `context.backward(loss)`, as often and of whatever it likes. The optimizer steps
-      afterwards, when the window closes. `loss.backward()` would miss accumulation and scaling.
-    * It never calls `context.backward`, and only adds to `.grad` what the loss does not know of. The loss is
-      differentiated after it, on top.
+    * It calls `context.backward`, any number of times and with any loss. The optimizer steps afterwards, when the
+      window closes. `loss.backward()` would bypass accumulation and scaling.
+    * It never calls `context.backward`, and only adds terms to `.grad`. The loop then adds the gradients of the loss.
 
-    Gradients are those of the window so far, times the scale of float16, at this point. Whoever changes complete
-    gradients (clips, adds noise) does so in `on_gradients`.
+    At this point gradients are the sums of the window so far, times the scale of float16. To change complete gradients
+    (clipping, noise), use `on_gradients`.
 
     Args:
         backward_hook: A function of the model, the loss and the context.
-        base_strategy: The step inside; None for a plain one. Its own wishes for `backward` are the function's to heed.
+        base_strategy: The step inside; None means a plain one. Its `backward` arguments are not applied.
 
     Example:
         >>> def with_penalty(model, loss, context):
@@ -380,7 +379,7 @@ class CustomBackwardStepStrategy(NestingStepStrategy):
         context: TrainingContext,
         options: Options,
     ) -> None:
-        """Call the function, and step if it has differentiated."""
+        """Call the function, and step if it called `context.backward`."""
         self.backward_hook(model, loss, context)
         if context.run.batch.optimized and optimizer not in context.run.batch.stepped:
             context.step(optimizer)
@@ -388,12 +387,12 @@ class CustomBackwardStepStrategy(NestingStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class MultipleForwardPassStepStrategy(NestingStepStrategy):
-    """Several forward passes over one batch, of a model that is random (dropout) or of a step that is.
+    """Several forward passes over one batch, for a model (dropout) or a step with random numbers.
 
     Args:
-        num_passes: How many.
-        aggregate_fn: Makes one loss of the list of them; None for their mean.
-        base_strategy: The step inside, which runs once per pass; None for a plain one.
+        num_passes: The number of passes.
+        aggregate_fn: Combines the list of losses into one; None means their mean.
+        base_strategy: The step inside, which runs once per pass; None means a plain one.
 
     Example:
         >>> step = MultipleForwardPassStepStrategy(3, aggregate_fn=sum)
@@ -428,16 +427,16 @@ class MultipleForwardPassStepStrategy(NestingStepStrategy):
 
 @dataclass(eq=False, repr=False)
 class ValidateBeforeStepStrategy(NestingStepStrategy):
-    """Another step, with a look at its numbers: NaN and infinity are told of before they reach the parameters.
+    """A step with checks for NaN and infinity, before these reach the parameters.
 
-    Every look waits for the device. Under float16 gradients are left to the scaler, for which an overflow is no error.
+    Every check waits for the device. Under float16 gradients are not checked: the scaler handles an overflow.
 
     Args:
-        check_inputs: Look at examples and labels.
-        check_outputs: Look at the model's outputs and the loss.
-        check_gradients: Look at complete gradients, before the optimizer steps.
+        check_inputs: Check examples and labels.
+        check_outputs: Check the model's outputs and the loss.
+        check_gradients: Check complete gradients, before the optimizer steps.
         raise_on_error: Raise instead of warning.
-        base_strategy: The step that is looked at; None for a plain one.
+        base_strategy: The step to check; None means a plain one.
 
     Raises:
         DataError: An input is not finite.
@@ -465,29 +464,29 @@ class ValidateBeforeStepStrategy(NestingStepStrategy):
         loss_criterion: Criterion,
         context: TrainingContext,
     ) -> Tensor:
-        """Return the loss of a batch that was looked at."""
+        """Return the loss of a batch after the checks."""
         if self.check_inputs:
-            self._look_at(examples, "the examples of the batch", DataError)
-            self._look_at(labels, "the labels of the batch", DataError)
+            self._check_finite(examples, "the examples of the batch", DataError)
+            self._check_finite(labels, "the labels of the batch", DataError)
         if not self.check_outputs:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
 
-        def looked_at(outputs: Any, labels: Any) -> Tensor:
-            self._look_at(outputs, "the outputs of the model", NonFiniteLossError)
+        def checked_criterion(outputs: Any, labels: Any) -> Tensor:
+            self._check_finite(outputs, "the outputs of the model", NonFiniteLossError)
             loss = loss_criterion(outputs, labels)
-            self._look_at(loss, "the loss", NonFiniteLossError)
+            self._check_finite(loss, "the loss", NonFiniteLossError)
             return loss
 
-        return super().loss(model, optimizer, examples, labels, looked_at, context)
+        return super().loss(model, optimizer, examples, labels, checked_criterion, context)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """Look at what the optimizer is about to use, before anybody inside changes it."""
+        """Check the gradients of the optimizer, before a strategy inside changes them."""
         if self.check_gradients and (context.precision is None or context.precision.scaler is None):
             gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-            self._look_at(gradients, "the gradients", NonFiniteLossError)
+            self._check_finite(gradients, "the gradients", NonFiniteLossError)
         super().on_gradients(optimizer, context)
 
-    def _look_at(self, values: Any, what: str, error: type[Exception]) -> None:
+    def _check_finite(self, values: Any, what: str, error: type[Exception]) -> None:
         if all(tensor.isfinite().all() for tensor in _tensors(values)):
             return
         message = f"NaN or infinity in {what}"
@@ -497,13 +496,13 @@ class ValidateBeforeStepStrategy(NestingStepStrategy):
 
 
 def compose_steps(*strategies: TrainingStepStrategy) -> TrainingStepStrategy:
-    """Return one step of several: each is put inside the one before it, so the first is the outermost.
+    """Return one step that nests several: each is put inside the one before it, so the first is the outermost.
 
-    A step that cannot hold another, such as one of your own that computes everything itself, comes last. The default
-    step is the innermost wherever it stands.
+    A step that cannot contain another, such as a user's step that computes everything itself, must be last. The default
+    step becomes the innermost at any position.
 
     Raises:
-        ConfigError: There is none, one is given twice, or one that cannot hold another does not come last.
+        ConfigError: No step is given, one is given twice, or a step that cannot contain another is not last.
 
     Example:
         >>> compose_steps(GradientAccumulationStepStrategy(4), GradientClippingStepStrategy(max_norm=2.0))
@@ -529,7 +528,7 @@ def compose_steps(*strategies: TrainingStepStrategy) -> TrainingStepStrategy:
 
 
 def is_plain(strategy: TrainingStepStrategy) -> bool:
-    """Whether a step is forward, loss, backward and step, and the strategy only sets something up, or listens.
+    """Return whether a step computes the plain forward pass and loss, so that its strategies only have hooks or setup.
 
     Example:
         >>> is_plain(GradientAccumulationStepStrategy(4)), is_plain(MultipleForwardPassStepStrategy(2))
@@ -558,8 +557,8 @@ def _chain(strategy: TrainingStepStrategy | None) -> Iterator[TrainingStepStrate
         strategy = strategy.base_strategy if isinstance(strategy, NestingStepStrategy) else None
 
 
-def _wanted(**options: bool) -> dict[str, bool]:
-    return {name: True for name, is_wanted in options.items() if is_wanted}
+def _enabled(**options: bool) -> dict[str, bool]:
+    return {name: True for name, is_enabled in options.items() if is_enabled}
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

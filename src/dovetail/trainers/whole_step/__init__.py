@@ -1,8 +1,8 @@
-"""One graph for a whole training step: forward, backward, clipping and the optimizer's update.
+"""Whole-step compilation: forward, backward, clipping and the optimizer's update in one graph.
 
 The graph is traced once per form of a batch, with tensors that hold no data, compiled by Inductor, and called without
-Dynamo in between. It reads and writes the very parameters, buffers and optimizer state that eager training does, so the
-two can take turns at any step.
+Dynamo in between. It reads and writes the same parameters, buffers and optimizer state as eager training, so the two
+can alternate at any step.
 """
 
 from dovetail.trainers.whole_step.graph import Outputs

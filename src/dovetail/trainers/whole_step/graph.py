@@ -1,4 +1,4 @@
-"""A compiled graph, and where the tensors that it reads and writes are found."""
+"""Compiled graph of a step, with references to the tensors that it reads and writes."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ State = tuple[nn.Parameter, str]
 
 @dataclass
 class Graph:
-    """One or several compiled steps, and where the tensors that they read and write are found.
+    """One or several compiled steps, with references to the tensors that they read and write.
 
     Attributes:
         call: Takes all inputs and returns the outputs.
         parameters: The first inputs.
-        buffers: Where the next ones are: modules replace them at times.
-        states: Whose optimizer state comes next, and which part of it.
+        buffers: The dictionaries and names of the next inputs; modules sometimes replace their buffers.
+        states: The parameters and names of the optimizer state, which are the next inputs.
         hyper: The optimizer's numbers, if any is used.
-        leaves: Which tensors of the batches are used.
+        leaves: The indices of the tensors of the batches that are used.
         constants: Tensors that were found in neither modules nor batch.
-        draws: Make the random numbers of a call.
+        draws: Functions that draw the random numbers of a call.
         names: The names of the outputs of a step.
-        fixed: Outputs that are no tensors.
-        sizes: The numbers of samples that it is for, where that is open.
+        fixed: Outputs that are not tensors.
+        sizes: The numbers of samples that the graph supports, if it supports several.
         several: Graphs of several such steps, by their number.
-        shorter: What there is for batches of fewer samples; None as long as nobody has tried.
-        read: All that the step read besides tensors when the graph was compared with it; None where that is not known.
-        bound: The optimizer's state that it was bound to, which is another one after loading.
-        num_bound: Of how many parameters.
-        settings: The optimizer's settings that it uses.
-        places: What reads each of the constants where it was found; None where it is held by nothing that is known.
+        shorter: The graph for batches of fewer samples; None if it was not compiled yet.
+        read: The inputs of the step besides tensors when the graph was compared with it; None if unknown.
+        bound: The optimizer state to which the graph is bound; loading a state replaces it.
+        num_bound: The number of parameters in this state.
+        settings: The optimizer's settings that the graph uses.
+        places: Functions that read each constant from its owner; None for a constant without a known owner.
     """
 
     call: Callable[..., Any]
@@ -65,7 +65,7 @@ class Graph:
     _slots: list[str] = field(default_factory=list)
 
     def run(self, leaves: list[Tensor]) -> Sequence[Tensor]:
-        """Make the updates, and return the outputs of one step behind those of the other."""
+        """Make the updates, and return the outputs of all steps in one sequence."""
         outputs: Sequence[Tensor] = self.call(
             *self.parameters,
             *map(getitem, self._spaces, self._slots),
@@ -89,17 +89,17 @@ class Graph:
         return [*self.parameters, *map(getitem, self._spaces, self._slots)]
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Find the optimizer's state, and make what torch would make at a first step."""
+        """Look up the optimizer's state, and create what torch would create in a first step."""
         for parameter, slot in self.states:
             optimizer.state[parameter][slot] = state_of(optimizer, parameter, slot)
         cells = [*self.buffers, *((optimizer.state[parameter], slot) for parameter, slot in self.states)]
         self._spaces, self._slots = [space for space, _ in cells], [slot for _, slot in cells]
         self.bound, self.num_bound = optimizer.state, len(optimizer.state)
-        # Torch's schedulers warn where they step before the optimizer, and this is how they know.
+        # Torch's schedulers read this flag to warn if they step before the optimizer.
         vars(optimizer)["_opt_called"] = True
 
     def find_constants(self) -> bool:
-        """Read the constants where they were found, and return whether there are such of the same form."""
+        """Read the constants from their owners again, and return whether all exist in the same form."""
         for number, place in enumerate(self.places):
             value = None if place is None else _read(place)
             if not isinstance(value, Tensor) or _form(value) != _form(self.constants[number]):
@@ -111,7 +111,7 @@ class Graph:
         return True
 
     def set_numbers(self, numbers: list[float]) -> None:
-        """Use these numbers of the optimizer from now on."""
+        """Set the optimizer's numbers for the following calls."""
         for hyper in self.hyper:
             # The array is a view of the tensor.
             hyper.numpy()[:] = numbers
@@ -119,12 +119,12 @@ class Graph:
 
 @dataclass
 class Shorter:
-    """One graph for batches of many lengths, all of them shorter than those of another graph.
+    """One graph for batches of many lengths, all of them shorter than the batches of another graph.
 
     Attributes:
-        graph: Makes one step; None where there can be no such graph.
-        is_cut: Which tensors of a batch have fewer samples, and not as many as ever.
-        is_proven: Whether its loss was compared with that of an eager step.
+        graph: Makes one step; None if no such graph is possible.
+        is_cut: For each tensor of a batch, True if it has fewer samples than in a full batch.
+        is_proven: True if its loss was compared with the loss of an eager step.
     """
 
     graph: Graph | None
@@ -133,13 +133,13 @@ class Shorter:
 
 
 def buffer_place(root: nn.Module, name: str) -> tuple[MutableMapping[str, Any], str]:
-    """Return where a buffer is kept: its module's dictionary, and its name in it."""
+    """Return the dictionary that holds a buffer, and its name in it."""
     path, _, last = name.rpartition(".")
     return root.get_submodule(path)._buffers, last
 
 
 def constant_place(spaces: Sequence[Space], constant: Tensor) -> Callable[[], Any] | None:
-    """Return what reads a tensor where it was found: an attribute, or an entry of one; None if it was not."""
+    """Return a function that reads a tensor from an attribute or an entry of one; None if it was not found."""
     for _, space in spaces:
         for name, value in space.items():
             if value is constant:

@@ -1,4 +1,4 @@
-"""What a computation reads besides its tensors, where that is known of all its pieces."""
+"""Inputs of a computation besides tensors, for modules and strategies whose code is known."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Torch's own layers and losses: what they compute follows from their attributes.
+# Torch's own layers and losses: their attributes determine what they compute.
 _LAYERS = "torch.nn.modules."
 
 
 class UnknownError(Exception):
-    """A piece may read anything: it has code of its own."""
+    """An object has code of unknown behavior, so it may read anything."""
 
 
 def read_by(piece: Any, known: frozenset[type[Any]]) -> Any:
-    """Return what a piece computes from besides its tensors, to be compared with what it was before.
+    """Return the inputs of a computation besides tensors, for a comparison with an earlier result.
 
     Args:
-        piece: A module, a value, a container, or an object of a known type, or a call of a method of such a one.
-        known: Types of objects whose methods read nothing but their arguments and the object's attributes.
+        piece: A module, a value, a container, an object of a known type, or a partial call of its method.
+        known: Types of objects whose methods read only their arguments and the object's attributes.
 
     Raises:
-        UnknownError: It may compute from anything else.
+        UnknownError: The object may compute from anything else.
 
     Example:
         >>> layer, before = nn.Dropout(0.1), read_by(nn.Dropout(0.1), frozenset())
@@ -36,10 +36,10 @@ def read_by(piece: Any, known: frozenset[type[Any]]) -> Any:
     """
     kind = type(piece)
     if kind in _VALUES:
-        # With its type: 1 and True are the same to Python.
+        # With its type: 1 and True are equal in Python.
         return kind, piece
     if isinstance(piece, Tensor):
-        # What it holds is data of a graph.
+        # The content of a tensor is an input of the graph.
         return kind, piece.shape, piece.dtype
     if kind is list or kind is tuple:
         return kind, [read_by(each, known) for each in piece]
@@ -61,7 +61,7 @@ def _read_by_module(module: nn.Module, known: frozenset[type[Any]]) -> Any:
     attributes = vars(module)
     if not type(module).__module__.startswith(_LAYERS) or "forward" in attributes:
         raise UnknownError(f"{type(module).__name__} may compute from anything")
-    # The others are torch's own: hooks, which a graph rules out, and the parameters, which it knows.
+    # The others are torch's: hooks, which prevent a graph, and the parameters, which are inputs of the graph.
     own = {name: value for name, value in attributes.items() if name[0] != "_"}
     missing = [name for name, buffer in module._buffers.items() if buffer is None]
     return read_by(own, known), missing, read_by(module._modules, known)

@@ -1,4 +1,4 @@
-"""What no graph can stand for, and how that is noticed: by a look at the pieces, or by what a trace has changed."""
+"""Limits of whole-step compilation: checks of modules and optimizers, and of side effects during a trace."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Space = tuple[str, MutableMapping[str, Any]]
 
 
 class CannotCompileError(Exception):
-    """No graph can stand for a step; the message says why, as the end of a sentence. Nothing has changed."""
+    """The step cannot be compiled; the message has the reason, as the end of a sentence. Nothing has changed."""
 
 
 class TraceError(CannotCompileError):
-    """Something went wrong inside a trace."""
+    """An error inside a trace."""
 
 
 def check_modules(modules: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse modules that a compiler makes no better, and hooks that a graph would not call."""
+    """Raise for modules that compilation does not speed up, and for hooks that a graph would not call."""
     for module in modules:
         if isinstance(module, nn.RNNBase):
-            # Its one operation is closed to Inductor, and unrolled it takes a minute to compile.
+            # Inductor cannot optimize its single operation, and the unrolled layer takes a minute to compile.
             raise CannotCompileError(f"the model has a recurrent layer, {type(module).__name__}")
         for name in _HOOKS:
             for hook in vars(module).get(name, {}).values():
@@ -51,11 +51,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse optimizers without a rule, and settings of which the rules know nothing."""
+    """Raise for optimizers without a rule, and for settings that the rules do not support."""
     known = set(ids(parameters.values()))
     name = type(optimizer).__name__
     if type(optimizer) not in RULES:
-        raise CannotCompileError(f"the optimizer is {name}, and none of {', '.join(it.__name__ for it in RULES)}")
+        raise CannotCompileError(f"the optimizer is {name}, not one of {', '.join(it.__name__ for it in RULES)}")
     for group in optimizer.param_groups:
         if group.get("dampening"):
             raise CannotCompileError(f"the optimizer {name} has dampening")
@@ -71,42 +71,42 @@ def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
 
 
 def check_memory(tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that a write to another one would change."""
+    """Raise if a write to one of the tensors would change another one."""
     addresses = [it.untyped_storage().data_ptr() for it in tensors if it.numel()]
     if len(set(addresses)) != len(addresses):
         raise CannotCompileError("two parameters or buffers share their memory")
 
 
 @contextmanager
-def unchanged(spaces: Sequence[Space]) -> Iterator[None]:
-    """Refuse a trace that changes what it should only read, and put that back."""
+def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
+    """Undo changes that a trace makes to objects that it should only read, and raise."""
     before = [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
-    dice = _dice()
+    generators = _generator_states()
     changed = []
     try:
         yield
     finally:
         for owner, space, old in before:
-            changed += [f"{owner}.{name}" for name in _put_back(space, old)]
+            changed += [f"{owner}.{name}" for name in _undo_changes(space, old)]
     if changed:
-        raise CannotCompileError(f"the step changes {changed[0]}, which a graph would not do again")
-    if dice != _dice():
+        raise CannotCompileError(f"the step changes {changed[0]}, which a graph would not repeat")
+    if generators != _generator_states():
         raise CannotCompileError("the step draws random numbers from Python or numpy, and not from torch")
 
 
-def _dice() -> tuple[Any, ...]:
-    """The state of the generators that a trace would read as constants."""
+def _generator_states() -> tuple[Any, ...]:
+    """Return the state of the generators whose numbers a trace would treat as constants."""
     state = np.random.get_state(legacy=False)["state"]
     return random.getstate(), state["key"].tobytes(), state["pos"]
 
 
 def _content(value: Any) -> Any:
-    """A copy of a list or a dictionary, which its owner could change; None for all else."""
+    """Return a copy of a list or a dictionary, which its owner could change; None for all else."""
     return value.copy() if isinstance(value, (list, dict)) else None
 
 
-def _put_back(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[str]:
-    """Undo changes by numbers, tensors and whatever holds some, and return their names."""
+def _undo_changes(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Undo changes of numbers, tensors and containers, and return the names of changed attributes."""
     changed = []
     for name, value in list(space.items()):
         earlier, content = old.get(name, (None, None))
@@ -128,7 +128,7 @@ def _put_back(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[s
 
 
 def ids(things: Iterable[Any]) -> list[int]:
-    """Return which objects they are, to be compared."""
+    """Return the ids of objects, for comparison."""
     return [id(it) for it in things]
 
 
@@ -137,5 +137,5 @@ def _name_of(hook: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, as a part of a sentence."""
+    """Return the type and the first line of an error, as a part of a sentence."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

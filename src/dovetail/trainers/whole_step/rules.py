@@ -1,4 +1,4 @@
-"""How optimizers update a parameter, as operations that a graph can hold."""
+"""Update rules of optimizers, as operations that a graph can contain."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Group = Mapping[str, Any]
 
 
 class Rule(Protocol):
-    """How an optimizer updates a parameter: its terms decide on the graph, its numbers are data of the graph."""
+    """Update rule of an optimizer: its terms determine the graph, its numbers are inputs of the graph."""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The names of what terms and numbers are read from, besides `lr`."""
+        """The settings that determine terms and numbers, besides `lr`."""
 
     def terms(self, group: Group) -> tuple[bool, ...]:
         """Return which terms the update has."""
 
     def numbers(self, group: Group) -> tuple[float, ...]:
-        """Return what a schedule may move."""
+        """Return the numbers that a schedule may change."""
 
     def slots(self, terms: tuple[bool, ...]) -> tuple[str, ...]:
         """Return the names of a parameter's state."""
@@ -35,7 +35,7 @@ class Rule(Protocol):
 
 
 class SGDRule(Rule):
-    """Stochastic gradient descent, with the momentum of torch: the first one is the gradient."""
+    """Stochastic gradient descent with torch's momentum, whose first value is the gradient."""
 
     settings = ("momentum", "nesterov", "weight_decay", "maximize")
 
@@ -92,7 +92,7 @@ class AdamRule(Rule):
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         mean.add_((gradient - mean) * (1 - first))
         square.mul_(second).add_(gradient * gradient * (1 - second))
-        # In double precision, as Python computes them for torch: 1 - 0.999 has four good digits in single precision.
+        # In double precision, as Python computes them for torch: in single precision 1 - 0.999 has four exact digits.
         step = state["step"].add_(1).double()
         root = (square if not is_amsgrad else _largest(state["max_exp_avg_sq"], square)).sqrt()
         denominator = root / (1 - second**step).sqrt() + epsilon
@@ -107,7 +107,7 @@ RULES: dict[type[Optimizer], Rule] = {SGD: SGDRule(), Adam: AdamRule(), AdamW: A
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor:
-    """Return a part of a parameter's state, as torch makes it before the first step if it is not there yet."""
+    """Return a part of a parameter's state; if it does not exist yet, the initial value that torch would use."""
     if parameter in optimizer.state and slot in optimizer.state[parameter]:
         known: Tensor = optimizer.state[parameter][slot]
         return known
@@ -120,7 +120,7 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor
 
 
 def clipped(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> dict[nn.Parameter, Tensor]:
-    """Return gradients as `clip_grad_norm_` leaves them."""
+    """Return gradients clipped like `clip_grad_norm_`."""
     if not gradients:
         return {}
     factor = clip_factor([torch.linalg.vector_norm(it) for it in gradients.values()], max_norm)

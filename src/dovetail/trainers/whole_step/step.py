@@ -1,4 +1,4 @@
-"""A training step as compiled graphs: which batches are worth one, what enters it, and whether it computes the same."""
+"""Training step as compiled graphs: which batches get a graph, its inputs, and a check of its results."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from dovetail.trainers.whole_step.limits import (
     check_optimizer,
     first_line,
     ids,
-    unchanged,
+    reject_changes,
 )
 from dovetail.trainers.whole_step.rules import RULES, clipped, state_of
 from dovetail.trainers.whole_step.tracing import (
     channels_last,
     compiled,
     cut,
-    described,
+    describe_batch,
     empty_like,
     fake_inputs,
     lift_constants,
@@ -43,13 +43,13 @@ from dovetail.trainers.whole_step.tracing import (
     with_tensors,
 )
 
-# A form of batch that is not the first is compiled when it comes twice in a row, or this often in all: the last,
-# shorter batch of every epoch costs less in eager mode than the seconds of a compiler.
+# A form that is not the first is compiled when it comes twice in a row, or this often in total: compiling takes
+# seconds, and the last, shorter batch of every epoch costs less in eager mode.
 _APPEARANCES = 8
 _MOST_GRAPHS = 8
-# Graphs that are kept from run to run, the newest of them.
+# The largest number of graphs that are kept between runs; the newest are kept.
 _MOST_KEPT = 32
-# Batches in more forms than this have none that is worth a graph.
+# If batches have more forms than this, none is worth a graph.
 _MOST_FORMS = 64
 
 Compute = Callable[[Any], Mapping[str, Any]]
@@ -58,24 +58,24 @@ Compute = Callable[[Any], Mapping[str, Any]]
 class WholeStep:
     """A training step as one compiled graph for each form of a batch.
 
-    A call computes the outputs of a batch, differentiates the loss, clips, and updates parameters, buffers and the
-    optimizer's state in place. What moves between two calls enters the graph as data: the batch, every tensor of the
+    A call computes the outputs of a batch, calls backward, clips, and updates parameters, buffers and the optimizer's
+    state in place. Everything that changes between two calls is an input of the graph: the batch, every tensor of the
     modules, the optimizer's state and its numbers such as `lr`. Random numbers come from torch's generator, in the
-    order in which eager training draws them.
+    same order as in eager training.
 
-    What else Python holds when the graph is traced is fixed in it. So the loss of a new graph, and of the call after
-    `look_again`, is compared with that of `compute`, and a step that has changed is refused.
+    All other Python values are constants of the graph. So the loss of a new graph, and of the call after `recheck`,
+    is compared with the loss of `compute`, and a step that has changed is rejected.
 
     Args:
         compute: Returns `{"loss": …, …}` for a batch, from the tensors of the modules.
         modules: All modules whose tensors `compute` uses; the optimizer's parameters are among them.
         optimizer: `SGD`, `Adam` or `AdamW`.
-        max_norm: Largest norm of all gradients together; 0 clips nothing.
-        spaces: Names and attributes (`vars(it)`) of objects that `compute` must not change besides the modules: a graph
-            would not do so again.
+        max_norm: Largest norm of all gradients together; 0 means no clipping.
+        spaces: Names and attributes (`vars(it)`) of objects besides the modules that `compute` must not change: a graph
+            would not repeat the change.
 
     Raises:
-        CannotCompileError: The modules or the optimizer are of a kind that no graph can stand for.
+        CannotCompileError: A graph does not support the modules or the optimizer.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -105,43 +105,43 @@ class WholeStep:
         check_optimizer(optimizer, self._parameters)
         self._rule = rule = RULES[type(optimizer)]
         self._settings_of = itemgetter(*rule.settings)
-        # Of the last call: the optimizer's settings but its rates, and which terms its updates have by them.
+        # The optimizer's settings in the last call, without its rates, and the terms that its updates have.
         self._settings: list[Any] = []
         self._terms: list[tuple[bool, ...]] = []
         self._grouped = [ids(group["params"]) for group in optimizer.param_groups]
         self._graphs: dict[str, Graph] = {}
         self._last: tuple[Any, Graph] | None = None
-        # Of the run: how often each form has come, which of them are computed by graphs, and the form before.
+        # State of the run: how often each form has come, the forms that have graphs, and the previous form.
         self._seen: dict[str, int] = {}
         self._compiled: set[str] = set()
         self._previous = ""
         self._is_among_many = False
-        # Whether the next graph is compared with an eager step, unless that was done when the step read the same.
-        self._looks = True
+        # True if the next graph is compared with an eager step, unless this was done for equal inputs.
+        self._is_unchecked = True
         self._read: Any = None
 
     @property
     def num_graphs(self) -> int:
-        """How many forms of batches have a graph."""
+        """The number of forms of batches that have a graph."""
         return len(self._graphs)
 
     def begin(self, *, is_among_many: bool = False) -> None:
-        """Begin another run: what is computed by a graph follows from its batches alone, not from runs before.
+        """Start another run: its own batches decide what is compiled, not the runs before.
 
-        Graphs that are there already are used where the run would have made them.
+        Existing graphs are reused when the run would have compiled them.
 
         Args:
-            is_among_many: Whether many runs are to come, each on a few data of its own, whose last batches have many
-                lengths: full batches have one graph, and all that are shorter have another one.
+            is_among_many: True if many runs follow, each on little data, whose last batches have many
+                lengths: full batches share one graph, and all shorter batches another one.
         """
         self._seen, self._compiled, self._previous, self._last = {}, set(), "", None
         self._is_among_many = is_among_many
 
     def adopt(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> bool:
-        """Go on with an optimizer, and return whether that works: its kind, modules and parameters are the same.
+        """Continue with another optimizer, and return whether its kind, modules and parameters are the same.
 
         Raises:
-            CannotCompileError: What no graph can stand for has come to them, such as a hook.
+            CannotCompileError: They have changed in a way that a graph does not support, such as a hook.
         """
         now = dict(self._root.named_parameters())
         if (
@@ -157,11 +157,10 @@ class WholeStep:
         self.optimizer = optimizer
         return True
 
-    def find_again(self) -> bool:
-        """Let graphs use the tensors that objects beside the modules hold now, where they held others at the trace.
+    def refresh_constants(self) -> bool:
+        """Update the constants of all graphs: tensors that objects besides the modules hold.
 
-        Graphs are forgotten for which such a tensor has another form now, or is held by none of those objects, so that
-        which one it would be now is not known.
+        A graph is dropped if such a tensor has another form now, or if no known object holds it.
 
         Returns:
             Whether all graphs are kept.
@@ -171,22 +170,22 @@ class WholeStep:
         self._last = None
         return len(self._graphs) == number
 
-    def look_again(self, read: Any = None) -> None:
-        """Compare the loss of the next call with that of `compute`, in which something may have changed.
+    def recheck(self, read: Any = None) -> None:
+        """Compare the loss of the next call with the loss of `compute`, which may have changed.
 
         Args:
-            read: All that `compute` reads besides tensors: a graph that was compared when this was equal needs no other
-                look. None where that is not known.
+            read: All inputs of `compute` besides tensors: a graph that was compared with equal inputs is not compared
+                again. None if they are unknown.
         """
-        self._looks, self._read = True, read
+        self._is_unchecked, self._read = True, read
 
     def __call__(self, batch: Any) -> Outputs | None:
-        """Make one update and return the outputs, detached; None for a batch whose form is not worth a graph yet.
+        """Make one update and return the detached outputs; None for a batch whose form has no graph yet.
 
         Raises:
-            CannotCompileError: No graph can stand for this step, or what it computes has changed.
+            CannotCompileError: The step cannot be compiled, or its computation has changed.
         """
-        leaves, form = described(batch)
+        leaves, form = describe_batch(batch)
         key = form, self._state()
         if self._last is not None and key == self._last[0]:
             graph = self._last[1]
@@ -197,36 +196,36 @@ class WholeStep:
                 return self._shorter(batch, leaves, *key)
             if name not in self._graphs:
                 self._graphs[name] = self._compile([batch], leaves)
-                self._looks = True
+                self._is_unchecked = True
                 if len(self._graphs) > _MOST_KEPT:
                     del self._graphs[next(iter(self._graphs))]
             self._compiled.add(name)
             graph = self._graphs[name]
             self._last = (key, graph)
-        self._bring_up_to_date(graph)
-        if self._looks:
-            self._looks = False
+        self._refresh(graph)
+        if self._is_unchecked:
+            self._is_unchecked = False
             if self._read is None or self._read != graph.read:
-                (outputs,) = self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)
+                (outputs,) = self._run_and_compare(graph, leaves, lambda: [self._expected(batch)], changes=False)
                 graph.read = self._read
                 return outputs
         return _named(graph, leaves)
 
     def several(self, batches: Sequence[Any]) -> list[Outputs] | None:
-        """Make one update for each of some batches, all in one call of a graph, and return the outputs of each.
+        """Make one update for each of some batches in one call of a graph, and return the outputs of each.
 
-        The graph has as many steps as there are batches, and takes that much longer to compile.
+        The graph contains one step per batch, and takes that much longer to compile.
 
         Returns:
-            None, and nothing has happened, unless all batches have the form of the one that the last call was for: only
-            a form whose single steps have proven to be a graph is worth a larger one.
+            None, without any effect, unless all batches have the form of the last call's batch: a larger graph pays off
+            only for a form whose single steps could be compiled.
 
         Raises:
-            CannotCompileError: No graph can stand for these steps.
+            CannotCompileError: These steps cannot be compiled.
         """
-        read = [described(batch) for batch in batches]
+        read = [describe_batch(batch) for batch in batches]
         form = read[0][1]
-        if self._looks or self._last is None or any(other != form for _, other in read):
+        if self._is_unchecked or self._last is None or any(other != form for _, other in read):
             return None
         key, single = self._last
         if key != (form, self._state()):
@@ -235,23 +234,23 @@ class WholeStep:
         leaves = [leaf for found, _ in read for leaf in found]
         graph = single.several.get(len(batches))
         if graph is not None:
-            self._bring_up_to_date(graph)
+            self._refresh(graph)
             return graph.outputs(leaves)
         graph = self._compile(batches, leaves)
         for each in (graph, single):
-            self._bring_up_to_date(each)
-        outputs = self._compared(
+            self._refresh(each)
+        outputs = self._run_and_compare(
             graph, leaves, lambda: [output for found, _ in read for output in single.outputs(found)], changes=True
         )
         single.several[len(batches)] = graph
         return outputs
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which forms have come how often: a resumed run is to compile what an uninterrupted one would."""
+        """Return how often each form has come, so that a resumed run compiles the same forms."""
         return {"seen": dict(self._seen), "compiled": sorted(self._compiled), "previous": self._previous}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         self._seen = {name: int(number) for name, number in state["seen"].items()}
         self._compiled, self._previous = set(state["compiled"]), state["previous"]
 
@@ -269,7 +268,7 @@ class WholeStep:
         return len(self._compiled) < most and (is_first or name == previous or number >= _APPEARANCES)
 
     def _shorter(self, batch: Any, leaves: list[Tensor], form: Any, state: Any) -> Outputs | None:
-        """Make the update of a batch that is like the full one before, with fewer samples; None if no graph can."""
+        """Make the update of a batch with fewer samples than the last full one; None if no graph can."""
         if not self._is_among_many or self._last is None or self._last[0][1] != state:
             return None
         (full, _), single = self._last
@@ -282,11 +281,11 @@ class WholeStep:
         shorter, graph = single.shorter, single.shorter.graph
         if graph is None or is_cut != shorter.is_cut or size not in graph.sizes:
             return None
-        self._bring_up_to_date(graph)
+        self._refresh(graph)
         if shorter.is_proven:
             return _named(graph, leaves)
         try:
-            (outputs,) = self._compared(graph, leaves, lambda: [self._expected(batch)], changes=False)
+            (outputs,) = self._run_and_compare(graph, leaves, lambda: [self._expected(batch)], changes=False)
         except CannotCompileError:
             single.shorter = Shorter(None)
             return None
@@ -296,7 +295,7 @@ class WholeStep:
     def _compile_shorter(self, batch: Any, leaves: list[Tensor], full: Any, is_cut: tuple[bool, ...]) -> Shorter:
         """Return a graph for all batches that are shorter than a full one."""
         most = next(shape[0] for (shape, *_), cuts in zip(full[1], is_cut, strict=True) if cuts) - 1
-        # Whichever length comes first: a compiler looks at the one that it is shown.
+        # Always trace the longest size, so that the graph does not depend on which length comes first.
         shown = [
             torch.empty_strided((most, *it.shape[1:]), it.stride(), dtype=it.dtype, device=it.device) if cuts else it
             for it, cuts in zip(leaves, is_cut, strict=True)
@@ -307,8 +306,8 @@ class WholeStep:
             return Shorter(None)
 
     def _state(self) -> tuple[Any, ...]:
-        """All but the batch that decides which graph stands for a step."""
-        # Written for tiny steps, where every Python call counts: `map` and `operator` make none.
+        """Return all values besides the batch that determine the graph of a step."""
+        # Optimized for tiny steps, in which every Python call counts: `map` and `operator` make none.
         groups = self.optimizer.param_groups
         settings = list(map(self._settings_of, groups))
         if settings != self._settings:
@@ -320,24 +319,24 @@ class WholeStep:
             list(map(_REQUIRES_GRAD, self._parameters.values())),
         )
 
-    def _bring_up_to_date(self, graph: Graph) -> None:
-        """Let a graph use the state and the numbers that the optimizer has now."""
+    def _refresh(self, graph: Graph) -> None:
+        """Update a graph to the current state and numbers of the optimizer."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         if graph.bound is not optimizer.state or graph.num_bound != len(optimizer.state):
             graph.bind(optimizer)
-        # A rate may be a tensor, which changes in place.
+        # A rate may be a tensor that changes in place.
         settings = (list(map(float, map(_RATE, groups))), self._settings)
         if settings != graph.settings:
             graph.settings = settings
             graph.set_numbers([number for group in groups for number in self._rule.numbers(group)])
 
     def _compile(self, batches: Sequence[Any], leaves: list[Tensor], is_cut: Sequence[bool] = ()) -> Graph:
-        """Trace and compile one step after the other for batches like these.
+        """Trace and compile consecutive steps for batches of this form.
 
         Args:
             batches: One for every step.
             leaves: All their tensors.
-            is_cut: Which of the tensors may have fewer samples; none by default.
+            is_cut: For each tensor, True if it may have fewer samples; False for all by default.
         """
         optimizer, rule, terms = self.optimizer, self._rule, self._terms
         check_optimizer(optimizer, self._parameters)
@@ -357,9 +356,9 @@ class WholeStep:
         ]
         check_memory(given)
         is_open = [False] * len(given) + (list(is_cut) or [False] * len(leaves))
-        # Two inputs that are one tensor would be compiled as one input, which they need not be in the next batch.
+        # If two inputs were one tensor here, they would be compiled as one input, but may differ in the next batch.
         given += [empty_like(it) for it in leaves]
-        with unchanged(self._spaces):
+        with reject_changes(self._spaces):
             traced, names, fixed = self._traced(batches, list(buffers), states, given, is_open)
         constants = lift_constants(traced)
         draws = lift_draws(traced)
@@ -370,7 +369,7 @@ class WholeStep:
                 traced.graph.erase_node(node)
         traced.recompile()
         drawn = [empty_like(node.meta["val"]) for node in places[len(given) + len(constants) :]]
-        # The calls of kernels are compiled, too: from Python they take longer than a tiny kernel.
+        # Compile the calls of kernels, too: from Python they take longer than a tiny kernel.
         in_one = all(it.device.type == "cpu" for it in given)
         inputs = list(compress([*given, *constants, *drawn], is_used))
         opened = is_open.index(True) if any(is_open) else None
@@ -394,10 +393,10 @@ class WholeStep:
 
     def _traced(self, *step: Any) -> tuple[GraphModule, list[str], dict[str, Any]]:
         if any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in self._modules):
-            # Inductor's code for images on a CPU is much faster where channels lie side by side.
+            # Inductor's code for images on a CPU is much faster with the channels last in memory.
             with suppress(TraceError):
                 return self._trace(channels_last, *step)
-            # A view of a feature map fails in that layout.
+            # Taking a view of a feature map fails in that layout.
         return self._trace(lambda tensor: tensor, *step)
 
     def _trace(
@@ -409,7 +408,7 @@ class WholeStep:
         given: list[Tensor],
         is_open: list[bool],
     ) -> tuple[GraphModule, list[str], dict[str, Any]]:
-        """Return the graph of all steps, the names of a step's outputs, and those outputs that are no tensors."""
+        """Return the graph of all steps, the names of a step's outputs, and the outputs that are not tensors."""
         # Imported here because it takes most of a second.
         from torch._subclasses import fake_tensor
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -469,7 +468,7 @@ class WholeStep:
         found = torch.autograd.grad(loss, [leaves[it] for it in trained], allow_unused=True)
         gradients = {it: gradient for it, gradient in zip(trained, found, strict=True) if gradient is not None}
         with torch.no_grad():
-            # A module may replace a buffer where others write into it.
+            # Some modules replace a buffer, others write into it.
             for name, buffer in buffers.items():
                 if swapped[name] is not buffer:
                     buffer.copy_(swapped[name])
@@ -484,29 +483,29 @@ class WholeStep:
         return outputs
 
     def _expected(self, batch: Any) -> Mapping[str, Any]:
-        """What `compute` returns for a batch; nothing changes."""
+        """Return the outputs of `compute` for a batch, without any change."""
         copies = {name: value.clone() for name, value in self._root.named_buffers()}
         if not copies:
             return self._compute(batch)
         with _reparametrize_module(self._root, copies, tie_weights=True):
             return self._compute(batch)
 
-    def _compared(
+    def _run_and_compare(
         self, graph: Graph, leaves: list[Tensor], expect: Callable[[], Sequence[Mapping[str, Any]]], *, changes: bool
     ) -> list[Outputs]:
-        """Run a graph and see that its losses are the expected ones; if not, put everything back.
+        """Run a graph and check that its losses are the expected ones; if not, restore everything and raise.
 
         Args:
-            graph: What is run.
+            graph: The graph to run.
             leaves: The tensors of its batches.
-            expect: Returns the outputs that are due.
-            changes: Whether it makes updates to that end.
+            expect: Returns the expected outputs.
+            changes: True if `expect` makes updates.
         """
-        # Python's and numpy's generators are not in it: a step that draws from them is no graph.
+        # Python's and numpy's generators are not needed: a step that uses them cannot be compiled.
         randomness, written = _torch_generators(), graph.written()
         before = [value.detach().clone() for value in written]
 
-        def put_back(*, weights: bool = True) -> None:
+        def restore(*, weights: bool = True) -> None:
             for generator, state in randomness:
                 generator.set_state(state)
             if weights:
@@ -514,7 +513,7 @@ class WholeStep:
                     torch._foreach_copy_(written, before)
 
         expected = expect()
-        put_back(weights=changes)
+        restore(weights=changes)
         try:
             outputs = graph.outputs(leaves)
         except Exception as error:
@@ -522,8 +521,8 @@ class WholeStep:
         else:
             if all(_agree(found, due, graph.fixed) for found, due in zip(outputs, expected, strict=True)):
                 return outputs
-            cause = "what the step computes changes from call to call, and not by its batch and weights alone"
-        put_back()
+            cause = "the step computes something that changes from call to call independently of its batch and weights"
+        restore()
         raise CannotCompileError(cause)
 
 
@@ -537,14 +536,14 @@ def _named(graph: Graph, leaves: list[Tensor]) -> Outputs:
 
 
 def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:
-    """Torch's generators of all devices that are in use, with their states."""
+    """Return torch's generators of all devices in use, with their states."""
     # There are none of CUDA before its first use.
     generators = (torch.default_generator, *torch.cuda.default_generators)
     return [(generator, generator.get_state()) for generator in generators]
 
 
 def _agree(outputs: Outputs, expected: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
-    """Whether a graph has computed what was expected, as far as a compiler and a machine have the same numbers."""
+    """Return whether a graph computed the expected loss, up to rounding, and the same outputs that are not tensors."""
     loss, due = float(outputs["loss"]), float(expected["loss"].detach())
     is_near = math.isclose(loss, due, rel_tol=1e-3, abs_tol=1e-4) or not math.isfinite(due)
     return is_near and all(expected.get(name) == value for name, value in fixed.items())

@@ -1,4 +1,4 @@
-"""From batches and a trace to a compiled graph."""
+"""Tracing and compilation of a graph with Inductor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
 
 
-def described(batch: Any) -> tuple[list[Tensor], Any]:
-    """Return the tensors of a batch, and all else that decides which graph it needs."""
+def describe_batch(batch: Any) -> tuple[list[Tensor], Any]:
+    """Return the tensors of a batch, and its form: everything else that determines its graph."""
     kind = type(batch)
     # Nearly every batch is a flat pair of tensors.
     if (kind is tuple or kind is list) and all(map(isinstance, batch, repeat(Tensor))):
@@ -41,14 +41,14 @@ def _flattened(batch: Any) -> tuple[list[Tensor], Any]:
 
 
 def cut(form: Any, full: Any) -> tuple[tuple[bool, ...], int] | None:
-    """Return which tensors of a batch have fewer samples than those of a full one, and how many they have.
+    """Return which tensors of a batch have fewer samples than in a full batch, and how many they have.
 
     Args:
-        form: What `described` says of the batch.
-        full: What it says of the full one.
+        form: The form of the batch, from `describe_batch`.
+        full: The form of the full batch.
 
     Returns:
-        None if that is not all that differs.
+        None if the forms also differ in something else.
     """
     (rest, leaves, strides), (full_rest, full_leaves, full_strides) = form, full
     if rest != full_rest or strides != full_strides or len(leaves) != len(full_leaves):
@@ -67,27 +67,27 @@ def cut(form: Any, full: Any) -> tuple[tuple[bool, ...], int] | None:
 
 
 def with_tensors(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a batch with other tensors in the places of its own."""
+    """Return a batch with its tensors replaced by others."""
     return pytree.tree_map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Return images with their channels side by side; other tensors as they are."""
+    """Return images with the channels last in memory, and other tensors unchanged."""
     if tensor.ndim != 4 or tensor.device.type != "cpu" or not tensor.is_floating_point():
         return tensor
     if tensor.shape[1] == 1 and tensor.is_contiguous():
-        # Of one channel both layouts are the same memory, and torch takes it for the other one.
+        # With one channel both layouts are the same memory, and torch would treat it as the other one.
         _, _, height, width = tensor.shape
         return tensor.as_strided(tensor.shape, (height * width, 1, width, 1))
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def fake_inputs(given: Sequence[Tensor], is_open: Sequence[bool]) -> tuple[Any, list[Any]]:
-    """Return tensors that hold no data, for a trace that computes, draws and changes nothing, and their mode.
+    """Return tensors without data, for a trace that computes, draws and changes nothing, and their mode.
 
     Args:
-        given: Of what form they are.
-        is_open: Whether each has any number of samples; that is one number for all of them.
+        given: Tensors of the same form.
+        is_open: For each tensor, True if its number of samples is a variable; all of them share one variable.
     """
     # Imported here because it takes most of a second.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -99,7 +99,7 @@ def fake_inputs(given: Sequence[Tensor], is_open: Sequence[bool]) -> tuple[Any, 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = []
     for it, opens in zip(given, is_open, strict=True):
-        # Those that are as long as each other have the same symbol.
+        # Tensors of equal length share one symbol.
         sizes = [DimDynamic.DUCK if opens and not dimension else DimDynamic.STATIC for dimension in range(it.ndim)]
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * it.ndim)
         fakes.append(mode.from_tensor(it.detach(), symbolic_context=context))
@@ -107,11 +107,11 @@ def fake_inputs(given: Sequence[Tensor], is_open: Sequence[bool]) -> tuple[Any, 
 
 
 def sizes_of(fake: Tensor, most: int) -> frozenset[int]:
-    """Return for which numbers of samples a graph was compiled: what was taken for granted on the way holds for them.
+    """Return the numbers of samples for which a graph is valid: those that satisfy all guards of the trace.
 
     Args:
-        fake: An input whose number of samples was open.
-        most: The largest number that is asked for.
+        fake: An input whose number of samples is a variable.
+        most: The largest number to check.
     """
     import sympy
 
@@ -122,7 +122,7 @@ def sizes_of(fake: Tensor, most: int) -> frozenset[int]:
     if not isinstance(symbol, sympy.Symbol) or symbol in environment.replacements:
         return frozenset()
     granted = [guard.expr for guard in environment.guards]
-    # Torch takes 0 and 1 for cases of their own.
+    # Torch specializes on sizes 0 and 1.
     return frozenset(
         number
         for number in range(2, most + 1)
@@ -131,7 +131,7 @@ def sizes_of(fake: Tensor, most: int) -> frozenset[int]:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Return the loss of a step, or refuse what cannot be differentiated."""
+    """Return the loss of a step; raise if it cannot be differentiated."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise CannotCompileError("the step returns no loss that is one number and depends on the parameters")
@@ -139,7 +139,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def lift_constants(traced: GraphModule) -> list[Tensor]:
-    """Make inputs of the tensors that a trace met outside of modules and batch: they are to stay who they are."""
+    """Turn tensors that are neither in the modules nor in the batch into inputs, so that the graph uses no copies."""
     found: dict[str, tuple[Node, Tensor]] = {}
     for node in [node for node in traced.graph.nodes if node.op == "get_attr"]:
         value = getattr(traced, node.target)
@@ -153,7 +153,7 @@ def lift_constants(traced: GraphModule) -> list[Tensor]:
 
 
 def lift_draws(traced: GraphModule) -> list[Callable[[], Tensor]]:
-    """Make inputs of random numbers, and return what draws them: Inductor would draw them in an order of its own."""
+    """Turn random numbers into inputs, and return functions that draw them: Inductor would draw in another order."""
     drawing = [node for node in traced.graph.nodes if _draws(node)]
     if len(drawing) == 1:
         return []
@@ -165,7 +165,7 @@ def lift_draws(traced: GraphModule) -> list[Callable[[], Tensor]]:
         if tensors and (len(tensors) > 1 or tensors[0] is not node.args[0] or name not in _DRAWN_BY_SHAPE):
             raise CannotCompileError(f"the step draws random numbers whose distribution it computes, by {name}")
         if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.meta["val"].shape):
-            raise CannotCompileError("the step draws more random numbers where a batch has more samples")
+            raise CannotCompileError("the step draws more random numbers if a batch has more samples")
         drawn = _new_input(traced, f"drawn_{number}", node)
         with traced.graph.inserting_before(node):
             if name.endswith("_"):
@@ -180,7 +180,7 @@ def lift_draws(traced: GraphModule) -> list[Callable[[], Tensor]]:
     return draws
 
 
-# What these draw depends on the shape of a tensor alone.
+# The numbers that these draw depend only on the shape of a tensor.
 _DRAWN_BY_SHAPE = frozenset(
     {
         *("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
@@ -190,21 +190,21 @@ _DRAWN_BY_SHAPE = frozenset(
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form in memory of its own, also for one that holds no data."""
+    """Return a new tensor of the same form, also for a tensor without data."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _new_input(traced: GraphModule, name: str, like: Node) -> Node:
-    """Add an input behind the others."""
+    """Add an input after all others."""
     last = [node for node in traced.graph.nodes if node.op == "placeholder"][-1]
     with traced.graph.inserting_after(last):
-        made = traced.graph.placeholder(name)
-    made.meta.update(like.meta)
-    return made
+        placeholder = traced.graph.placeholder(name)
+    placeholder.meta.update(like.meta)
+    return placeholder
 
 
 def _draws(node: Node) -> bool:
-    """Whether random numbers enter: attention without dropout is marked as if they did."""
+    """Return whether a node draws random numbers; torch also tags attention without dropout, which draws none."""
     operation = node.target
     if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
@@ -214,7 +214,7 @@ def _draws(node: Node) -> bool:
 
 
 def check_compiler() -> None:
-    """Raise `CannotCompileError` where there is no compiler for the CPU."""
+    """Raise `CannotCompileError` if there is no compiler for the CPU."""
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -230,18 +230,18 @@ def compiled(
 
     Args:
         traced: The graph.
-        inputs: Such as it will get.
-        in_one: Whether the calls of its kernels are compiled, too.
-        is_open: Whether sizes are open that were so in the trace.
+        inputs: Example inputs.
+        in_one: True to compile the calls of its kernels, too.
+        is_open: True to keep the variable sizes of the trace.
     """
     # Imported here because it takes seconds.
     from torch._inductor import config, standalone_compile
 
     check_compiler()
     try:
-        # The generator's own numbers, for a graph that draws once.
+        # `fallback_random` uses torch's own generator, for a graph that draws once.
         with torch.no_grad(), config.patch(fallback_random=True, cpp_wrapper=in_one), warnings.catch_warnings():
-            # Torch warns of itself while it imports its compiler.
+            # Torch raises warnings about itself while it imports its compiler.
             warnings.simplefilter("ignore")
             shapes: Any = "from_graph" if is_open else "from_example_inputs"
             return standalone_compile(traced, [*inputs], dynamic_shapes=shapes)

@@ -19,7 +19,7 @@ from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import trainer as main
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.own_steps import count_own_update
-from dovetail.trainers.reuse import fit_anew
+from dovetail.trainers.reuse import fit_new_run
 from dovetail.trainers.testing import accuracy_on
 
 __all__ = ["Trainer"]
@@ -105,7 +105,7 @@ class Trainer(main.Trainer):
 
     def train_model(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> None:
         """Start a new run over `trainset`: `config["epochs"]` epochs with batches of `config["batch_size"]`."""
-        fit_anew(self, trainset, sampler, config)
+        fit_new_run(self, trainset, sampler, config)
 
     def test_model(self, config: Mapping[str, Any], testset: Any, sampler: Any = None) -> float:
         """Return the result of the testing strategy on `testset`; without one the accuracy, or else the loss."""

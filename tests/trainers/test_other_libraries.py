@@ -1,4 +1,4 @@
-"""What those meet who come from another library, and use its words and habits here."""
+"""Error messages for names and habits of other libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from dovetail.errors import CheckpointError, ConfigError, DataError, UnknownNameError
-from dovetail.trainers import Trainer, foreign
+from dovetail.trainers import Trainer, other_libraries
 from dovetail.trainers.catalog import losses
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.options import TrainerOptions
@@ -71,10 +71,10 @@ def test_an_unknown_keyword_of_fit_is_answered_with_ours(name: str, answer: str)
 
 def test_no_word_of_another_library_is_one_of_ours() -> None:
     ours = {*TrainerOptions.__dataclass_fields__, *SingleProcessTrainer.__init__.__annotations__}
-    assert not ours & foreign.OPTIONS.keys()
-    assert not set(losses.names()) & foreign.LOSSES.keys()
-    assert set(foreign.LOSSES.values()) <= set(losses.names())
-    assert {it for it in foreign.OPTIONS.values() if " " not in it} <= ours
+    assert not ours & other_libraries.OPTIONS.keys()
+    assert not set(losses.names()) & other_libraries.LOSSES.keys()
+    assert set(other_libraries.LOSSES.values()) <= set(losses.names())
+    assert {it for it in other_libraries.OPTIONS.values() if " " not in it} <= ours
 
 
 def test_a_loss_of_keras_is_answered_with_that_of_torch() -> None:
@@ -94,7 +94,7 @@ def test_an_interval_of_lightning_is_answered_with_ours() -> None:
 
 def test_the_last_checkpoint_is_called_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="resume='auto' goes on from the newest one"):
+    with pytest.raises(CheckpointError, match="resume='auto' continues from the newest one"):
         quiet(nn.Linear(4, 2)).fit((X, Y), resume="last")
 
 
@@ -130,7 +130,7 @@ def test_a_list_of_samples_is_not_taken_for_batches() -> None:
         quiet(nn.Linear(4, 2)).evaluate(samples)
 
 
-def test_whoever_computes_the_step_may_have_one_target_for_a_batch() -> None:
+def test_a_custom_step_may_have_one_target_for_a_batch() -> None:
     def step(trainer: Any, batch: Any) -> dict[str, Tensor]:
         inputs, scale = batch
         return {"loss": trainer.model(inputs).square().mean() * scale}

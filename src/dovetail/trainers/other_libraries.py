@@ -1,4 +1,4 @@
-"""What other libraries call things, and what to answer those who come from one: a name of ours, or a sentence."""
+"""Names of other libraries, with the equivalent name or advice for an error message."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ OPTIONS: Mapping[str, str] = {
     "random_state": "seed",
 }
 
-# The names of the classes in `dovetail.compat`, beyond those of the trainer.
+# Names of the classes in `dovetail.compat` that the trainer does not have.
 _COMPAT: Mapping[str, str] = {
     "lernomatic.Trainer": "cur_epoch best_acc loss_history val_loss_history acc_history cur_loss cur_acc train_loader "
     "val_loader test_loader set_learning_rate set_train_dataset set_val_dataset set_test_dataset save_history "
@@ -96,7 +96,7 @@ _COMPAT: Mapping[str, str] = {
     "testing_strategy",
 }
 
-# What is no attribute of a trainer, and what to use instead.
+# Names that are not attributes of a trainer, with the alternative.
 ATTRIBUTES: Mapping[str, str] = {
     **{name: f"it is a name of dovetail.compat.{kind}" for kind, names in _COMPAT.items() for name in names.split()},
     "set_tb_writer": _TENSORBOARD,
@@ -118,7 +118,7 @@ ATTRIBUTES: Mapping[str, str] = {
 
 _HOOK = "derive from dovetail.compat.{}.Trainer, or give a callback"
 
-# What a subclass for another library overrides, and only the class of that library in `dovetail.compat` calls.
+# Methods that a subclass for another library overrides; only the class of that library in `dovetail.compat` calls them.
 HOOKS: Mapping[str, str] = {
     **{
         name: _HOOK.format("plato")
@@ -137,7 +137,7 @@ HOOKS: Mapping[str, str] = {
     **{name: _HOOK.format("zae_engine") for name in ("metric_on_epoch_end", "check_better")},
 }
 
-# What a decorator for PyMarlin overrides, and nothing here calls.
+# Methods that a decorator for PyMarlin overrides, and that this library never calls.
 DECORATOR_HOOKS: Mapping[str, str] = {
     "train_dl": "override train_epoch, or a verb of one batch such as train_step",
     "validate_dl": "override val_epoch or test_step",
@@ -209,16 +209,16 @@ PRECISIONS: Mapping[str, str] = {
 }
 
 CHECKPOINTS: Mapping[str, str] = {
-    **dict.fromkeys(("last", "latest", "newest"), "resume='auto' goes on from the newest one"),
+    **dict.fromkeys(("last", "latest", "newest"), "resume='auto' continues from the newest one"),
     "best": "the best one is named best_<checkpoint_name>",
 }
 
-# A step of an optimizer is an update here, whatever number of batches it is made of.
+# A step of an optimizer is called an update here, for any number of batches.
 INTERVALS: Mapping[str, str] = {"step": "update", "steps": "update", "iteration": "update"}
 
 
 def did_you_mean(given: object, names: Mapping[str, str]) -> str:
-    """Return the end of a sentence about a value that another library would accept; nothing for any other.
+    """Return the hint of an error message if another library accepts the value; an empty string otherwise.
 
     Example:
         >>> did_you_mean("bf16-mixed", PRECISIONS)

@@ -1,4 +1,4 @@
-"""Let things happen to a trainer, and put everything back."""
+"""Context managers that restore a trainer: its attributes, or its whole state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def layers(trainer: Trainer) -> list[Trainer]:
-    """Return a trainer and those that it decorates, the outermost first."""
+    """Return a trainer and the trainers that it decorates, the outermost first."""
     found = [trainer]
     while isinstance(inner := vars(found[-1]).get("trainer"), Trainer):
         found.append(inner)
@@ -44,7 +44,7 @@ def own_callbacks(context: TrainingContext) -> list[Callback]:
 
 
 def with_parts(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
-    """Yield strategies, each followed by those that it holds."""
+    """Yield strategies, each followed by the strategies inside it."""
     for strategy in strategies:
         yield strategy
         if isinstance(strategy, Nesting):
@@ -52,64 +52,64 @@ def with_parts(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
 
 
 @contextmanager
-def kept(trainer: Trainer) -> Iterator[None]:
-    """Put back every attribute of the layers, the strategies and the context, and all randomness.
+def preserve_attributes(trainer: Trainer) -> Iterator[None]:
+    """Restore every attribute of the layers, the strategies and the context, and the RNG state.
 
-    Lists and dictionaries get their content back. What changes inside of other objects, such as the weights of the
-    model, stays changed: `untouched` is for that.
+    The contents of lists and dictionaries are restored, too. Changes inside other objects, such as the weights of the
+    model, remain; use `preserve_state` to restore them.
     """
     context, randomness = trainer.context, rng_state()
     parts: list[Any] = [context, context.run, context.process, *attached_objects(context).values()]
-    slots = [_held({name: getattr(part, name) for name in part.__slots__}) for part in parts]
+    slots = [_save_attributes({name: getattr(part, name) for name in part.__slots__}) for part in parts]
     own = [it for name in ("_data", "options") if (it := vars(trainer.core).get(name)) is not None]
     owners = [*layers(trainer), *with_parts(strategies_of(trainer)), *own]
-    attributes = [(owner, _held(vars(owner))) for owner in owners]
+    attributes = [(owner, _save_attributes(vars(owner))) for owner in owners]
     try:
         yield
     finally:
-        for part, held in zip(parts, slots, strict=True):
-            for name, value in _released(held).items():
+        for part, saved in zip(parts, slots, strict=True):
+            for name, value in _restore_containers(saved).items():
                 setattr(part, name, value)
-        for owner, held in attributes:
-            # Not by setattr: most strategies are frozen.
+        for owner, saved in attributes:
+            # Not with setattr: most strategies are frozen.
             vars(owner).clear()
-            vars(owner).update(_released(held))
+            vars(owner).update(_restore_containers(saved))
         set_rng_state(randomness)
 
 
 @contextmanager
-def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
-    """Let anything happen to a trainer that has a model, and put everything back: what a checkpoint holds, and more.
+def preserve_state(trainer: Trainer, **data: Any) -> Iterator[None]:
+    """Restore the whole state of a trainer that has a model: everything in a checkpoint, and more.
 
-    Inside, history and meter are new ones and nothing is saved.
+    Inside, history and meter are new, and nothing is saved.
 
     Args:
         trainer: The outermost layer.
-        data: Data that stages are lent inside, by stage; None for what the trainer has.
+        data: Temporary data by stage; None means the data that the trainer already has.
     """
     context, model, randomness = trainer.context, trainer.context.model, rng_state()
     assert model is not None
-    # Made now if they are not there yet, so that there is something to put back.
+    # Build the optimizer now, so that there is a state to restore.
     _ = getattr(trainer.core, "optimizer", None)
     set_rng_state(randomness)
-    with kept(trainer):
+    with preserve_attributes(trainer):
         context.run.data.update({stage: source for stage, source in data.items() if source is not None})
         state = copy.deepcopy(trainer.state_dict())
         sources = [source for stage in _READ_IN_TRAINING for source in _random_sources(trainer, stage)]
         modes = [(module, module.training) for module in model.modules()]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        # The state of a model leaves out the buffers that are not persistent.
+        # The state of a model does not include buffers that are not persistent.
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         callbacks, schedulers = context.callbacks, context.schedulers
         context.history, context.run.meter, context.run.saver = History(), Meter(), None
         context.process.stays_here = True
-        # An error would leave them in the middle of a window.
+        # Copies, because an error would leave these in the middle of a window.
         context.run.window, context.run.batch = copy.deepcopy((context.run.window, context.run.batch))
         try:
             yield
         finally:
             context.callbacks, context.schedulers = callbacks, schedulers
-            # The real history never changed, and would write its file anew.
+            # Not the real history: it has not changed, and loading would write its file again.
             context.history, context.run.meter, context.run.saver = History(), Meter(), None
             trainer.load_state_dict(state)
             for module, training in modes:
@@ -129,26 +129,26 @@ def untouched(trainer: Trainer, **data: Any) -> Iterator[None]:
 _READ_IN_TRAINING: tuple[Stage, ...] = ("train", "valid")
 
 
-def _held(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a copy of those that are containers."""
+def _save_attributes(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return each attribute, with a copy if it is a container."""
     return {
         name: (value, copy.copy(value) if isinstance(value, (dict, list, set)) else None)
         for name, value in attributes.items()
     }
 
 
-def _released(held: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    for value, content in held.values():
+def _restore_containers(saved: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    for value, content in saved.values():
         if isinstance(value, list):
             value[:] = content
         elif isinstance(value, (dict, set)):
             value.clear()
             value.update(content)
-    return {name: value for name, (value, _) in held.items()}
+    return {name: value for name, (value, _) in saved.items()}
 
 
 def _random_sources(trainer: Trainer, stage: Stage) -> Iterator[tuple[Any, Any]]:
-    """The generators that the order of a stage's data is drawn from, its sampler and its loader, with their states."""
+    """Yield the generators, samplers and loaders that determine the order of a stage's data, with their states."""
     core = cast("SingleProcessTrainer", trainer.core)
     if trainer.context.run.data.get(stage) is None:
         return
@@ -157,6 +157,6 @@ def _random_sources(trainer: Trainer, stage: Stage) -> Iterator[tuple[Any, Any]]
         generator = getattr(drawing, "generator", None)
         if isinstance(generator, torch.Generator):
             yield generator, generator.get_state()
-        # Our own loader has no place but the one that the trainer's progress says.
+        # Our own loader has no position besides the trainer's progress.
         if isinstance(drawing, Stateful) and not isinstance(drawing, DataLoader):
             yield drawing, copy.deepcopy(drawing.state_dict())
