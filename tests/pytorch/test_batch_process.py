@@ -356,5 +356,5 @@ def test_hyperparameters_of_a_script_that_nothing_launched_are_refused() -> None
         def process_batch(self, batch: Any, batch_idx: int) -> None:
             self.context.get_hparams()
 
-    with pytest.raises(ConfigError, match=r"get_hparams: .*nothing has launched this script as a trial"):
+    with pytest.raises(ConfigError, match=r"get_hparams: .*this script was not launched as a trial"):
         torch_batch_process(Asking, torch.arange(2), batch_size=2)  # type: ignore[arg-type]  # a tensor is a dataset
