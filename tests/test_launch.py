@@ -268,7 +268,7 @@ class TestSeveralProcesses:
                 '[rank1]:   File "fail.py", line 5, in <module>',
                 "[rank1]:     raise ValueError('no luck')",
                 "[rank1]: ValueError: no luck",
-                "dovetail.launch: rank 0 leaves: rank 1 failed: ValueError: no luck",
+                "dovetail.launch: rank 0 exits: rank 1 failed: ValueError: no luck",
             ]
         )
 
@@ -314,7 +314,7 @@ class TestSeveralProcesses:
             assert program.stderr is not None
             said = program.stderr.read().decode().split("\n")
         assert {line for line in said if line} == {
-            f"{number.name}: the script is asked to leave when it looks (again to leave at once)"
+            f"{number.name}: exit requested; the script stops at its next check (press again to stop at once)"
         }
         assert sorted(path.name for path in folder.glob("saved-*")) == ["saved-0", "saved-1"]
 
