@@ -16,7 +16,7 @@ _UNSAFE_IN_LOGS = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Return a text with every control character, and every character that hides text, as a visible escape.
+    r"""Return a text with every control character, and every character that hides text, as a visible escape.
 
     Args:
         text: Text of unknown origin, such as the name of an experiment.

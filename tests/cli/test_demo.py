@@ -64,7 +64,7 @@ def test_resume_kills_a_process_and_ends_with_the_same_bits(tmp_path: Path, caps
     assert left_in(tmp_path, outcome)
     assert is_picture(tmp_path / "losses.png")
     assert outcome.result == (
-        "bit for bit, 190 of 190 losses are equal; weights, optimizer and random states at the end are, too"
+        "190 of 190 losses are equal, bit for bit; final weights, optimizer and random states are equal, too"
     )
     _, straight, killed = zip(*outcome.rows, strict=True)
     assert straight[2:] == killed[2:]

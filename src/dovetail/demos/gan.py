@@ -1,4 +1,4 @@
-"""`dovetail demo gan`: points in the plane, made of noise."""
+"""Demo `dovetail demo gan`: a generative adversarial network for points in the plane."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _SHOWN = 1000
 
 
 def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
-    """Train for a multiple of 5 epochs, and draw six times what the generator makes of the same noise."""
-    print(f"{_NUM_CLOUDS} clouds of points on a ring; the generator is never shown one of them")
+    """Train for a multiple of 5 epochs, and draw the generator's output for the same noise at six epochs."""
+    print(f"the data: {_NUM_CLOUDS} clusters of points on a ring; the generator never sees the data itself")
     real = _ring(24576, torch.Generator().manual_seed(0))
     looks = _Looks(every=num_epochs // 5)
     trainer = _Adversaries(_networks, "cpu", batch_size=256, num_epochs=num_epochs, callbacks=[looks], seed=0)
@@ -46,15 +46,15 @@ def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
         for epoch, (near, found) in zip(looks.seen, made, strict=True)
     ]
     return Outcome(
-        f"{near:.0%} of the points that are made lie in a cloud, and {found} of {_NUM_CLOUDS} clouds are found",
-        {"samples.png": "what the generator makes of the same noise, at six moments"},
-        ("epoch", "points in a cloud", "clouds found"),
+        f"{near:.0%} of the generated points are in a cluster, and {found} of {_NUM_CLOUDS} clusters are covered",
+        {"samples.png": "the generator's output for the same noise, at six epochs"},
+        ("epoch", "points in a cluster", "clusters covered"),
         rows,
     )
 
 
 class _Adversaries(Trainer):
-    """One step of each player per batch. The step is its own because it calls `context.backward`."""
+    """One step of each network per batch. The step is manual, because it calls `context.backward`."""
 
     def get_optimizer(self, model: Any) -> list[Optimizer]:
         rates = {"discriminator": 4e-3, "generator": 2e-3}
@@ -68,7 +68,7 @@ class _Adversaries(Trainer):
 
         real.requires_grad_()
         scores = discriminator(real)
-        # Flat around real points (Mescheder et al., 2018): without it the generator finds one cloud, and leaves it.
+        # The gradient penalty of Mescheder et al. (2018): without it the generator covers only one cluster at a time.
         (slopes,) = torch.autograd.grad(scores.sum(), real, create_graph=True)
         d_loss = softplus(-scores).mean() + softplus(discriminator(fake.detach())).mean()
         context.backward(d_loss + 0.05 * slopes.square().sum(dim=1).mean())
@@ -81,7 +81,7 @@ class _Adversaries(Trainer):
 
 
 class _Looks(Callback):
-    """Keeps what the generator makes of the same noise, at the beginning and every few epochs."""
+    """Records the generator's output for the same noise, before training and every few epochs."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -116,7 +116,7 @@ def _ring(count: int, generator: torch.Generator) -> Tensor:
 
 
 def _judged(points: Tensor) -> tuple[float, int]:
-    """Return the share of points within three deviations of a centre, and how many centres have a fair share."""
+    """Return the share of points within three deviations of a centre, and the number of covered centres."""
     distance, nearest = torch.cdist(points, _centres()).min(dim=1)
     near = distance < 3 * _SPREAD
     counts = torch.bincount(nearest[near], minlength=_NUM_CLOUDS)
@@ -128,8 +128,8 @@ def _draw(seen: Mapping[int, Tensor], real: Tensor, figure: Any) -> None:
         axes.scatter(*real.T.numpy(), s=6, color=GREY, linewidths=0)
         axes.scatter(*points.T.numpy(), s=6, color=BLUE, alpha=0.45, linewidths=0)
         near, found = _judged(points)
-        title = f"epoch {epoch}: {found} of {_NUM_CLOUDS} clouds, {near:.0%} inside" if epoch else "before training"
+        title = f"epoch {epoch}: {found} of {_NUM_CLOUDS} clusters, {near:.0%} inside" if epoch else "before training"
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
         axes.set(xlim=(-2.8, 2.8), ylim=(-2.8, 2.8), aspect="equal", xticks=[], yticks=[])
         axes.spines[:].set_color(GREY)
-    figure.supxlabel("grey: the data; blue: what the generator makes, always of the same noise", fontsize=9, color=INK)
+    figure.supxlabel("grey: data; blue: output of the generator, always for the same noise", fontsize=9, color=INK)

@@ -25,7 +25,7 @@ class TrainingProcessError(DovetailError):
 
 
 def share_of_threads(limit: int) -> int:
-    """Return the number of torch threads for each of `limit` processes: a share of the cores, at most this process's."""
+    """Return the number of torch threads for each of `limit` processes: a share of the cores, at most as now."""
     return min(torch.get_num_threads(), threads_per_process(limit))
 
 
