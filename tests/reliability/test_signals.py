@@ -207,7 +207,7 @@ def test_the_message_does_not_claim_a_checkpoint_that_could_not_be_written(
     in_the_way = tmp_path / "checkpoints" / "ck_epoch_0_iter_6" / "precious"
     in_the_way.mkdir(parents=True)
     options = {"on_save_error": "warn", "save_every": 100, "further_callbacks": [_Raise(signal.SIGINT)]}
-    with pytest.warns(store.CheckpointWarning, match="refusing to replace"), pytest.raises(KeyboardInterrupt):
+    with pytest.warns(store.CheckpointWarning, match="so it is not replaced"), pytest.raises(KeyboardInterrupt):
         train(tmp_path, **options)
     assert capfd.readouterr().err.splitlines()[-1] == (
         "interrupted by SIGINT after 0 epochs and 6 batches: nothing is saved (the checkpoint could not be written)"

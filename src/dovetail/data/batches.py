@@ -132,8 +132,8 @@ def slice_batch(batch: Any, start: int, stop: int, length: int | None = None) ->
     cut = _cut(batch, start, stop, length)
     if cut is batch:
         raise DataError(
-            f"cannot slice a batch of type {type(batch).__name__}: expected a tensor, an array or a list with one entry "
-            f"for each of its {length} samples"
+            f"cannot slice a batch of type {type(batch).__name__}: expected a tensor, an array or a list with one "
+            f"entry for each of its {length} samples"
         )
     return cut
 

@@ -437,8 +437,8 @@ def iterate_from(loader: Iterable[T], start: int) -> Iterator[T]:
     """Return an iterator over `loader` without its first `start` batches.
 
     This library's loader, and torch's loader of a dataset with indices, do not read the skipped batches; other
-    iterables do. If `start` is not 0, the random numbers of the order are drawn before this function returns, as at the start of
-    an epoch. The caller may then set the random state of batch `start`.
+    iterables do. If `start` is not 0, the random numbers of the order are drawn before this function returns, as at
+    the start of an epoch. The caller may then set the random state of batch `start`.
 
     Example:
         >>> list(iterate_from(["a", "b", "c"], 2))
