@@ -117,7 +117,7 @@ def test_a_folder_with_something_in_it_is_left_alone(run: Run, tmp_path: Path) -
     mine.write_text("mine")
     code, out, err = run("demo", "classify", "--output", tmp_path)
     assert (code, out) == (1, "")
-    assert err == f"dovetail: --output: {tmp_path} is not empty, and a demo overwrites nothing: name a new folder\n"
+    assert err == f"dovetail: --output: {tmp_path} is not empty, and a demo never overwrites files: give a new folder\n"
     assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]
     assert mine.read_text() == "mine"
 

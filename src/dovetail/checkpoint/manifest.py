@@ -59,8 +59,8 @@ class CheckpointInfo:
         format_version: The format version of the checkpoint.
         dovetail_version: The release of Dovetail that wrote it.
         created: When it was written, in UTC.
-        sequence: A number larger than the numbers of all checkpoints that were in the folder before; 0 if it was written by a
-            release that did not count. It orders runs, because a clock may be set back.
+        sequence: A number larger than the numbers of all checkpoints that were in the folder before; 0 if it was
+            written by a release that did not count. It orders runs, because a clock may be set back.
         size: The total size of its files in bytes.
         files: Its files except the manifest, by name.
         summary: The summary given by the writer: counters of progress, and metrics by name under `"metrics"`.

@@ -1,8 +1,8 @@
 """Tensors of which several processes hold parts: each process writes its own, and any number of processes reads them.
 
 `torch.distributed.checkpoint` plans which process writes which part, and which stored parts a reader needs. Its own
-file format is not used, because its index is a pickle. Here the parts of a process are a safetensors file, and the index is
-JSON:
+file format is not used, because its index is a pickle. Here the parts of a process are a safetensors file, and the
+index is JSON:
 
     {"tensors": {"model.weight": {
         "dtype": "float32", "shape": [4, 2],

@@ -125,12 +125,12 @@ def save(
             bytes and None. Tensors that share their elements are stored once and share them again when
             loaded. Instances of subclasses are loaded as the plain type (an OrderedDict as a dict, a Parameter
             as a tensor), except Counter.
-            summary: Information that can be read without loading the state: counters such as `"batches"`, by which the
+        summary: Information that can be read without loading the state: counters such as `"batches"`, by which the
             checkpoints of one `"run"` are ordered, and numbers by name under `"metrics"`.
-            on_error: Whether a failure of the disk raises an error or gives a warning. State that cannot be stored
+        on_error: Whether a failure of the disk raises an error or gives a warning. State that cannot be stored
             raises in either case.
-            files: The file operations; tests replace them by failing ones.
-            peers: The processes that hold parts of the state (`DTensor`), if there are several. All of them save
+        files: The file operations; tests replace them by failing ones.
+        peers: The processes that hold parts of the state (`DTensor`), if there are several. All of them save
             together: each writes its own parts, and the first one everything else.
 
     Returns:

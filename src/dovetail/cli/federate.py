@@ -1,4 +1,4 @@
-"""`dovetail federate`: run a federation from a file."""
+"""Command `dovetail federate`: run a federation from a file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def federate(
     ] = None,
     checkpoints: Annotated[
         Path | None,
-        typer.Option("--checkpoints", metavar="DIR", help="Keep a checkpoint of every round, and go on from it."),
+        typer.Option("--checkpoints", metavar="DIR", help="Write a checkpoint every round, and resume from it."),
     ] = None,
     on_flower: Annotated[
         bool, typer.Option("--flower", help="Run it on Flower: a SuperLink and SuperNodes on this machine.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rounds as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the rounds, as JSON.")] = False,
 ) -> None:
-    """Run a federation of simulated clients. Without a file it is ten clients with handwritten digits."""
+    """Run a federation of simulated clients. Without a file, ten clients train on handwritten digits."""
     from dovetail.federated.servers.building import federation
     from dovetail.federated.servers.display import RoundDisplay
     from dovetail.federated.servers.reading import read_federated
@@ -46,7 +46,7 @@ def federate(
     folder = told.results.result_path
     watching = [] if as_json else [RoundDisplay()]
     personal = Personalized()
-    # The server writes the results by itself.
+    # The server itself writes the result files.
     writing = [personal]
     if on_flower:
         require("flwr", "flower")
@@ -64,7 +64,7 @@ def federate(
         print_line(f"written: {folder}/rounds.csv{clients} and {folder}/rounds.png")
 
 
-# The settings without a file: a model that learns something in ten rounds.
+# The settings without a file: a small model that learns visibly in ten rounds.
 _DIGITS = {
     "trainer": {"rounds": 10, "epochs": 2, "batch_size": 16, "optimizer": "SGD"},
     "parameters": {"optimizer": {"lr": 0.1}},
