@@ -89,11 +89,11 @@ def test_every_mistake_in_a_file_is_named_and_nothing_is_created(run: Any, proje
     assert not project.home.exists()
 
 
-@pytest.mark.filterwarnings("default:.*keys that mean nothing here")
+@pytest.mark.filterwarnings("default:.*keys without an effect here")
 @pytest.mark.parametrize("options", [[], ["--test"]])
 def test_ignored_keys_are_one_sentence(run: Any, project: Any, options: list[str]) -> None:
     project.config.write_text(project.config.read_text() + "scheduling_unit: 100\n")
-    sentence = f"dovetail: warning: {project.config}: keys that mean nothing here are ignored: scheduling_unit\n"
+    sentence = f"dovetail: warning: {project.config}: keys without an effect here are ignored: scheduling_unit\n"
     code, _, err = run("e", "create", project.config, project.code, "--home", project.home, *options)
     assert (code, err) == (0, sentence)
 

@@ -245,7 +245,7 @@ BrokenContract.__test__ = False
 BROKEN: list[tuple[type[Fixed], str, str]] = [
     (Idle, "test_is_a_searcher", "max_concurrent_trials is 0: no trial runs"),
     (Seedless, "test_another_seed_gives_other_trials", "another seed gives the same trials"),
-    (Patient, "test_a_space_that_is_invalid_everywhere_ends", "no end is in sight"),
+    (Patient, "test_a_space_that_is_invalid_everywhere_ends", "and the search does not end"),
     (Waiting, "test_trials_that_fail_do_no_harm", r"is_over\(\) is False"),
     (Restless, "test_the_same_seed_gives_the_same_trials", "a second run with the same seed"),
     (Forgetful, "test_its_state_is_all_that_it_remembers", "the state after a round trip"),
@@ -253,12 +253,12 @@ BROKEN: list[tuple[type[Fixed], str, str]] = [
     (Writing, "test_the_study_is_only_read", "the trials of the study"),
     (Watching, "test_trials_that_still_run_change_nothing", "a suggestion beside trials that still run"),
     (Stuck, "test_ends_and_says_so", r"none is suggested, and is_over\(\) is False"),
-    (Endless, "test_ends_and_says_so", "no end is in sight"),
+    (Endless, "test_ends_and_says_so", "and the search does not end"),
     (Greedy, "test_ends_and_says_so", "5 trials were suggested, and max_trials is 4"),
     (Unwritable, "test_its_state_is_all_that_it_remembers", "is not JSON"),
     (Shared, "test_a_state_is_a_snapshot", "a state that was kept"),
     (Unreplaced, "test_an_invalid_trial_is_replaced", "no other is suggested|is to be replaced"),
-    (Counting, "test_asking_again_changes_nothing", "trial 0, asked for again"),
+    (Counting, "test_asking_again_changes_nothing", "trial 0, requested again"),
     (Hashing, "test_a_fresh_process_suggests_the_same", "in a fresh process"),
     (Picky, "test_a_metric_that_is_not_a_number_does_no_harm", "this is no loss"),
 ]

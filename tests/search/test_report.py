@@ -251,7 +251,7 @@ def test_the_page_has_it_ready_to_copy(record: ExperimentRecord, tmp_path: Path)
 
 
 def test_without_a_value_no_trial_is_the_best() -> None:
-    with pytest.raises(ConfigError, match="experiment 3: no trial has reported 'loss', so none is the best"):
+    with pytest.raises(ConfigError, match="experiment 3: no trial has reported 'loss', so there is no best trial"):
         best_config(experiment(trial(0, {}, "ERROR")))
 
 

@@ -24,7 +24,7 @@ from dovetail.search.starting import backend_for, command_of, variables_of
 from dovetail.search.store import Store
 
 _EVERY = 0.02
-_SAID = ("the job is asked to leave (again to kill it)", "the job is killed")
+_SAID = ("stopping the job (press again to kill it)", "killing the job")
 
 
 def run_job(
@@ -35,21 +35,21 @@ def run_job(
     on_output: Callable[[str], None] | None = None,
     backend: Backend | None = None,
 ) -> JobRecord:
-    r"""Run a job to its end. Ctrl-C lets it leave, a second one kills it.
+    r"""Run a job until it ends. Ctrl-C requests its exit, a second one kills it.
 
     Args:
-        store: Where jobs are kept.
+        store: The store of jobs.
         path: The configuration.
         context_dir: The folder with the code.
-        overrides: What to change in the configuration, such as `data.trial_id=3`.
-        on_output: Is given what the job writes, as it comes.
-        backend: Where it runs; None means what the configuration names.
+        overrides: Changes of the configuration, such as `data.trial_id=3`.
+        on_output: A function that receives the output of the job as it is written.
+        backend: The backend that runs it; None means the one of the configuration.
 
     Returns:
         The record of the job.
 
     Raises:
-        ConfigError: The configuration, or the folder, cannot be meant.
+        ConfigError: The configuration or the folder is invalid.
 
     Example:
         >>> import tempfile
@@ -106,7 +106,7 @@ def _wait(
     folder = attempt.trial
     log = folder / "log.txt"
     log.touch()
-    # A sign of several bytes may be half written.
+    # The end of the output may be an incomplete character of several bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with collect_signals(_SAID) as signals, open(log, "rb") as output:
         backend.start(attempt, command, env, folder / "code", slots)
