@@ -168,7 +168,7 @@ def test_a_logger_that_fails_warns_once_and_is_off(
     with pytest.warns(UserWarning, match="is off") as told:
         trainer.fit(max_length=Epochs(2))
     assert [str(warning.message) for warning in told] == [
-        f"Memory is off for the rest of this run, training goes on: {method} failed with ConnectionError: "
+        f"Memory is disabled for the rest of this run, and training continues: {method} failed with ConnectionError: "
         "no route to host"
     ]
     assert broken.calls == calls
