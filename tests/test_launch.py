@@ -181,7 +181,10 @@ def test_a_signal_reaches_the_script(folder: Path) -> None:
         (["--config", "slots.yaml", "tell.py"], "slots.yaml:1:13: resources.slots_per_trial: expected a whole number"),
         (["--hparam", "lr", "tell.py"], "--hparam: expected NAME=VALUE, got 'lr'"),
         (["--hparam", "lr=[1, 2]", "tell.py"], "--hparam lr: expected one value such as 1e-3"),
-        (["--hparam", "lr=1", "--hparam", "lr.base=2", "tell.py"], "--hparam lr.base: there is a value where 'base'"),
+        (
+            ["--hparam", "lr=1", "--hparam", "lr.base=2", "tell.py"],
+            "--hparam lr.base: cannot set 'base', because the name above it has a value",
+        ),
         (["--config", "config.yaml", "--hparam", "learning_rat=1", "tell.py"], "did you mean 'learning_rate'?"),
         (["--config", "config.yaml", "--hparam", "net.widht=1", "tell.py"], "'widht': did you mean 'width'?"),
         (["--config", "config.yaml", "--hparam", "nte.width=1", "tell.py"], "'nte': did you mean 'net'?"),

@@ -300,7 +300,7 @@ def test_a_dataset_without_indices_or_length_is_refused(dataset: Any) -> None:
         ({"batch_size": 0}, "batch_size: expected a number of samples from 1 on, got 0"),
         ({"dataloader_kwargs": {"batch_size": 3}}, "batch_size: expected as an argument or in dataloader_kwargs"),
         ({"dataloader_kwargs": {"shuffle": True}}, "shuffle=True is not accepted"),
-        ({"dataloader_kwargs": {"sampler": [1]}}, "'sampler' is not accepted: batches are dealt out"),
+        ({"dataloader_kwargs": {"sampler": [1]}}, "'sampler' is not accepted: batches are processed"),
         ({"dataloader_kwargs": {"batch_sampler": [[1]]}}, "'batch_sampler' is not accepted"),
         ({"dataloader_kwargs": {"rank": 1}}, "'rank' is not accepted"),
     ],

@@ -121,7 +121,7 @@ def test_a_job_has_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     told(tmp_path, monkeypatch, kind="job", config={"data": {"trial_id": 7}})
     context = pytorch.init()
     assert context.config_data["trial_id"] == 7
-    with pytest.raises(ConfigError, match="this is a job"):
+    with pytest.raises(ConfigError, match="this process runs a job"):
         _ = context.training
 
 

@@ -30,8 +30,8 @@ class ProgressDisplay(Callback):
 
     On a terminal the bar shows the batches, the running means of loss and metrics, the learning rate, the speed and
     the remaining time. In a notebook bar and lines are one output that is updated in place. Elsewhere (a file, a pipe,
-    a build server) there are only the lines. A validation inside of an epoch has its own line, and so has the reason why
-    training was stopped.
+    a build server) there are only the lines. A validation inside of an epoch has its own line, and so has the
+    reason why training was stopped.
 
     The display does nothing in a step: it reads the reports of the loop and is redrawn from time to time.
 
