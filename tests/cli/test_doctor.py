@@ -145,7 +145,7 @@ def test_an_extra_that_names_another_needs_its_packages() -> None:
 
 def test_extras_that_the_installation_does_not_know_are_one_note() -> None:
     *_, check = check_extras([Requirement("pytest", extra=extra) for extra in PURPOSES if extra not in ("ray", "s3")])
-    assert (check.status, check.found.rpartition("know ")[2]) == ("note", "ray, s3")
+    assert (check.status, check.found.rpartition("lacks ")[2]) == ("note", "ray, s3")
 
 
 def test_a_missing_package_is_a_problem_with_its_command() -> None:
@@ -224,7 +224,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
     check = check_folder(tmp_path / "runs" / "digits")
-    assert (check.status, check.found.partition(" ")[0]) == ("ok", str(tmp_path))
+    assert (check.status, check.found.partition(": ")[0]) == ("ok", str(tmp_path))
     assert files_below(tmp_path) == set()
 
 

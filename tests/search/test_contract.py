@@ -256,7 +256,7 @@ BROKEN: list[tuple[type[Fixed], str, str]] = [
     (Endless, "test_ends_and_says_so", "and the search does not end"),
     (Greedy, "test_ends_and_says_so", "5 trials were suggested, and max_trials is 4"),
     (Unwritable, "test_its_state_is_all_that_it_remembers", "is not JSON"),
-    (Shared, "test_a_state_is_a_snapshot", "a state that was kept"),
+    (Shared, "test_a_state_is_a_snapshot", "a stored state"),
     (Unreplaced, "test_an_invalid_trial_is_replaced", "no other is suggested|is to be replaced"),
     (Counting, "test_asking_again_changes_nothing", "trial 0, requested again"),
     (Hashing, "test_a_fresh_process_suggests_the_same", "in a fresh process"),
