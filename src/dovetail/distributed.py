@@ -126,7 +126,7 @@ class Group:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
         _STORES.append(store)
-        atexit.register(_leave_for_good)
+        atexit.register(_leave_at_exit)
         return cls(store)
 
     def sum(self, *tensors: Tensor) -> None:
@@ -139,7 +139,7 @@ class Group:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(self._roll_call()) from error
+            raise PeerError(self._describe_lost_peers()) from error
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by the tensors of the first process."""
@@ -170,7 +170,7 @@ class Group:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                raise PeerError(self._roll_call()) from error
+                raise PeerError(self._describe_lost_peers()) from error
             raise
 
     def tell_failure(self, error: BaseException) -> None:
@@ -187,9 +187,9 @@ class Group:
         try:
             return operation()
         except RuntimeError as error:
-            raise PeerError(self._roll_call()) from error
+            raise PeerError(self._describe_lost_peers()) from error
 
-    def _roll_call(self) -> str:
+    def _describe_lost_peers(self) -> str:
         """Return a sentence about the processes that failed or do not respond."""
         store, others = self._store, [rank for rank in range(self.size) if rank != self.rank]
         if store is None:
@@ -232,7 +232,7 @@ def _leave() -> None:
             dist.destroy_process_group()
 
 
-def _leave_for_good() -> None:
+def _leave_at_exit() -> None:
     """Leave the group before the interpreter ends: a thread that then releases a tensor aborts the process."""
     group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
     _leave()

@@ -47,16 +47,16 @@ _GROUP_OF_ONE = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a script and return its exit code: 2 for a mistake on the command line, 128 + signal after a signal."""
-    wishes = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        config = _config(wishes.config)
-        if names_trial_class(wishes.script) and not wishes.module and not Path(wishes.script).is_file():
-            _check_trial_class(wishes.script, wishes.arguments, config)
-            wishes.script, wishes.module, wishes.arguments = _ENTRYPOINT, True, [wishes.script]
+        config = _config(options.config)
+        if names_trial_class(options.script) and not options.module and not Path(options.script).is_file():
+            _check_trial_class(options.script, options.arguments, config)
+            options.script, options.module, options.arguments = _ENTRYPOINT, True, [options.script]
         else:
-            _check_script(wishes.script, wishes.module)
-        hparams = _hparams(config, wishes.hparam)
-        slots = wishes.slots or _slots(config)
+            _check_script(options.script, options.module)
+        hparams = _hparams(config, options.hparam)
+        slots = options.slots or _slots(config)
         if slots == 0:
             os.environ.update(NO_CARDS)
             slots = 1
@@ -64,15 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dovetail.launch: {error}", file=sys.stderr)
         return 2
     with TemporaryDirectory(prefix="dovetail-launch-", ignore_cleanup_errors=True) as folder:
-        if wishes.config is not None or hparams:
+        if options.config is not None or hparams:
             os.environ[VARIABLE] = os.path.join(folder, "trial.json")
             write_info(os.environ[VARIABLE], _info(config, hparams, slots))
-        if slots == 1 and not wishes.restarts:
-            os.environ.update(_GROUP_OF_ONE if wishes.group else {})
-            return _run_here(wishes.script, wishes.module, wishes.arguments)
+        if slots == 1 and not options.restarts:
+            os.environ.update(_GROUP_OF_ONE if options.group else {})
+            return _run_here(options.script, options.module, options.arguments)
         # Each worker runs this command again, for one process.
-        program = ["-m", "dovetail.launch", *(["-m"] if wishes.module else []), wishes.script, *wishes.arguments]
-        return _run_workers(program, slots, wishes.restarts, folder)
+        program = ["-m", "dovetail.launch", *(["-m"] if options.module else []), options.script, *options.arguments]
+        return _run_workers(program, slots, options.restarts, folder)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -392,13 +392,13 @@ def test_ctrl_c_pauses_and_resume_goes_on(project: Any, tmp_path: Path, run: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wish", "state"), [("pause", "PAUSED"), ("cancel", "CANCELED"), ("kill", "CANCELED")])
-def test_a_wish_is_granted_before_the_command_returns(run: Any, project: Any, wish: str, state: str) -> None:
+@pytest.mark.parametrize(("request_name", "state"), [("pause", "PAUSED"), ("cancel", "CANCELED"), ("kill", "CANCELED")])
+def test_a_request_is_done_before_the_command_returns(run: Any, project: Any, request_name: str, state: str) -> None:
     store = Store.open(project.home)
     config = read_experiment(project.config, [f"data.waits={project.folder / 'never'}"])
     start_detached(store, store.create_experiment(config, "", project.code).id)
     wait_until(lambda: store.experiment(1).is_running and store.experiment(1).trials)
-    assert run("e", wish, 1, "--home", project.home) == (0, f"experiment 1 is {state}\n", "")
+    assert run("e", request_name, 1, "--home", project.home) == (0, f"experiment 1 is {state}\n", "")
     assert not store.experiment(1).is_running
 
 

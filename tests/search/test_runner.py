@@ -807,7 +807,7 @@ def test_a_paused_experiment_goes_on_where_it_was(lab: Any, detached: Any, until
     record = lab.create(SLOW)
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
-    lab.store.wish(record.id, "pause")
+    lab.store.request(record.id, "pause")
     assert process.wait() == 0
     paused = lab.store.experiment(record.id)
     assert (paused.state, paused.is_running, paused.trials[0].state) == ("PAUSED", False, "WAITING")

@@ -56,18 +56,18 @@ def together(peers: Peers, work: Callable[[], Any]) -> list[Any]:
     Raises:
         CheckpointError: The error of this process, or else of the first process that failed.
     """
-    told, problem = None, None
+    result, problem = None, None
     try:
-        told = work()
+        result = work()
     except CheckpointError as error:
         problem = error
-    everyone = peers.exchange({"told": told, "problem": None if problem is None else str(problem)})
+    everyone = peers.exchange({"result": result, "problem": None if problem is None else str(problem)})
     if problem is not None:
         raise problem
     for rank, each in enumerate(everyone):
         if each["problem"] is not None:
             raise CheckpointError(f"{each['problem']} (rank {rank})")
-    return [each["told"] for each in everyone]
+    return [each["result"] for each in everyone]
 
 
 def plan_shards(shards: Mapping[str, torch.Tensor], peers: Peers) -> tuple[list[Block], bytes]:

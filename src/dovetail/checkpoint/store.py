@@ -240,7 +240,7 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
     """Return the checkpoints in `directory`, oldest first, and the errors of the unreadable ones."""
     if not directory.is_dir():
         return [], []
-    _refuse_inside(directory)
+    _reject_checkpoint(directory)
     infos, damaged = [], []
     for path in (directory / name for name in names_in(directory)):
         if path.is_symlink():
@@ -253,7 +253,7 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
     return _oldest_first(infos), damaged
 
 
-def _refuse_inside(directory: Path) -> None:
+def _reject_checkpoint(directory: Path) -> None:
     """Reject a checkpoint given as a folder of checkpoints: it contains none, and writing there would damage it."""
     if is_checkpoint(directory):
         raise CheckpointError(f"{directory}: is a checkpoint itself: give the folder around it, {directory.parent}")
@@ -288,7 +288,7 @@ def write(target: Path, encoded: Encoded, summary: Any, files: Files, peers: Pee
         return
     if encoded.shards:
         raise CheckpointError(f"{min(encoded.shards)}: several processes hold parts of it and must save together")
-    with _begun(target, encoded, files) as temporary:
+    with _open_temporary(target, encoded, files) as temporary:
         _commit(temporary, target, encoded, summary, files, {})
 
 
@@ -298,14 +298,14 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
         def begin() -> str | None:
             if peers.rank != 0:
                 return None
-            return os.path.abspath(stack.enter_context(_begun(target, encoded, files)))
+            return os.path.abspath(stack.enter_context(_open_temporary(target, encoded, files)))
 
         temporary = Path(together(peers, begin)[0])
         blocks, index = plan_shards(encoded.shards, peers)
         file = shard_file(peers.rank, peers.size)
 
         def write_own() -> list[Any]:
-            with _refusals(target):
+            with _naming_checkpoint(target):
                 written = write_file(files, temporary / file, stream(blocks))
             return [file, *written]
 
@@ -313,7 +313,7 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
 
         def finish() -> None:
             if peers.rank == 0:
-                with stack.pop_all(), _refusals(target):
+                with stack.pop_all(), _naming_checkpoint(target):
                     indexed = write_file(files, temporary / SHARDS, [index])
                     _commit(temporary, target, encoded, summary, files, {**shards, SHARDS: indexed})
 
@@ -321,12 +321,12 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
 
 
 @contextlib.contextmanager
-def _begun(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
+def _open_temporary(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
     """Yield a temporary directory in which a checkpoint can be written, and clean up afterwards."""
     if is_temporary(target.name):
         raise CheckpointError(f"{target}: this form of name is reserved for temporary files; choose another")
-    _refuse_inside(target.parent)
-    with _refusals(target):
+    _reject_checkpoint(target.parent)
+    with _naming_checkpoint(target):
         make_parents(files, target.parent)
         sweep(files, target.parent)
         needed = (
@@ -355,7 +355,7 @@ def _commit(
 
 
 @contextlib.contextmanager
-def _refusals(target: Path) -> Iterator[None]:
+def _naming_checkpoint(target: Path) -> Iterator[None]:
     """Convert errors of the disk to an error with the name of the checkpoint."""
     try:
         yield

@@ -43,7 +43,7 @@ app.add_typer(checkpoint.app, name="c", hidden=True)
 def main() -> None:
     """Run the command line. A mistake of the user prints one sentence on stderr, and the exit code is 1."""
     with warnings.catch_warnings():
-        warnings.showwarning = _say_warning
+        warnings.showwarning = _print_warning
         try:
             app()
         except (DovetailError, OSError) as error:
@@ -51,7 +51,7 @@ def main() -> None:
             raise SystemExit(1) from None
 
 
-def _say_warning(message: Warning | str, *place: Any, **more: Any) -> None:
+def _print_warning(message: Warning | str, *place: Any, **more: Any) -> None:
     print_line(f"dovetail: warning: {message}", to_stderr=True)
 
 

@@ -56,7 +56,7 @@ def demo(
     written = {str(folder / each): what for each, what in outcome.files.items() if (folder / each).exists()}
     for path, what in written.items():
         print(f"  {path.ljust(max(map(len, written)))}  {what}")
-    print(f"next:\n  {DEMOS[name].goes_on.format(folder=shlex.quote(str(folder)))}")
+    print(f"next:\n  {DEMOS[name].next_step.format(folder=shlex.quote(str(folder)))}")
     print(f"\nresult: {outcome.result}")
 
 

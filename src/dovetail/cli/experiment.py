@@ -180,7 +180,7 @@ def logs(
 @app.command()
 def pause(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
     """Pause an experiment: its trials save and exit; 'resume' continues it."""
-    _ask(open_store(home, store), id, "pause")
+    _send_request(open_store(home, store), id, "pause")
 
 
 @app.command(epilog=EXIT_CODES)
@@ -198,13 +198,13 @@ def resume(id: _Id, follow: _Follow = True, home: Home = None, store: StoreUrl =
 @app.command()
 def cancel(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
     """Cancel an experiment permanently; its trials save first."""
-    _ask(open_store(home, store), id, "cancel")
+    _send_request(open_store(home, store), id, "cancel")
 
 
 @app.command()
 def kill(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
     """Kill an experiment permanently, without saving."""
-    _ask(open_store(home, store), id, "kill")
+    _send_request(open_store(home, store), id, "kill")
 
 
 @app.command()
@@ -321,21 +321,21 @@ def _show_failures(record: ExperimentRecord) -> None:
         print(f"see 'dovetail trial logs {first.id}' for details: {first.directory / 'log.txt'}", file=sys.stderr)
 
 
-def _ask(store: Store, experiment_id: int, wish: str) -> None:
+def _send_request(store: Store, experiment_id: int, command: str) -> None:
     """Send a command to the runner, and wait until it is carried out."""
     from dovetail.search.records import OVER
     from dovetail.search.runner import request
 
     before = store.experiment(experiment_id)
     if before.state in OVER:
-        raise ConfigError(f"experiment {experiment_id} is {before.state} already: it cannot {wish}")
-    record = request(store, experiment_id, wish)
+        raise ConfigError(f"experiment {experiment_id} is {before.state} already: it cannot {command}")
+    record = request(store, experiment_id, command)
     deadline = time.monotonic() + _SECONDS_TO_LEAVE
     while record.is_running and time.monotonic() < deadline:
         time.sleep(0.1)
         record = store.experiment(experiment_id)
     if record.is_running:
-        return print(f"experiment {experiment_id}: {wish} requested; its trials are still exiting")
+        return print(f"experiment {experiment_id}: {command} requested; its trials are still exiting")
     # Read again: the runner may have exited while the record was being read.
     return print(f"experiment {experiment_id} is {store.experiment(experiment_id).state}")
 

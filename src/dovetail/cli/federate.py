@@ -38,12 +38,12 @@ def federate(
     from dovetail.federated.servers.reading import read_federated
     from dovetail.federated.servers.results import Personalized
 
-    told = read_federated(config if config is not None else _DIGITS, settings or [])
+    federation_config = read_federated(config if config is not None else _DIGITS, settings or [])
     if checkpoints is not None:
-        told = told.with_settings(checkpoint_path=str(checkpoints))
+        federation_config = federation_config.with_settings(checkpoint_path=str(checkpoints))
     if results is not None:
-        told = told.with_settings(result_path=str(results))
-    folder = told.results.result_path
+        federation_config = federation_config.with_settings(result_path=str(results))
+    folder = federation_config.results.result_path
     watching = [] if as_json else [RoundDisplay()]
     personal = Personalized()
     # The server itself writes the result files.
@@ -52,9 +52,9 @@ def federate(
         require("flwr", "flower")
         from dovetail.federated.servers.flower import run_on_flower
 
-        records = run_on_flower(told, [*watching, *writing])
+        records = run_on_flower(federation_config, [*watching, *writing])
     else:
-        server, client = federation(told, [*watching, *writing])
+        server, client = federation(federation_config, [*watching, *writing])
         records = server.run(client)
     if as_json:
         rounds = [record.to_plain() for record in records]

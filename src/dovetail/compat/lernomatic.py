@@ -290,9 +290,9 @@ class Trainer(main.Trainer):
         """
         return self.evaluate(stage="test")
 
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+    def plan(self, **periods: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of a `fit`; its best checkpoints start from an assigned `best_acc`."""
-        plan = super().plan(**wishes)
+        plan = super().plan(**periods)
         self._share_best()
         return plan
 

@@ -113,7 +113,7 @@ class CheckpointContext:
                 source = Path(ckpt_dir)
                 if not source.is_dir():
                     raise CheckpointError(f"{source}: expected a folder to store, got none")
-                left_out = None if selector is None else _leaving_out(source, selector)
+                left_out = None if selector is None else _make_ignore(source, selector)
                 shutil.copytree(source, path, ignore=left_out, copy_function=shutil.copyfile, dirs_exist_ok=True)
         return storage_id
 
@@ -146,7 +146,7 @@ class CheckpointContext:
         problem = own if isinstance(own, Exception) else None
         storage_id = str(uuid.uuid4())
         if shard:
-            storage_id = self._told(storage_id, problem)[0]
+            storage_id = self._exchange(storage_id, problem)[0]
         elif problem is not None:
             raise problem
         target = self.directory / storage_id
@@ -156,7 +156,7 @@ class CheckpointContext:
             digests: Digests = {}
             try:
                 yield temporary / FILES, storage_id
-                digests = _synced(temporary / FILES)
+                digests = _sync_files(temporary / FILES)
             except Exception as error:
                 problem = error
             if shard:
@@ -279,33 +279,33 @@ class CheckpointContext:
     ) -> None:
         """Move the files of all processes into the chief's folder, and rename the folder to its final name."""
         chief = self._distributed.is_chief
-        parts = self._told({"at": temporary.name, "files": digests, "metadata": own}, problem)
-        work = _attempt(lambda: _merged(parts))
+        parts = self._exchange({"at": temporary.name, "files": digests, "metadata": own}, problem)
+        work = _attempt(lambda: _merge(parts))
         if not isinstance(work, Exception):
             metadata, owners = work
             home = temporary.with_name(parts[0]["at"]) / FILES
             moves = [name for name, owner in owners.items() if owner == self._distributed.rank and not chief]
-            work = _attempt(lambda: _moved(temporary / FILES, home, moves))
-        self._told(None, work if isinstance(work, Exception) else None)
+            work = _attempt(lambda: _move(temporary / FILES, home, moves))
+        self._exchange(None, work if isinstance(work, Exception) else None)
         everything = {name: StoredFile(*it) for part in parts for name, it in part["files"].items()}
         done = _attempt(lambda: _commit(temporary, metadata, everything, target)) if chief else None
-        self._told(None, done if isinstance(done, Exception) else None)
+        self._exchange(None, done if isinstance(done, Exception) else None)
 
-    def _told(self, told: Any, problem: Exception | None) -> list[Any]:
+    def _exchange(self, value: Any, problem: Exception | None) -> list[Any]:
         """Return the values of all processes. An error in one process is raised in all of them.
 
         Raises:
             CheckpointError: Another process had an error. An error of this process is raised unchanged.
         """
         everyone = self._distributed.allgather(
-            {"told": told, "problem": None if problem is None else f"{type(problem).__name__}: {problem}"}
+            {"value": value, "problem": None if problem is None else f"{type(problem).__name__}: {problem}"}
         )
         if problem is not None:
             raise problem
         for rank, each in enumerate(everyone):
             if each["problem"] is not None:
                 raise CheckpointError(f"rank {rank} could not store its part of a checkpoint: {each['problem']}")
-        return [each["told"] for each in everyone]
+        return [each["value"] for each in everyone]
 
 
 def storage_directory(storage: _Path | Mapping[str, Any]) -> Path:
@@ -345,7 +345,7 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def _leaving_out(source: Path, selector: _Selector) -> Callable[[str, list[str]], list[str]]:
+def _make_ignore(source: Path, selector: _Selector) -> Callable[[str, list[str]], list[str]]:
     """Return the `ignore` function of `shutil.copytree` that leaves out files which the selector rejects."""
 
     def left_out(folder: str, names: list[str]) -> list[str]:
@@ -355,7 +355,7 @@ def _leaving_out(source: Path, selector: _Selector) -> Callable[[str, list[str]]
     return left_out
 
 
-def _synced(directory: Path) -> Digests:
+def _sync_files(directory: Path) -> Digests:
     """Sync all files of a folder to the disk and return the size and SHA-256 of each."""
     digests: Digests = {}
     for place, folders, files in os.walk(directory):
@@ -372,7 +372,7 @@ def _synced(directory: Path) -> Digests:
     return digests
 
 
-def _merged(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, int]]:
+def _merge(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the joined metadata of all processes, and the rank that provides each file."""
     metadata: dict[str, Any] = {}
     said: dict[str, int] = {}
@@ -391,7 +391,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[st
     return metadata, owners
 
 
-def _moved(source: Path, target: Path, names: Sequence[str]) -> None:
+def _move(source: Path, target: Path, names: Sequence[str]) -> None:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.rename(source / name, target / name)

@@ -74,17 +74,17 @@ class PreemptContext:
         Raises:
             ConfigError: Called by another process than the chief in the mode `ChiefOnly`.
         """
-        heard = self.signal is not None
+        is_requested = self.signal is not None
         if self._mode is PreemptMode.WorkersAskChief:
-            heard = bool(self._distributed.broadcast(heard))
+            is_requested = bool(self._distributed.broadcast(is_requested))
         elif self._mode is PreemptMode.ChiefOnly and not self._distributed.is_chief:
             raise ConfigError(
                 f"should_preempt() was called in rank {self._distributed.rank}: with PreemptMode.ChiefOnly only rank 0 "
                 "may call it; PreemptMode.WorkersAskChief is for all processes"
             )
-        if heard and auto_ack:
+        if is_requested and auto_ack:
             self.acknowledge_preemption_signal()
-        return heard
+        return is_requested
 
     def acknowledge_preemption_signal(self) -> None:
         """Record for the experiment, if there is one, that the script exits because of an exit request."""

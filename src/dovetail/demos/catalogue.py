@@ -33,12 +33,12 @@ class Demo:
     Attributes:
         name: The name of the demo and of its module.
         shows: What it shows, in one sentence.
-        goes_on: What to do next; `{folder}` is replaced by the folder of the demo.
+        next_step: What to do next; `{folder}` is replaced by the folder of the demo.
     """
 
     name: str
     shows: str
-    goes_on: str
+    next_step: str
 
     def run(self, folder: Path) -> Outcome:
         """Run the demo, and write its files into an empty folder."""

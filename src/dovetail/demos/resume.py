@@ -43,12 +43,12 @@ def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
     straight, killed = folder / "straight", folder / "killed"
     print("starting the same training in two processes; one of them will be killed", flush=True)
     with ThreadPoolExecutor() as pool:
-        undisturbed = pool.submit(_watched, straight, num_epochs)
-        before = _watched(killed, num_epochs, kill_at=_KILLED_AT)
+        undisturbed = pool.submit(_run_process, straight, num_epochs)
+        before = _run_process(killed, num_epochs, kill_at=_KILLED_AT)
         saved = checkpoint.latest(killed)
         assert saved is not None
         print(f"killed by SIGKILL after batch {max(before)}; its newest checkpoint is {saved.name}", flush=True)
-        after = _watched(killed, num_epochs)
+        after = _run_process(killed, num_epochs)
         print(f"the same command resumed with batch {min(after)}; final loss {after[max(after)]:.6f}", flush=True)
         expected = undisturbed.result()
     print(f"the uninterrupted run: {len(expected)} batches, final loss {expected[max(expected)]:.6f}")
@@ -93,14 +93,14 @@ def train(folder: Path, num_epochs: int, waits_at: int | None = None) -> None:
         batch_size=64,
         checkpoint_dir=folder,
         keep_last=2,
-        callbacks=[_SayLoss(waits_at)],
+        callbacks=[_PrintLoss(waits_at)],
         verbose=False,
         seed=0,
     )
     trainer.fit(data, checkpoint_period=Batches(_SAVE_EVERY), resume="auto")
 
 
-class _SayLoss(Callback):
+class _PrintLoss(Callback):
     def __init__(self, waits_at: int | None) -> None:
         self.waits_at = waits_at
 
@@ -110,7 +110,7 @@ class _SayLoss(Callback):
             sys.stdin.read()
 
 
-def _watched(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[int, float]:
+def _run_process(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[int, float]:
     """Run `train` in another process, and return the losses that it printed, by batch."""
     command = [sys.executable, "-m", "dovetail.demos.resume", str(folder), str(num_epochs)]
     command += [] if kill_at is None else [str(kill_at)]

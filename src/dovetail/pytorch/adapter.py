@@ -46,7 +46,7 @@ AT_THE_END = Batches(sys.maxsize)
 
 
 @dataclass(frozen=True)
-class Wishes:
+class FitOptions:
     """The options of a trial's `fit` that the `fit` of other trainers does not have."""
 
     reporting: TrainUnit = Batches(100)  # noqa: RUF009 - a value
@@ -76,7 +76,7 @@ class TrialTrainer(SingleProcessTrainer):
         check_methods(trial)
         self.trial = trial
         self.trial_context = context
-        self.wishes = Wishes()
+        self.fit_options = FitOptions()
         self.trial_callbacks: dict[str, PyTorchCallback] = {}
         self._outputs: list[Mapping[str, Any]] = []
         self._sizes: list[int] = []
@@ -135,13 +135,13 @@ class TrialTrainer(SingleProcessTrainer):
 
     # ------------------------------------------------------------------ verbs
 
-    def plan(self, **wishes: Period) -> Plan:
+    def plan(self, **periods: Period) -> Plan:
         """Return the plan of a fit. Without a period, validation and saving happen at the end."""
-        context, ours = self.context, self.wishes
-        filled = {name: wishes.get(name) or AT_THE_END for name in ("validation_period", "checkpoint_period")}
+        context, ours = self.context, self.fit_options
+        filled = {name: periods.get(name) or AT_THE_END for name in ("validation_period", "checkpoint_period")}
         if self.trial_context.directory is None:
             filled["checkpoint_period"] = Batches(0)
-        plan = super().plan(max_length=wishes.get("max_length"), **filled)
+        plan = super().plan(max_length=periods.get("max_length"), **filled)
         if context.run.saver is not None:
             context.run.saver.keep_best = ours.policy == "best"
             context.run.saver.after_validation = ours.policy == "all"
@@ -153,7 +153,7 @@ class TrialTrainer(SingleProcessTrainer):
             )
         if not can_validate:
             self._warn_of_no_validation(
-                {"validation_period": wishes.get("validation_period"), "step_zero_validation": ours.validates_first}
+                {"validation_period": periods.get("validation_period"), "step_zero_validation": ours.validates_first}
             )
         return replace(plan, validate=plan.validate if can_validate else None, validates_first=ours.validates_first)
 
@@ -170,7 +170,7 @@ class TrialTrainer(SingleProcessTrainer):
                 callback.on_trial_startup(batches, name)
             if trial_context.directory is not None and context.process.is_main:
                 self._reports = TrainContext(trial_context.directory, is_chief=True)
-            self._profilers = self._wanted_profilers()
+            self._profilers = self._build_profilers()
             context.callbacks.add(*self._profilers)
             # Before the RNG of a checkpoint is restored, because building a loader may consume random numbers.
             self._loader("train")
@@ -233,7 +233,7 @@ class TrialTrainer(SingleProcessTrainer):
         if stage == "train":
             return batches
         self._index = count()
-        return islice(batches, 1) if self.wishes.is_test and stage == "valid" else batches
+        return islice(batches, 1) if self.fit_options.is_test and stage == "valid" else batches
 
     def train_epoch(self) -> Mapping[str, float] | None:
         """Run an epoch and call the trial's hooks before and after it."""
@@ -258,13 +258,13 @@ class TrialTrainer(SingleProcessTrainer):
         if self._workload.is_between_reports:
             # This validation runs inside of a reporting period. Keep the values of the batches before it.
             with reducers.set_aside():
-                return self._validated()
-        metrics = self._validated()
+                return self._validate()
+        metrics = self._validate()
         # Otherwise the next training report would count the updates of this validation.
         reducers.reset("train")
         return metrics
 
-    def _validated(self) -> Mapping[str, float]:
+    def _validate(self) -> Mapping[str, float]:
         """Run a validation, report its metrics and return those that are numbers."""
         callbacks, reducers = self.trial_callbacks.values(), self.trial_context.reducers
         self._outputs, self._sizes = [], []
@@ -311,7 +311,7 @@ class TrialTrainer(SingleProcessTrainer):
         return cast("Mapping[str, Any]", self._scalars({"loss": output} if isinstance(output, Tensor) else output))
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
-        output = self._evaluated(batch)
+        output = self._evaluate(batch)
         if not isinstance(output, Mapping):
             raise ConfigError(f"evaluate_batch: expected metrics by name, got {type(output).__name__}")
         self._outputs.append(output)
@@ -319,7 +319,7 @@ class TrialTrainer(SingleProcessTrainer):
         return output
 
     def predict_step(self, batch: Any) -> Any:
-        return self.trial.predict_batch(batch) if defines(self.trial, "predict_batch") else self._evaluated(batch)
+        return self.trial.predict_batch(batch) if defines(self.trial, "predict_batch") else self._evaluate(batch)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Clip gradients with the trial's function; first rescale them if the optimizer sums over batches."""
@@ -369,7 +369,7 @@ class TrialTrainer(SingleProcessTrainer):
                 )
         return {name: output[name] if number is None else number for name, number in numbers.items()}
 
-    def _evaluated(self, batch: Any) -> Any:
+    def _evaluate(self, batch: Any) -> Any:
         evaluate: Any = self.trial.evaluate_batch
         return evaluate(batch, next(self._index)) if self._takes_index else evaluate(batch)
 
@@ -431,7 +431,7 @@ class TrialTrainer(SingleProcessTrainer):
 
     def _origin(self) -> tuple[int, str | None]:
         """Return the number of batches trained before this run, and the checkpoint to resume from."""
-        source, saver = self.wishes.source, self.context.run.saver
+        source, saver = self.fit_options.source, self.context.run.saver
         if source is not None and str(source) == "auto":
             source = store.latest(saver.directory) if saver is not None and saver.directory.is_dir() else None
         if source is None:
@@ -452,13 +452,13 @@ class TrialTrainer(SingleProcessTrainer):
             "scaler_state_dict": state["participants"].get("scaler"),
         }
 
-    def _wanted_profilers(self) -> list[Callback]:
-        context, made = self.trial_context, list[Callback]()
-        if self.wishes.profiles:
-            made.append(Profiler((context.directory or Path()) / "profile"))
+    def _build_profilers(self) -> list[Callback]:
+        context, profilers = self.trial_context, list[Callback]()
+        if self.fit_options.profiles:
+            profilers.append(Profiler((context.directory or Path()) / "profile"))
         if context.profiler_settings is not None:
-            made.append(TorchProfiler(context))
-        return made
+            profilers.append(TorchProfiler(context))
+        return profilers
 
 
 _BUILDERS = {"train": "build_training_data_loader", "valid": "build_validation_data_loader"}
@@ -479,7 +479,7 @@ class _Workload(Callback):
     def on_train_start(self, context: TrainingContext) -> None:
         plan = context.run.plan
         assert plan is not None
-        units = [unit for unit in (self._trainer.wishes.reporting, plan.validate, plan.save) if unit is not None]
+        units = [unit for unit in (self._trainer.fit_options.reporting, plan.validate, plan.save) if unit is not None]
         self._with_epoch = [unit for unit in units if isinstance(unit, Epochs)]
         self._inside = [unit for unit in units if not isinstance(unit, Epochs) and unit is not AT_THE_END]
         self._begin(context)

@@ -119,7 +119,7 @@ class TorchBatchProcessorContext:
         """Return the folder for TensorBoard files."""
         return self._core.train.get_tensorboard_path()
 
-    def _gathered(self) -> list[Any]:
+    def _gather_values(self) -> list[Any]:
         """Return the value of each reducer in each process. A collective call: every process must make it."""
         own = [reducer.per_slot_reduce() for reducer in self._wrapped]
         return self.distributed.allgather(own) if own else []
@@ -238,7 +238,7 @@ def torch_batch_process(
                 processor.on_checkpoint_start()
                 # A batch counts as done only after every process has saved its results.
                 peers.allgather(None)
-                progress.keep(done, share.position(done), given._gathered())
+                progress.keep(done, share.position(done), given._gather_values())
                 context.train.report_progress(done / num_steps)
                 if done < num_steps and context.preempt.should_preempt():
                     raise Interrupted(peers.broadcast(context.preempt.signal or signal.SIGTERM))

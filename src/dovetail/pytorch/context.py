@@ -19,7 +19,7 @@ from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TrialInfo, get_cluster_info, note_hparams_read, unnoticed_hparams
 from dovetail.pytorch.data import to_device
-from dovetail.pytorch.hyperparameters import Hyperparameters, TrainingView, filled
+from dovetail.pytorch.hyperparameters import Hyperparameters, TrainingView, with_defaults
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.trainers.randomness import seed_everything
@@ -78,7 +78,7 @@ def init(
     if hparams is None:
         hparams = {} if info is not None and exp_conf is None else hyperparameters(config)
     if info is not None:
-        hparams = filled(unnoticed_hparams(info), hparams)
+        hparams = with_defaults(unnoticed_hparams(info), hparams)
     if seed is None:
         seed = info.trial_seed if info is not None else None
     if seed is None:
@@ -529,9 +529,9 @@ class PyTorchTrialContext:
         for known, trainer in trainers:
             if known is trial:
                 return trainer
-        made = Trainer(trial, self)
-        trainers.append((trial, made))
-        return made
+        built = Trainer(trial, self)
+        trainers.append((trial, built))
+        return built
 
     def _run(self, wanted: str) -> TrainingContext:
         if self._training is None:

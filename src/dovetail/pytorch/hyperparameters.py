@@ -36,15 +36,15 @@ class Hyperparameters(dict[str, Any]):
         raise error
 
 
-def filled(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return `hparams` completed with the missing names of `defaults`, also in nested mappings.
 
     Example:
-        >>> filled({"net": {"width": 8}}, {"net": {"depth": 2}, "seed": 1})
+        >>> with_defaults({"net": {"width": 8}}, {"net": {"depth": 2}, "seed": 1})
         {'net': {'depth': 2, 'width': 8}, 'seed': 1}
     """
     nested = {
-        name: filled(value, defaults[name])
+        name: with_defaults(value, defaults[name])
         for name, value in hparams.items()
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping)
     }

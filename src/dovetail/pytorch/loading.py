@@ -44,7 +44,7 @@ def load_trial_from_checkpoint_path(
     context = PyTorchTrialContext(
         hparams=own["hparams"], config=own["experiment_config"], distributed=DistributedContext(), verbose=False
     )
-    return _made(context, trial_class, Path(path), state, trial_kwargs or {})
+    return _build(context, trial_class, Path(path), state, trial_kwargs or {})
 
 
 def checkpoint_of(root: Path | None, trial_id: int) -> Path:
@@ -80,10 +80,10 @@ def load_into(context: PyTorchTrialContext, trial_class: type[_Trial], path: Pat
         # Copy the context: the next checkpoint may have other hyperparameters.
         context = copy.copy(context)
         context.unnoticed_hparams = Hyperparameters(_own(state, path)["hparams"])
-    return _made(context, trial_class, path, state, kwargs)
+    return _build(context, trial_class, path, state, kwargs)
 
 
-def _made(
+def _build(
     context: PyTorchTrialContext,
     trial_class: type[_Trial],
     path: Path,

@@ -10,7 +10,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError, InvalidHP
 from dovetail.info import TEST_MODE
-from dovetail.pytorch.adapter import AT_THE_END, CheckpointPolicy, Period, TrialTrainer, Wishes
+from dovetail.pytorch.adapter import AT_THE_END, CheckpointPolicy, FitOptions, Period, TrialTrainer
 from dovetail.pytorch.context import PyTorchTrialContext, current_checkpoint, section
 from dovetail.pytorch.trial import PyTorchTrial
 from dovetail.trainers.base import Trainer as AnyTrainer
@@ -129,7 +129,7 @@ class Trainer:
         if profiling_enabled is None:
             profiling_enabled = bool(section(config, "profiling").get("enabled", False))
         source = current_checkpoint(self.context, latest_checkpoint)
-        self.adapter.wishes = Wishes(
+        self.adapter.fit_options = FitOptions(
             reporting=parse_unit(reporting_period or AT_THE_END, "reporting_period"),
             policy=policy,
             validates_first=step_zero_validation,

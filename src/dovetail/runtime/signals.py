@@ -175,7 +175,7 @@ def listening() -> Iterator[_RunSignals | None]:
 
 
 @contextmanager
-def heeding_signals(run: Stoppable) -> Iterator[None]:
+def stop_on_signals(run: Stoppable) -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into a stop of the run, and the second into its immediate end."""
     with listening() as signals:
         if signals is None or signals.run is not None:

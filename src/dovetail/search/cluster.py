@@ -32,7 +32,7 @@ from typing import Any
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.runtime.ray_cluster import NAMESPACE, connect
 from dovetail.search.checkpoints import latest_checkpoint
-from dovetail.search.failures import tell_log
+from dovetail.search.failures import append_to_log
 from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend
 from dovetail.search.secrets import masked_url, write_private
 from dovetail.search.spread import is_spreadable, spread
@@ -113,7 +113,7 @@ class RayBackend(Backend):
             wanted, command = {}, spread(command, slots, self._resource)
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         if slots > sum(rooms):
-            tell_log(attempt.trial, f"waiting for {slots} slots: the cluster has {sum(rooms)}")
+            append_to_log(attempt.trial, f"waiting for {slots} slots: the cluster has {sum(rooms)}")
         options = {
             "name": _name(attempt),
             "namespace": NAMESPACE,
@@ -225,7 +225,7 @@ class RayBackend(Backend):
         keeping = self._keeping(attempt)
         if keeping is None:
             if attempt.exit_code is None and attempt.asked is None:
-                tell_log(attempt.trial, f"attempt {attempt.number} no longer exists on the cluster")
+                append_to_log(attempt.trial, f"attempt {attempt.number} no longer exists on the cluster")
             return Ended(None)
         if not self._is_ready(keeping.over):
             return None
@@ -240,7 +240,7 @@ class RayBackend(Backend):
             if keeping.lost_at is None:
                 keeping.lost_at = time.monotonic()
                 if attempt.exit_code is None and attempt.asked is None:
-                    tell_log(attempt.trial, _reason(attempt, error))
+                    append_to_log(attempt.trial, _reason(attempt, error))
             return Ended(None) if time.monotonic() - keeping.lost_at > _SETTLING else None
         return ended
 
@@ -320,7 +320,7 @@ class _Keeper:
                 await asyncio.to_thread(push, self._attempt.trial, storage)
             except Exception as error:  # each kind of storage has its own errors
                 why = f"{type(error).__name__}: {masked_url(str(error))}"
-                tell_log(self._attempt.trial, f"checkpoints could not be copied: {why}")
+                append_to_log(self._attempt.trial, f"checkpoints could not be copied: {why}")
 
     def _leave_after(self, seconds: float) -> threading.Timer:
         # A runner kills the keepers of ended attempts. The keepers of a dead runner would otherwise hold their slots.

@@ -169,11 +169,11 @@ class SearcherContract:
             [trial.state.name, trial.params, trial.value, list(trial.intermediate_values.items())]
             for trial in run.study.trials
         ]
-        told = {"trials": trials, "state": run.searcher.state_dict(), "number": number}
+        given = {"trials": trials, "state": run.searcher.state_dict(), "number": number}
         cls = type(self)
         found = subprocess.run(  # noqa: S603 - this program
             [sys.executable, "-c", _FRESH, inspect.getfile(cls), cls.__qualname__],
-            input=json.dumps(told),
+            input=json.dumps(given),
             # Sets have another order in the new process, too.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "7"},
             capture_output=True,
@@ -334,7 +334,7 @@ print(answer(*sys.argv[1:], sys.stdin.read()))
 """
 
 
-def answer(path: str, name: str, told: str) -> str:
+def answer(path: str, name: str, given: str) -> str:
     """Return, as JSON, the suggestion of a contract's searcher in a new process, after some finished trials."""
     from optuna.trial import TrialState as OptunaState
     from optuna.trial import create_trial
@@ -345,7 +345,7 @@ def answer(path: str, name: str, told: str) -> str:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     contract: SearcherContract = getattr(module, name)()
-    run, known = contract._run(), json.loads(told)
+    run, known = contract._run(), json.loads(given)
     for state, params, value, values in known["trials"]:
         run.study.add_trial(
             create_trial(

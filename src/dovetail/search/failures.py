@@ -21,20 +21,20 @@ def log_size(trial: Path) -> int:
     return 0
 
 
-def tell_log(trial: Path, sentence: str) -> None:
+def append_to_log(trial: Path, sentence: str) -> None:
     """Append a sentence of this library to the log of a trial, to which its processes write, too."""
     with suppress(OSError), open(trial / _LOG, "ab", buffering=0) as log:
         log.write(f"dovetail: {sentence}\n".encode("utf-8", errors="backslashreplace"))
 
 
-def last_words(trial: Path, begin: int) -> str:
+def last_message(trial: Path, begin: int) -> str:
     r"""Return the last message of an attempt in one line: for an error its type and message.
 
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "log.txt").write_text("Traceback (most recent call last):\n  …\nKeyError: 'lr'\na note\n")
-        >>> last_words(folder, 0)
+        >>> last_message(folder, 0)
         "KeyError: 'lr'"
     """
     with suppress(OSError), open(trial / _LOG, "rb") as log:

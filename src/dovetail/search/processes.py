@@ -32,7 +32,7 @@ import psutil
 from dovetail.info import ATTEMPT, HPARAMS_READ, PREEMPTED
 from dovetail.runtime.cores import NO_CARDS, graphics_cards, num_cores, threads_per_process
 
-Wish = Literal["pause", "stop", "cancel"]
+ExitRequest = Literal["pause", "stop", "cancel"]
 """The kind of exit request: `stop` comes from the searcher, the others from the user."""
 
 # Seconds after which a killed process is assumed to hang in the kernel.
@@ -116,10 +116,10 @@ class Attempt:
         return _number(self.folder / "exit")
 
     @property
-    def asked(self) -> Wish | None:
+    def asked(self) -> ExitRequest | None:
         """The kind of exit request; None means that there was none."""
         with suppress(OSError):
-            return cast(Wish, (self.folder / "asked").read_text())
+            return cast(ExitRequest, (self.folder / "asked").read_text())
         return None
 
     @property
@@ -146,11 +146,11 @@ class Attempt:
         """Whether the script has read its hyperparameters with this library."""
         return (self.folder / HPARAMS_READ).exists()
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, request: ExitRequest) -> None:
         """Record an exit request. An attempt that has not started will not start after this."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / "asked.tmp"
-        unfinished.write_text(wish)
+        unfinished.write_text(request)
         unfinished.replace(self.folder / "asked")
 
 

@@ -43,8 +43,8 @@ from dovetail.search.evidence import (
     sentence_about_metric,
     sentence_about_time,
 )
-from dovetail.search.failures import last_words, log_size, newest_checkpoint, tell_log
-from dovetail.search.processes import Attempt, Backend, Ended, Wish
+from dovetail.search.failures import append_to_log, last_message, log_size, newest_checkpoint
+from dovetail.search.processes import Attempt, Backend, Ended, ExitRequest
 from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState, best_step
 from dovetail.search.reports import LARGEST_STEP, METRICS, Reports, number, shortened
 from dovetail.search.schema import read_experiment
@@ -53,7 +53,7 @@ from dovetail.search.searchers.base import verdict
 from dovetail.search.secrets import masked
 from dovetail.search.space import Space
 from dovetail.search.starting import backend_for, command_of, trial_seed, variables_of
-from dovetail.search.store import STORE, WISHES, Store, experiment_record
+from dovetail.search.store import REQUESTS, STORE, Store, experiment_record
 from dovetail.units import counted
 
 Observer = Callable[[ExperimentRecord], None]
@@ -69,14 +69,14 @@ _NAMED_LINES = 20
 _LONGEST_STATUS = 200
 # The fields of a trial that the next runner needs and that are in no file of the trial.
 _REMEMBERED = ("told", "verdict", "end", "reason", "failure", "log_at", "rejected_to")
-_SAID = ("trials save and exit (press again to kill them)", "killing the trials")
+_SIGNAL_MESSAGES = ("trials save and exit (press again to kill them)", "killing the trials")
 
 
 class Runner:
     r"""Runs an experiment to its end, or until it is paused.
 
     Ctrl-C or SIGTERM pauses: trials save and exit, and the next run resumes them. The second signal kills the trials,
-    which then resume from their last checkpoint. Other processes pause an experiment with `Store.wish`.
+    which then resume from their last checkpoint. Other processes pause an experiment with `Store.request`.
 
     Args:
         store: The store of the experiment.
@@ -116,21 +116,21 @@ class Runner:
         self._signals: Sequence[int] = ()
         self._observed_at = 0.0
 
-    def run(self, *, only_wish: bool = False) -> ExperimentRecord:
+    def run(self, *, only_request: bool = False) -> ExperimentRecord:
         """Run the experiment, and return its record. Do nothing if it has already ended.
 
-        With `only_wish` it is not run further: only a stop request (`Store.wish`) is carried out.
+        With `only_request` it is not run further: only a stop request (`Store.request`) is carried out.
 
         Raises:
             ExperimentError: Another process runs it.
         """
-        with self.store.running(self.experiment_id), collect_signals(_SAID) as self._signals:
+        with self.store.running(self.experiment_id), collect_signals(_SIGNAL_MESSAGES) as self._signals:
             before = self.store.experiment(self.experiment_id)
-            wish = _read_wish(self._directory)
-            is_granted = wish is None or (wish == "pause" and before.state == "PAUSED")
+            wanted = _read_request(self._directory)
+            is_granted = wanted is None or (wanted == "pause" and before.state == "PAUSED")
             if before.state in OVER or is_granted:
-                self._forget_wish()
-            if before.state not in OVER and not (only_wish and is_granted):
+                self._remove_request()
+            if before.state not in OVER and not (only_request and is_granted):
                 self._load(before)
                 self._go_on()
         return self.store.experiment(self.experiment_id)
@@ -144,7 +144,7 @@ class Runner:
             idle = time.monotonic() - event_at
             time.sleep(min(max(_SHORTEST, idle * _SHARE), _LONGEST))
         self.store.set_state(self.experiment_id, *outcome)
-        self._forget_wish()
+        self._remove_request()
         self._say(f"experiment {outcome[0]}" + (f": {outcome[1]}" if outcome[1] else ""))
         self._observe(now=True)
 
@@ -163,7 +163,7 @@ class Runner:
         self._folders: dict[int, Path] = {trial.number: trial.directory for trial in record.trials}
         self._ended: dict[Path, Mapping[int, float]] = {}
         self._num_failed = sum(trial.state in ("ERROR", "INVALID_HP") for trial in record.trials)
-        self._wish: Literal["pause", "cancel", "kill"] | None = None
+        self._request: Literal["pause", "cancel", "kill"] | None = None
         self._is_exhausted = False
         self._warnings = list(record.warnings)
         self._metric = record.metric
@@ -197,7 +197,7 @@ class Runner:
 
     def _look_around(self) -> bool:
         """Run the three stages, and return whether there was any event."""
-        self._heed()
+        self._check_requests()
         found = False
         for trial in list(self._trials.values()):
             found |= self._learn(trial)
@@ -246,7 +246,7 @@ class Runner:
             return
         if trial.num_rejected == _NAMED_LINES:
             sentence += "; further ones are ignored without a message"
-        tell_log(trial.folder, sentence)
+        append_to_log(trial.folder, sentence)
         self._say(f"trial {trial.id}: {sentence}")
 
     def _hear(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
@@ -342,7 +342,7 @@ class Runner:
             # A runner that was killed before it started the next attempt has already evaluated this one.
             trial.failure, trial.reason = before, before["reason"]
             return False
-        words = last_words(trial.folder, trial.log_at)
+        words = last_message(trial.folder, trial.log_at)
         said = f": {words}" if words else ""
         how = "was killed" if ended.code is None else f"ended with exit code {ended.code}"
         trial.reason = f"attempt {attempt.number} {how}{said}"
@@ -381,10 +381,10 @@ class Runner:
         trial.values |= trial.fresh
         trial.fresh = {}
         if trial.end is None and not trial.is_at_work:
-            if self._wish is None:
+            if self._request is None:
                 self._start(trial)
                 return True
-            if self._wish in ("cancel", "kill"):
+            if self._request in ("cancel", "kill"):
                 # Otherwise another runner that is about to start it could still do so.
                 self._next_attempt(trial).ask("cancel")
                 trial.end = "CANCELED"
@@ -407,10 +407,11 @@ class Runner:
         """Stop a trial if the searcher or the user has requested it."""
         attempt = trial.attempt
         assert attempt is not None
-        wish: Wish | None = "stop" if trial.verdict is not None else "cancel" if self._wish == "kill" else self._wish
+        request = "cancel" if self._request == "kill" else self._request
+        wanted: ExitRequest | None = "stop" if trial.verdict is not None else request
         asked = attempt.asked
-        if wish is not None and (asked is None or (wish == "cancel" and asked == "pause")):
-            attempt.ask(wish)
+        if wanted is not None and (asked is None or (wanted == "cancel" and asked == "pause")):
+            attempt.ask(wanted)
         elif asked is None:
             return
         # Only once, because trials exit immediately after a second signal.
@@ -419,7 +420,7 @@ class Runner:
             attempt.note_signal()
         # A launcher gives its processes the same time, and then needs a moment itself.
         grace = _GRACE if self._config.slots == 1 else _GRACE + 10
-        if self._wish == "kill" or len(self._signals) > 1 or time.time() - attempt.asked_at > grace:
+        if self._request == "kill" or len(self._signals) > 1 or time.time() - attempt.asked_at > grace:
             self._work.stop(attempt, kill=True)
 
     def _finish(self, trial: _Trial, end: TrialState) -> None:
@@ -449,7 +450,7 @@ class Runner:
         """Create and start the trials that the searcher suggests now."""
         limit = min(self._searcher.max_concurrent_trials, self._work.capacity(self._config.slots))
         found = self._is_exhausted = False
-        while self._wish is None and len(self._trials) < limit:
+        while self._request is None and len(self._trials) < limit:
             following = len(self._folders)
             suggestion = self._searcher.suggest(self._study, following)
             if suggestion is None:
@@ -540,13 +541,13 @@ class Runner:
         """Return the final state of the experiment, once it has ended."""
         if any(trial.is_at_work or trial.end is not None for trial in self._trials.values()):
             return None
-        if self._wish == "pause":
+        if self._request == "pause":
             for trial in self._trials.values():
                 self.store.update_trial(self._record_of(trial, "WAITING"))
             return "PAUSED", "trials were killed" if len(self._signals) > 1 else None
         if self._trials:
             return None
-        if self._wish in ("cancel", "kill"):
+        if self._request in ("cancel", "kill"):
             return "CANCELED", None
         # No trial runs, so no event can change the searcher's result.
         if not self._is_exhausted:
@@ -555,17 +556,17 @@ class Runner:
             return "ERROR", "no trial has succeeded"
         return "COMPLETED", None
 
-    def _heed(self) -> None:
+    def _check_requests(self) -> None:
         """Read requests to pause, cancel or kill the experiment."""
-        wish = _read_wish(self._directory)
-        if wish is not None and wish != self._wish:
-            self._say(f"{wish} requested")
-            self._wish = wish
-        elif self._wish is None and self._signals:
+        wanted = _read_request(self._directory)
+        if wanted is not None and wanted != self._request:
+            self._say(f"{wanted} requested")
+            self._request = wanted
+        elif self._request is None and self._signals:
             self._say("signal received: trials save and exit")
-            self._wish = "pause"
+            self._request = "pause"
 
-    def _forget_wish(self) -> None:
+    def _remove_request(self) -> None:
         (self._directory / "wish").unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ reporting
@@ -669,15 +670,14 @@ class _Trial:
         return self.record.directory
 
 
-def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
+def request(store: Store, experiment_id: int, command: str) -> ExperimentRecord:
     """Request that an experiment is paused, canceled or killed, and return its record.
 
-    If there is no runner, trials of a killed runner may still be running: they are stopped here. If there is one, this
-    function returns at once, and the record may not show the request yet.
+    Without a runner, its remaining trials are stopped here. With one, the record may not show the request yet.
     """
-    store.wish(experiment_id, wish)
+    store.request(experiment_id, command)
     record = store.experiment(experiment_id)
-    return record if record.is_running else Runner(store, experiment_id).run(only_wish=True)
+    return record if record.is_running else Runner(store, experiment_id).run(only_request=True)
 
 
 def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
@@ -704,16 +704,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dovetail.search", description="Run an experiment.")
     parser.add_argument("home", type=Path, help="the folder of experiments")
     parser.add_argument("experiment", type=int, help="the number of the experiment")
-    wishes = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        return int(Runner(Store.open(wishes.home), wishes.experiment).run().state == "ERROR")
+        return int(Runner(Store.open(options.home), options.experiment).run().state == "ERROR")
     except DovetailError as error:
         print(f"dovetail: {error}", file=sys.stderr)
         return 1
 
 
-def _read_wish(directory: Path) -> Literal["pause", "cancel", "kill"] | None:
+def _read_request(directory: Path) -> Literal["pause", "cancel", "kill"] | None:
     with suppress(FileNotFoundError):
-        wish = (directory / "wish").read_text()
-        return cast(Any, wish) if wish in WISHES else None
+        wanted = (directory / "wish").read_text()
+        return cast(Any, wanted) if wanted in REQUESTS else None
     return None

@@ -58,14 +58,14 @@ HOME = "DOVETAIL_HOME"
 STORE = "DOVETAIL_STORE"
 """The environment variable with the URL of a database server, if there is one."""
 
-WISHES = ("pause", "cancel", "kill")
+REQUESTS = ("pause", "cancel", "kill")
 """Requests for a running experiment."""
 
 # PostgreSQL counts rows with 32 bits.
 _LARGEST_NUMBER = 2**31 - 1
 _RECORD = "dovetail"
 # The fields of a trial that Optuna cannot store itself.
-_TOLD = ("experiment_id", "hparams", "source", "state", "restarts", "reason", "steps", "progress", "status")
+_STORED_FIELDS = ("experiment_id", "hparams", "source", "state", "restarts", "reason", "steps", "progress", "status")
 _STATE = "state"
 _WARNINGS = "warnings"
 _FIRST_METRIC = "first_metric"
@@ -167,23 +167,23 @@ class Store:
         folder = self.home / "jobs" / str(job_id)
         if not _is_possible(job_id) or not (folder / "job.json").exists():
             raise _no_such("job", job_id, self._job_numbers())
-        told = json.loads((folder / "job.json").read_text())
-        attempt, started = Attempt.of(folder, 0), datetime.fromisoformat(told["started"])
+        stored = json.loads((folder / "job.json").read_text())
+        attempt, started = Attempt.of(folder, 0), datetime.fromisoformat(stored["started"])
         code = attempt.exit_code
         # The job runs if `run_job` waits for it, or if `run_job` was killed and the process still runs.
         if code is None and (is_taken(folder / "lock") or is_at_work(attempt)):
-            return JobRecord(job_id, told["name"], "RUNNING", folder, started=started)
+            return JobRecord(job_id, stored["name"], "RUNNING", folder, started=started)
         # It may have ended between the two checks.
         code = attempt.exit_code
-        if code is None and told.get("is_on_cluster") and not told.get("is_over"):
-            return JobRecord(job_id, told["name"], "UNKNOWN", folder, started=started)
+        if code is None and stored.get("is_on_cluster") and not stored.get("is_over"):
+            return JobRecord(job_id, stored["name"], "UNKNOWN", folder, started=started)
         ended = None
         if code is not None:
             ended = datetime.fromtimestamp((attempt.folder / "exit").stat().st_mtime, timezone.utc)
         state: Literal["COMPLETED", "CANCELED", "ERROR"] = "COMPLETED" if code == 0 else "ERROR"
         if code != 0 and attempt.asked is not None:
             state = "CANCELED"
-        return JobRecord(job_id, told["name"], state, folder, code, started, ended)
+        return JobRecord(job_id, stored["name"], state, folder, code, started, ended)
 
     def config(self, experiment_id: int) -> dict[str, Any]:
         """Return the configuration of an experiment with its secrets, which a record does not contain.
@@ -266,13 +266,13 @@ class Store:
         """Store the metric that compares trials, for an experiment whose configuration has none."""
         self.storage.set_study_user_attr(experiment_id, _FIRST_METRIC, name)
 
-    def wish(self, experiment_id: int, wish: str) -> None:
+    def request(self, experiment_id: int, command: str) -> None:
         """Store a request for the runner of an experiment: `pause`, `cancel` or `kill`."""
-        if wish not in WISHES:
-            raise UnknownNameError("wish", wish, WISHES)
+        if command not in REQUESTS:
+            raise UnknownNameError("request", command, REQUESTS)
         path = self.folder(experiment_id) / "wish"
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(wish)
+        unfinished.write_text(command)
         unfinished.replace(path)
 
     def running(self, experiment_id: int) -> AbstractContextManager[None]:
@@ -378,8 +378,8 @@ class Store:
 
     def update_trial(self, trial: TrialRecord) -> None:
         """Store the state and the progress of a running trial."""
-        told = {name: getattr(trial, name) for name in _TOLD}
-        self.storage.set_trial_system_attr(trial.id, _RECORD, told)
+        stored = {name: getattr(trial, name) for name in _STORED_FIELDS}
+        self.storage.set_trial_system_attr(trial.id, _RECORD, stored)
 
     def end_trial(self, trial: TrialRecord) -> None:
         """Store the final state of a trial."""
@@ -448,16 +448,16 @@ def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
 
 def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> ExperimentRecord:
     """Return the experiment of a study, from its number, attributes and trials."""
-    told, state = attributes[_RECORD], attributes.get(_STATE, {"state": "ACTIVE", "reason": None, "ended": None})
-    directory, place = Path(told["directory"]), Path(told["trials"])
+    stored, state = attributes[_RECORD], attributes.get(_STATE, {"state": "ACTIVE", "reason": None, "ended": None})
+    directory, place = Path(stored["directory"]), Path(stored["trials"])
     smaller = _smaller_is_better(attributes)
     return ExperimentRecord(
         id=number,
-        name=told["name"],
+        name=stored["name"],
         state=state["state"],
-        config=told["config"],
+        config=stored["config"],
         directory=directory,
-        created=datetime.fromisoformat(told["created"]),
+        created=datetime.fromisoformat(stored["created"]),
         ended=None if state["ended"] is None else datetime.fromisoformat(state["ended"]),
         reason=state["reason"],
         is_running=is_taken(directory / "lock"),
@@ -469,28 +469,28 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
 
 def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> TrialRecord:
     """Return the record of Optuna's trial whose folder is in `place`."""
-    told: Mapping[str, Any] = trial.system_attrs[_RECORD]
+    stored: Mapping[str, Any] = trial.system_attrs[_RECORD]
     values = dict(sorted(trial.intermediate_values.items()))
     best_at = best_step(values, smaller_is_better)
     last = max(values, default=None)
     return TrialRecord(
         id=trial._trial_id,
         number=trial.number,
-        experiment_id=told["experiment_id"],
-        state=cast(TrialState, told.get("state", "RUNNING")),
-        hparams=told["hparams"],
+        experiment_id=stored["experiment_id"],
+        state=cast(TrialState, stored.get("state", "RUNNING")),
+        hparams=stored["hparams"],
         directory=place / f"trial_{trial._trial_id}",
         best=None if best_at is None else values[best_at],
         best_at=best_at,
         latest=None if last is None else values[last],
-        steps=max(told.get("steps", 0), last or 0),
-        progress=told.get("progress"),
-        status=told.get("status"),
-        restarts=told.get("restarts", 0),
+        steps=max(stored.get("steps", 0), last or 0),
+        progress=stored.get("progress"),
+        status=stored.get("status"),
+        restarts=stored.get("restarts", 0),
         started=_utc(trial.datetime_start),
         ended=_utc(trial.datetime_complete),
-        reason=told.get("reason"),
-        source=told["source"],
+        reason=stored.get("reason"),
+        source=stored["source"],
         values=values,
     )
 

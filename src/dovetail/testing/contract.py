@@ -50,7 +50,7 @@ class Contract:
 
     def make_model(self) -> nn.Module:
         """Return a new model with the same weights in every call; by default a classifier of 4 numbers in 3 classes."""
-        with randomness_kept():
+        with preserve_rng():
             seed_everything(0)
             return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
@@ -94,13 +94,17 @@ class Contract:
             whole = self._trainer(part, checkpoint_dir=folder, save_hist=False, save_every=0)
             whole.context.callbacks.add(saved)
             self._fit(whole, EPOCHS, checkpoint_period=Batches(3))
-            expected = {**self._outcome(whole, part), **self._kept(part)}
+            expected = {**self._outcome(whole, part), **self._resumed_outcome(part)}
             assert len(saved.paths) > 1, "no checkpoint was written before the end"
             for path in saved.paths:
                 part = self.make()
                 resumed = self._trainer(part)
                 self._fit(resumed, EPOCHS, resume=path)
-                assert_same({**self._outcome(resumed, part), **self._kept(part)}, expected, f"resumed from {path.name}")
+                assert_same(
+                    {**self._outcome(resumed, part), **self._resumed_outcome(part)},
+                    expected,
+                    f"resumed from {path.name}",
+                )
 
     def test_state_survives_a_round_trip(self) -> None:
         """After `load_state_dict`, `state_dict` returns the same state."""
@@ -122,7 +126,7 @@ class Contract:
             second = self._trainer(self.make(), _shifted(self.make_model()))
             self._fit(trainer, 1)
             if is_disturbed:
-                with randomness_kept():
+                with preserve_rng():
                     self._fit(second, 1)
             self._fit(trainer, EPOCHS)
             outcomes.append(self._outcome(trainer, part))
@@ -154,9 +158,9 @@ class Contract:
         model = self.make_model() if model is None else model
         return ComposableTrainer(model, device="cpu", seed=0, batch_size=BATCH_SIZE, verbose=False, **arguments)
 
-    def _fit(self, trainer: ComposableTrainer, epochs: int, **wishes: Any) -> None:
+    def _fit(self, trainer: ComposableTrainer, epochs: int, **options: Any) -> None:
         data = self.make_data()
-        trainer.fit(data, data if self.validates else None, max_length=Epochs(epochs), **wishes)
+        trainer.fit(data, data if self.validates else None, max_length=Epochs(epochs), **options)
 
     def _trained(self, part: Any, **options: Any) -> ComposableTrainer:
         trainer = self._trainer(part, **options)
@@ -172,7 +176,7 @@ class Contract:
             "progress": trainer.context.progress.state_dict(),
         }
 
-    def _kept(self, part: Any) -> dict[str, Any]:
+    def _resumed_outcome(self, part: Any) -> dict[str, Any]:
         """Return further values that must be the same after a resumed run."""
         return {}
 
@@ -198,7 +202,7 @@ class StrategyContract(Contract):
     def _arguments(self, part: Any) -> dict[str, Any]:
         return {f"{part.role}_strategy": part}
 
-    def _kept(self, part: Any) -> dict[str, Any]:
+    def _resumed_outcome(self, part: Any) -> dict[str, Any]:
         return {"state": copy.deepcopy(part.state_dict())}
 
     def _context(self, model: nn.Module) -> TrainingContext:
@@ -209,7 +213,7 @@ class StrategyContract(Contract):
 
 
 @contextmanager
-def randomness_kept() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Restore the global random state after the block."""
     state = rng_state()
     try:

@@ -21,7 +21,7 @@ from dovetail.testing.contract import (
     PASSES_BEFORE_FAILURE,
     StrategyContract,
     assert_same,
-    randomness_kept,
+    preserve_rng,
 )
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
@@ -88,14 +88,14 @@ class LossStrategyContract(StrategyContract):
         """`compute_loss` does not change outputs and labels."""
         data = self.make_data()
         context = self._context(self.make_model())
-        strategy = self._begun(context)
+        strategy = self._start(context)
         examples, labels = split_batch(data)
         outputs = forward(context.model, examples)
         before = copy.deepcopy((_detached(outputs), labels))
         strategy.compute_loss(outputs, labels, context)
         assert_same((_detached(outputs), labels), before, "outputs and labels after compute_loss")
 
-    def _begun(self, context: TrainingContext, strategy: Any = None) -> Any:
+    def _start(self, context: TrainingContext, strategy: Any = None) -> Any:
         strategy = self.make() if strategy is None else strategy
         strategy.setup(context)
         strategy.on_train_start(context)
@@ -104,7 +104,7 @@ class LossStrategyContract(StrategyContract):
     def _loss(self, strategy: Any, model: nn.Module, data: Any) -> Tensor:
         context = self._context(model)
         examples, labels = split_batch(data)
-        loss: Tensor = self._begun(context, strategy).compute_loss(forward(model, examples), labels, context)
+        loss: Tensor = self._start(context, strategy).compute_loss(forward(model, examples), labels, context)
         return loss
 
 
@@ -146,7 +146,7 @@ class OptimizerStrategyContract(StrategyContract):
         watched = _WatchedOptimizer(self.make())
         trainer = self._trained(watched, accumulation_steps=2)
         windows = EPOCHS * math.ceil(BATCHES / 2)
-        counts = (watched.steps, watched.heard, trainer.context.progress.updates)
+        counts = (watched.steps, watched.hook_calls, trainer.context.progress.updates)
         assert counts == (windows,) * 3, (
             f"{windows} windows: expected as many steps, calls of on_optimizer_step and updates, got {counts}"
         )
@@ -393,7 +393,7 @@ class _Gradients(Callback):
         assert model is not None
         model.zero_grad()
         examples, labels = split_batch(_joined(batches))
-        with randomness_kept(), torch.enable_grad():
+        with preserve_rng(), torch.enable_grad():
             trainer.criterion(forward(model, examples), labels).backward()
         for (name, expected), actual in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
             if actual.grad is None or expected.grad is None or not self._compares:
@@ -410,7 +410,7 @@ class _WatchedOptimizer(Nesting, OptimizerStrategy):
 
     base_strategy: OptimizerStrategy
     steps: int = field(default=0, init=False)
-    heard: int = field(default=0, init=False)
+    hook_calls: int = field(default=0, init=False)
 
     @property
     def parts(self) -> Sequence[Strategy]:
@@ -422,7 +422,7 @@ class _WatchedOptimizer(Nesting, OptimizerStrategy):
         return optimizer
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        self.heard += 1
+        self.hook_calls += 1
         self.base_strategy.on_optimizer_step(optimizer, context)
 
     def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

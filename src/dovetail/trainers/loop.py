@@ -18,7 +18,7 @@ from dovetail.callbacks.base import Report
 from dovetail.data import concat
 from dovetail.errors import DataError
 from dovetail.history import History
-from dovetail.runtime.signals import heeding_signals
+from dovetail.runtime.signals import stop_on_signals
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.diagnosis import (
@@ -97,7 +97,7 @@ def fit(
     set_data(context, train=train_data, valid=val_data)
     context.run.plan = plan = trainer.plan(**wishes)
     context.run.stop_reason, context.run.signal, context.run.stop_request = None, None, None
-    with running(trainer, "train"), heeding_signals(context):
+    with running(trainer, "train"), stop_on_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if resume is not None:
             saving.resume(trainer, resume)

@@ -122,7 +122,7 @@ class CmaSampler(Sampler):
         chance = generator(self._seed, number)
         params = self._space.sample(chance)
         strategy = self._strategy(chance.getrandbits(31))
-        told = [
+        completed = [
             (
                 numpy.array([axis.place(trial.params[axis.name]) for axis in self._axes]),
                 comparable(self._sign * trial.value),
@@ -131,8 +131,8 @@ class CmaSampler(Sampler):
             if trial.value is not None
         ]
         size = self._population_size
-        for first in range(0, len(told) - size + 1, size):
-            strategy.tell(told[first : first + size])
+        for first in range(0, len(completed) - size + 1, size):
+            strategy.tell(completed[first : first + size])
             if strategy.should_stop():
                 strategy = self._strategy(chance.getrandbits(31))
         places = strategy.ask()
