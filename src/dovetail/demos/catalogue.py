@@ -32,7 +32,7 @@ class Demo:
 
     Attributes:
         name: The name of the demo and of its module.
-        shows: What it shows, in one sentence.
+        shows: A sentence about what the demo shows.
         next_step: What to do next; `{folder}` is replaced by the folder of the demo.
     """
 
@@ -57,7 +57,7 @@ DEMOS: Mapping[str, Demo] = {
         Demo(
             "gan",
             "Two networks compete, each with an optimizer that is stepped by hand.",
-            "docs/loop.md, on steps by hand",
+            "read about steps by hand in docs/loop.md of the source code",
         ),
         Demo(
             "experiment",
