@@ -149,13 +149,13 @@ def test_a_refused_file_leaves_the_checkpoint_before_it(saved: Path, peers: Alon
 
 
 def test_what_fails_in_another_process_fails_here() -> None:
-    others = Answered({"told": 1, "problem": None}, {"told": None, "problem": "the disk is full"})
+    others = Answered({"result": 1, "problem": None}, {"result": None, "problem": "the disk is full"})
     with pytest.raises(CheckpointError, match=r"the disk is full \(rank 2\)"):
         together(others, lambda: 0)
 
 
-def test_everyone_knows_what_each_has_told() -> None:
-    assert together(Answered({"told": 1, "problem": None}), lambda: 0) == [0, 1]
+def test_every_process_gets_all_results() -> None:
+    assert together(Answered({"result": 1, "problem": None}), lambda: 0) == [0, 1]
 
 
 class Malicious:
