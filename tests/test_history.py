@@ -190,7 +190,7 @@ def test_a_custom_metric_goes_by_its_bare_name() -> None:
 
 
 def test_a_metric_may_not_hide_a_position() -> None:
-    with pytest.raises(ConfigError, match="metric 'epoch' of stage 'train' has the name of a position"):
+    with pytest.raises(ConfigError, match="metric 'epoch' of stage 'train' has the same name as a position"):
         History().record("train", {"epoch": 1.0}, epoch=1)
 
 

@@ -181,7 +181,10 @@ def test_a_signal_reaches_the_script(folder: Path) -> None:
         (["--config", "slots.yaml", "tell.py"], "slots.yaml:1:13: resources.slots_per_trial: expected a whole number"),
         (["--hparam", "lr", "tell.py"], "--hparam: expected NAME=VALUE, got 'lr'"),
         (["--hparam", "lr=[1, 2]", "tell.py"], "--hparam lr: expected one value such as 1e-3"),
-        (["--hparam", "lr=1", "--hparam", "lr.base=2", "tell.py"], "--hparam lr.base: there is a value where 'base'"),
+        (
+            ["--hparam", "lr=1", "--hparam", "lr.base=2", "tell.py"],
+            "--hparam lr.base: cannot set 'base', because the name above it has a value",
+        ),
         (["--config", "config.yaml", "--hparam", "learning_rat=1", "tell.py"], "did you mean 'learning_rate'?"),
         (["--config", "config.yaml", "--hparam", "net.widht=1", "tell.py"], "'widht': did you mean 'width'?"),
         (["--config", "config.yaml", "--hparam", "nte.width=1", "tell.py"], "'nte': did you mean 'net'?"),
@@ -268,7 +271,7 @@ class TestSeveralProcesses:
                 '[rank1]:   File "fail.py", line 5, in <module>',
                 "[rank1]:     raise ValueError('no luck')",
                 "[rank1]: ValueError: no luck",
-                "dovetail.launch: rank 0 leaves: rank 1 failed: ValueError: no luck",
+                "dovetail.launch: rank 0 exits: rank 1 failed: ValueError: no luck",
             ]
         )
 
@@ -314,7 +317,7 @@ class TestSeveralProcesses:
             assert program.stderr is not None
             said = program.stderr.read().decode().split("\n")
         assert {line for line in said if line} == {
-            f"{number.name}: the script is asked to leave when it looks (again to leave at once)"
+            f"{number.name}: exit requested; the script stops at its next check (press again to stop at once)"
         }
         assert sorted(path.name for path in folder.glob("saved-*")) == ["saved-0", "saved-1"]
 

@@ -76,10 +76,10 @@ LOST = [
 
 @pytest.mark.parametrize(("base", "name", "words"), LOST, ids=[f"{it[0].__name__}.{it[1]}" for it in LOST])
 def test_a_method_that_nothing_calls_is_rejected_with_what_to_use(base: type[Any], name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^Mine\.{name}: nothing here calls it: .*{words}"):
+    with pytest.raises(ConfigError, match=rf"^Mine\.{name}: it is never called here: .*{words}"):
         type("Mine", (base,), {name: lambda self: None})
     mixin = type("Mixin", (), {name: lambda self: None})
-    with pytest.raises(ConfigError, match=rf"^Mine\.{name}: nothing here calls it: "):
+    with pytest.raises(ConfigError, match=rf"^Mine\.{name}: it is never called here: "):
         type("Mine", (mixin, base), {})
 
 

@@ -1,6 +1,6 @@
 """Dovetail: a PyTorch trainer whose pieces fit together at run time.
 
-Importing this package is light: torch is imported when a name that needs it is first touched.
+Importing this package is fast: torch is imported when a name that needs it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m dovetail`: the same as the command `dovetail`."""
+"""Command `python -m dovetail`: the same as `dovetail`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dovetail.units import TrainUnit, parse_unit
 _Keys = tuple[str | int, ...]
 
 Check = Callable[[Any], Any]
-"""Returns the value of a key in its final type, or raises `Refused` with what was expected."""
+"""A function that returns the value of a key in its final type, or raises `Refused` with what was expected."""
 
 
 _MAX_SHOWN = 50
@@ -26,7 +26,7 @@ LIMIT = 2**53
 """The largest number up to which floats represent every whole number."""
 
 
-class ConfigErrors(ConfigError):  # noqa: N818 - it is several
+class ConfigErrors(ConfigError):  # noqa: N818 - it holds several errors
     r"""All mistakes of a configuration.
 
     Attributes:
@@ -47,12 +47,12 @@ class ConfigErrors(ConfigError):  # noqa: N818 - it is several
         return type(self), (self.problems,)
 
 
-class Refused(ValueError):  # noqa: N818 - a word in a sentence: the value is refused
-    """Raised by a check; the text is what was expected."""
+class Refused(ValueError):  # noqa: N818 - raised as part of a message
+    """Raised by a check; the message is what was expected."""
 
 
 class Problem(NamedTuple):
-    """A mistake, and the way to it from the top of the configuration."""
+    """A mistake, and the keys that lead to it from the top of the configuration."""
 
     keys: _Keys
     sentence: str
@@ -62,8 +62,8 @@ class Problems:
     """The mistakes found so far in one configuration.
 
     Args:
-        config: The configuration, which has the places of its keys if it is from a file.
-        given: The texts with which the command line has set keys; the place of such a key is its text.
+        config: The configuration. If it is from a file, it has the position of each key.
+        given: Settings of the command line by their keys; an error about such a key shows the setting.
 
     Example:
         >>> problems = Problems({})
@@ -83,7 +83,7 @@ class Problems:
         """Add a mistake."""
         for length in range(len(keys), 0, -1):
             if (setting := self._given.get(keys[:length])) is not None:
-                # The text has all keys, or the first ones.
+                # The setting contains all keys of the mistake, or only the first ones.
                 path = "" if length == len(keys) else f"{'.'.join(map(str, keys))}: "
                 self._found.append(f"{setting}: {path}{sentence}")
                 return
@@ -112,9 +112,9 @@ class Key:
     """The check and the default of a key.
 
     Attributes:
-        check: Returns the value that is used, or raises `Refused`.
-        default: What it is when it is not given, or null.
-        hint: What to do when it is required and missing.
+        check: A function that returns the final value or raises `Refused`.
+        default: The value if the key is missing or null.
+        hint: What to do if a required key is missing.
     """
 
     check: Check

@@ -1,4 +1,4 @@
-"""The client that a trainer works for in a federation: identity, state, and what the server sent."""
+"""The client that a trainer works for in a federation: its identity, state and payload."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _R = TypeVar("_R")
 
 @dataclass(slots=True)
 class ClientContext:
-    """What a federation tells a trainer about the client that it trains for.
+    """The client of a federation that a trainer trains for.
 
-    A trainer outside of a federation has one with the defaults, so that strategies of federated algorithms can be used
-    there, too.
+    A trainer outside of a federation has one with default values, so that strategies of federated algorithms also work
+    there.
 
     Attributes:
         id: The number of the client; 0 for a server and outside of a federation.
         round: The federated round; 0 outside of a federation.
-        state: What the client keeps from round to round; each strategy has its own key.
-        payload: What the server sent besides the weights, by name.
-        local_names: Names of the model's state that stay with the client and are never sent.
+        state: State of the client that is kept between rounds; each strategy has its own key.
+        payload: Values that the server sent in addition to the weights, by name.
+        local_names: Names in the model's state that are never sent to the server.
         is_fleet: True if the model is a fleet: every tensor has one row per client.
-        working: 1; in a fleet, 1 for every client that has a batch in the running step and 0 for the others.
+        working: 1; in a fleet, 1 for every client that has a batch in the current step and 0 for the others.
     """
 
     id: int = 0
@@ -39,7 +39,7 @@ class ClientContext:
     working: Any = 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints keep of the client: its state."""
+        """Return the part that checkpoints store: the state of the client."""
         return self.state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class ClientContext:
         self.state = dict(state)
 
     def each(self, function: Callable[..., _R], *rows: Any) -> _R:
-        """Call a function of tensors and dictionaries of them; in a fleet, once for each client with its rows.
+        """Call a function of tensors and dictionaries of tensors; in a fleet, once per client with its rows.
 
         Example:
             >>> import torch

@@ -1,4 +1,4 @@
-"""Gradient clipping: the one object behind the option, the strategies and the callback that clip."""
+"""Gradient clipping, shared by the option, the strategies and the callback that clip."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Clipping:
 
     @property
     def limit(self) -> float:
-        """The limit, whichever of the two it is."""
+        """The limit that was given: `max_norm` or `max_value`."""
         found = self.max_norm if self.max_value is None else self.max_value
         assert found is not None
         return found
 
     def apply(self, optimizer: Optimizer) -> Tensor:
-        """Clip the gradients of an optimizer, and return their size before: the norm, or the largest magnitude."""
-        # `map` and `chain` make no Python call, and this runs in every update.
+        """Clip the gradients of an optimizer and return their norm, or largest magnitude, before clipping."""
+        # `map` and `chain` make no Python call; this function runs in every update.
         parameters = list(chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
         if self.max_norm is not None:
             return clip_grad_norm_(parameters, self.max_norm, self.norm_type)

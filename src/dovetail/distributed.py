@@ -1,4 +1,4 @@
-"""The processes of one run: what they add up, tell each other, and notice about each other."""
+"""Process group of a run: sums, messages, and detection of failed processes."""
 
 from __future__ import annotations
 
@@ -32,52 +32,52 @@ __all__ = ["Group", "PeerError", "is_launched", "is_part", "num_launched", "own_
 
 _T = TypeVar("_T")
 
-# Seconds that the others have to answer when one of them is missing.
+# Seconds in which the other processes must respond after a failed operation.
 _PATIENCE = 4.0
-# Seconds for threads of a group that cannot be ended.
+# Seconds for the threads of a group that cannot be destroyed.
 _LAST_TURN = 0.1
 _WHERE = "a message of another process"
-# Bytes of a message that are sent with its length.
+# Number of bytes of a message that are sent together with its length.
 _FIRST = 1016
 
 
 class PeerError(DovetailError):
-    """Another process of the run failed, or is gone."""
+    """Another process of the run has failed or ended."""
 
 
 def is_launched() -> bool:
-    """Whether this process is one of several of a run: started by `torchrun`, or in a group already."""
+    """Whether this process is one of several of a run: started by `torchrun`, or already in a process group."""
     return dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys())
 
 
 def num_launched() -> int:
-    """Return of how many processes of a run this one is, whether or not they have met."""
+    """Return the number of processes of the run, whether or not they have connected."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
 def is_part(value: Any) -> bool:
-    """Whether a value is a tensor of which this process holds a part only (a `DTensor`)."""
-    # Whoever has one has imported this; importing it here would cost a process that is alone a second.
+    """Whether a value is a `DTensor`, of which this process holds only a part."""
+    # Do not import it here: this takes a second, and the module is imported already if there is a DTensor.
     sharding = sys.modules.get("torch.distributed.tensor")
     return sharding is not None and isinstance(value, sharding.DTensor)
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor, to compute with it element by element: the memory is the same."""
+    """Return the part of a tensor that this process holds, for element-wise operations; it shares the memory."""
     part: Any = tensor
     return part.to_local() if is_part(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, which every process that holds a part of it must ask for."""
+    """Return the whole tensor. A collective call: every process that holds a part must make it."""
     parts: Any = tensor
     return parts.full_tensor() if is_part(tensor) else tensor
 
 
 def part_of(tensor: Tensor, like: Any) -> Tensor:
-    """Return a tensor divided as another one is, of which every process has the whole; as it is where nothing is."""
+    """Return a whole tensor sharded like another tensor; unchanged if the other one is not sharded."""
     if not is_part(like) or is_part(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -86,13 +86,13 @@ def part_of(tensor: Tensor, like: Any) -> Tensor:
 
 
 class Group:
-    """The processes of one run, as one of them sees them.
+    """The process group of a run.
 
     Messages are JSON and tensors, as in a checkpoint; nothing is pickled.
 
     Attributes:
         rank: The number of this process, from 0.
-        size: How many there are.
+        size: The number of processes.
     """
 
     def __init__(self, store: Any) -> None:
@@ -102,35 +102,35 @@ class Group:
 
     @classmethod
     def join(cls, device: torch.device, place: tuple[str, int, int] | None = None) -> Group:
-        """Meet the others: with gloo for a CPU, with nccl besides for CUDA. A group that is there already is used.
+        """Connect to the other processes, with gloo, and on CUDA also nccl. An existing process group is reused.
 
         Args:
             device: The device of this process.
             place: The address of rank 0 (`tcp://HOST:PORT`), the rank of this process and the number of processes; None
-                for those in the environment variables that a launcher sets.
+                means the values of the environment variables that a launcher sets.
         """
         if dist.is_initialized():
             return cls(_STORES[-1] if _STORES else None)
         if not _PLACES:
-            # One for the life of the process: who meets again after an error must not find half of the old one.
+            # One rendezvous per process: joining again after an error must not find a closed one.
             address, rank, size = ("env://", -1, -1) if place is None else place
             _PLACES.append(next(iter(rendezvous(address, rank, size, timeout=timedelta(minutes=10)))))
         store, rank, size = _PLACES[0]
-        # A restarted group must not find the addresses of the one before, nor one that met again after an error.
+        # Separate keys for each restart and each join: old keys contain addresses of ended processes.
         attempt, meeting = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(_MEETINGS)
         store = dist.PrefixStore(f"dovetail/{attempt}/{meeting}", store)  # type: ignore[attr-defined]  # exported, not to mypy
-        # The first optimizer imports this module, whose functions take the group that they find as a default, and keep
-        # it for ever. Its threads would live on when the interpreter ends, which aborts the process now and then.
+        # The first optimizer imports this module. Its functions store the current group as a default value and never
+        # release it; its threads then sometimes abort the interpreter at its end. So import it before there is a group.
         import_module("torch.distributed.nn.functional")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
         _STORES.append(store)
-        atexit.register(_leave_for_good)
+        atexit.register(_leave_at_exit)
         return cls(store)
 
     def sum(self, *tensors: Tensor) -> None:
-        """Replace tensors by the sums of everyone's."""
+        """Replace tensors by their sums over all processes."""
         try:
             if len(tensors) == 1:
                 dist.all_reduce(tensors[0])
@@ -139,17 +139,17 @@ class Group:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(self._roll_call()) from error
+            raise PeerError(self._describe_lost_peers()) from error
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors by those of the first process."""
+        """Replace tensors by the tensors of the first process."""
         for tensor in tensors:
             self._together(lambda tensor=tensor: dist.broadcast(tensor, 0))  # type: ignore[misc]  # bound per tensor
 
     def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return everyone's message, in the order of the ranks."""
+        """Return the messages of all processes, in the order of the ranks."""
         packed = _packed(message)
-        # What every message begins with: its length, and as much of it as most messages have.
+        # First the length and the first bytes of each message: one exchange is enough for most messages.
         starts = self._gathered(struct.pack("<Q", len(packed)) + packed[:_FIRST], 8 + _FIRST)
         lengths = [struct.unpack_from("<Q", start)[0] for start in starts]
         if max(lengths) <= _FIRST:
@@ -165,32 +165,32 @@ class Group:
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
-        """Say who is gone when something of torch's own that the processes do together fails for that."""
+        """Raise `PeerError` with the missing processes if a collective operation of torch in the block fails."""
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                raise PeerError(self._roll_call()) from error
+                raise PeerError(self._describe_lost_peers()) from error
             raise
 
     def tell_failure(self, error: BaseException) -> None:
-        """Let the others know why this process leaves, if they can be reached."""
+        """Send the error with which this process exits to the other processes, if they can be reached."""
         if self._store is not None:
             with suppress(Exception):
                 self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
 
     def leave(self) -> None:
-        """Break the connections, so that nobody waits for this process any longer."""
+        """Close the connections, so that no process waits for this one."""
         _leave()
 
     def _together(self, operation: Callable[[], _T]) -> _T:
         try:
             return operation()
         except RuntimeError as error:
-            raise PeerError(self._roll_call()) from error
+            raise PeerError(self._describe_lost_peers()) from error
 
-    def _roll_call(self) -> str:
-        """Say who does not answer any longer."""
+    def _describe_lost_peers(self) -> str:
+        """Return a sentence about the processes that failed or do not respond."""
         store, others = self._store, [rank for rank in range(self.size) if rank != self.rank]
         if store is None:
             return f"rank {self.rank} lost the connection to the other processes of the run"
@@ -206,11 +206,11 @@ class Group:
                     gone.append(rank)
             store.set(f"asked/{self.rank}", "")
             if self.rank == 0:
-                # Where the others ask is a thread of this process, unless a launcher keeps it: it stays for them.
+                # The store may be a thread of this process: stay until the other processes have made their checks, too.
                 for rank in (rank for rank in others if rank not in gone and not store.check([f"failed/{rank}"])):
                     _answers(store, rank, deadline, "asked")
         except Exception:
-            # The meeting point is a thread of the first process, unless a launcher keeps it.
+            # The store is a thread of the first process, unless a launcher runs it.
             return "rank 0, where the processes of the run met, is gone"
         if failed:
             return "; ".join(failed)
@@ -219,7 +219,7 @@ class Group:
         return f"rank {self.rank} lost the connection to the other processes of the run"
 
 
-# The store of the group that was joined last; torch keeps the group itself as globally.
+# The store of the group that was joined last. Global, because torch's process group is global, too.
 _STORES: list[Any] = []
 _MEETINGS = count()
 _PLACES: list[Any] = []
@@ -232,17 +232,17 @@ def _leave() -> None:
             dist.destroy_process_group()
 
 
-def _leave_for_good() -> None:
-    """Leave before the interpreter ends: a thread that waits to give a tensor back then aborts the process."""
+def _leave_at_exit() -> None:
+    """Leave the group before the interpreter ends: a thread that then releases a tensor aborts the process."""
     group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
     _leave()
     if group is not None and group() is not None:
-        # A sharded model keeps the group. Its threads give back at once what they hold while nobody else runs Python.
+        # A sharded model still refers to the group. Its threads release their tensors while this thread sleeps.
         time.sleep(_LAST_TURN)
 
 
 def _answers(store: Any, rank: int, deadline: float, word: str = "here") -> bool:
-    """Whether a process says a word in time, or that it failed."""
+    """Whether a process writes a key in time, or has reported a failure."""
     host, pid = store.get(f"at/{rank}").decode().split() if store.check([f"at/{rank}"]) else ("", "0")
     while not (store.check([f"failed/{rank}"]) or store.check([f"{word}/{rank}"])):
         is_dead = host == socket.gethostname() and not _runs(int(pid))

@@ -1,4 +1,4 @@
-"""The errors Dovetail raises for a user's mistake, and the sentences they are made of."""
+"""Error classes for mistakes of the user, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = [
 
 
 class DovetailError(Exception):
-    """Base of every error that Dovetail raises on purpose."""
+    """Base class of all errors that Dovetail raises."""
 
 
 class ConfigError(DovetailError, ValueError):
-    """An option or a file says something that cannot be meant."""
+    """An option or a configuration value is invalid."""
 
 
 class UnknownNameError(ConfigError):
-    """A name that no table knows.
+    """A name is unknown.
 
-    The message says what was given, the nearest known name and what else is accepted.
+    The message contains the given name, the nearest known name and all accepted names.
 
     Args:
-        kind: What the name is of.
+        kind: The kind of object that the name refers to, such as `optimizer`.
         given: The name.
         known: The names that are accepted.
-        answers: What to give in place of names that other libraries use: a known name, or a sentence.
+        answers: Replacements for names that other libraries use: a known name, or a sentence.
 
     Example:
         >>> raise UnknownNameError("optimizer", "Adm", ["Adam", "SGD"])
@@ -58,11 +58,11 @@ class UnknownNameError(ConfigError):
 
 
 class InvalidHP(DovetailError):  # noqa: N818 - the name that trials know
-    """Raised by a trial whose hyperparameters do not go together; a search goes on with others."""
+    """Raised by a trial whose hyperparameters cannot be combined; a search continues with other trials."""
 
 
 class DataError(DovetailError, ValueError):
-    """Data of a form that the trainer cannot use."""
+    """The data has a form that the trainer cannot use."""
 
 
 class NonFiniteLossError(DovetailError, ArithmeticError):
@@ -70,7 +70,7 @@ class NonFiniteLossError(DovetailError, ArithmeticError):
 
 
 class CheckpointError(DovetailError):
-    """A checkpoint could not be written, found or trusted."""
+    """A checkpoint could not be written or found, or is damaged."""
 
 
 class FederationError(DovetailError, RuntimeError):
@@ -78,11 +78,11 @@ class FederationError(DovetailError, RuntimeError):
 
 
 class MissingExtraError(DovetailError, ImportError):
-    """A feature needs a package that is not installed; the message names the extra that brings it."""
+    """A feature needs a package that is not installed; the message has the extra to install."""
 
 
 def expect(is_valid: bool, name: str, expected: str, given: object) -> None:
-    """Raise an error about a value that is not valid.
+    """Raise an error if a value is not valid.
 
     Args:
         is_valid: The result of the check.
@@ -104,15 +104,15 @@ def expect(is_valid: bool, name: str, expected: str, given: object) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Attach a sentence to an error without changing its type or traceback; Python 3.10 shows it in no traceback."""
+    """Attach a sentence to an error without changing its type or traceback. Python 3.10 does not print it."""
     notes: list[str] = getattr(error, "__notes__", [])
     error.__notes__ = [*notes, note]
 
 
 def misspelled_methods(subclass: type, base: type) -> Iterator[tuple[str, str]]:
-    """Yield methods of a subclass that look like a method of its base which the subclass does not define.
+    """Yield methods of a subclass with nearly the name of a method of its base class, and this name.
 
-    Otherwise such a method is never called, without any message.
+    Such a method would never be called, without any message.
 
     Example:
         >>> class Base:

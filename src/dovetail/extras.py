@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used, with an error that names the extra."""
+"""Optional dependencies: imported when they are used, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dovetail.errors import MissingExtraError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional module, or say which extra to install.
+    """Import and return an optional module, or raise an error with the extra to install.
 
     Args:
         module: The dotted name of the module.
-        extra: The extra of Dovetail that brings it.
+        extra: The extra of Dovetail that installs it.
 
     Raises:
         MissingExtraError: The module is not installed.

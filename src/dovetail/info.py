@@ -1,7 +1,7 @@
-"""Which trial this process is: what whoever launched it has written down for it.
+"""Information about the trial of this process, which the launcher writes to a file.
 
-The environment variable `DOVETAIL_TRIAL` names a JSON file with the fields of `TrialInfo`. Without it a process is
-nobody's trial, and `get_cluster_info` returns None. This module starts without torch.
+The environment variable `DOVETAIL_TRIAL` is the path of a JSON file with the fields of `TrialInfo`. If it is not set,
+the process is not a trial, and `get_cluster_info` returns None. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ __all__ = [
 ]
 
 VARIABLE = "DOVETAIL_TRIAL"
-"""The environment variable that names the file."""
+"""The environment variable with the path of the file."""
 
 ATTEMPT = "DOVETAIL_ATTEMPT"
-"""The environment variable that names the folder of this start of a trial, to all processes that belong to it."""
+"""The environment variable with the folder of this attempt of a trial, for all of its processes."""
 
 PREEMPTED = "preempted"
-"""The file in that folder by which a script says that it leaves because it was asked to, and not because it is done."""
+"""A file in that folder. A script creates it if it exits because of an exit request and not because it is done."""
 
 HPARAMS_READ = "hparams_read"
-"""The file in that folder which exists once the script has read its hyperparameters by this library."""
+"""A file in that folder. It exists once the script has read its hyperparameters with this library."""
 
 TEST_MODE = "DOVETAIL_TEST_MODE"
-"""The environment variable that makes a trial try one batch only, if it is set."""
+"""The environment variable that, if set, makes a trial run one batch only."""
 
 
 @dataclass(frozen=True)
 class TrialInfo:
-    """What a process knows about its trial.
+    """Information about the trial of this process.
 
     Attributes:
         trial_id: The number of the trial.
         experiment_id: The number of the experiment that it belongs to, or None.
         hparams: Its hyperparameters.
         config: The whole configuration of its experiment.
-        user_data: What that configuration has under `data`.
-        latest_checkpoint: The checkpoint that it goes on from, or None.
-        trial_seed: The seed of all its randomness, or None.
+        user_data: The section `data` of that configuration.
+        latest_checkpoint: The checkpoint to resume from, or None.
+        trial_seed: The seed of the trial, or None.
         kind: `"trial"`, or `"job"` for a program that does not train.
-        slots: How many processes it has.
-        directory: Where it keeps checkpoints and metrics; None leaves that to the program.
+        slots: The number of processes.
+        directory: The folder for checkpoints and metrics; None means that the program chooses it.
 
     Example:
         >>> info = TrialInfo(trial_id=7, hparams={"learning_rate": 0.1})
@@ -81,20 +81,20 @@ class TrialInfo:
     directory: str | None = None
 
     def __getattribute__(self, name: str) -> Any:
-        # The runner of an experiment fails a trial that never reads what the searcher chose for it.
+        # A trial that never reads the hyperparameters of the searcher is an error, which the runner reports.
         if name == "hparams":
             note_hparams_read()
         return super().__getattribute__(name)
 
     if not TYPE_CHECKING:
-        # Type checkers would accept any name.
+        # Otherwise type checkers would accept any name.
         def __getattr__(self, name: str) -> Any:
             instead = ": there is no master and no agent" if name in _OF_A_MASTER else ""
             raise AttributeError(f"the info of a trial has no {name!r}{instead}")
 
     @property
     def trial(self) -> TrialInfo:
-        """This object: Determined's scripts say `info.trial.hparams`."""
+        """This object: scripts for Determined use `info.trial.hparams`."""
         return self
 
     @property
@@ -104,12 +104,12 @@ class TrialInfo:
 
     @property
     def container_addrs(self) -> list[str]:
-        """The addresses of the machines: the only one, because a trial has one."""
+        """The addresses of the machines: one, because a trial runs on one machine."""
         return ["127.0.0.1"]
 
     @property
     def container_rank(self) -> int:
-        """The number of this machine among them."""
+        """The number of this machine, from 0."""
         return 0
 
     @property
@@ -124,7 +124,7 @@ class TrialInfo:
 
     @property
     def _config(self) -> dict[str, Any]:
-        """The whole configuration: many of Determined's scripts read it by this name."""
+        """The whole configuration: many scripts for Determined use this name."""
         return self.config
 
 
@@ -134,14 +134,14 @@ _OF_A_MASTER = {
 }
 
 ClusterInfo = TrialInfo
-"""Determined has two classes: this one, and the one of `info.trial`."""
+"""Determined has two classes: this one, and the class of `info.trial`."""
 
 
 def get_cluster_info() -> TrialInfo | None:
-    """Return what this process was told about its trial, or None if nobody has launched it as one.
+    """Return information about the trial of this process, or None if it was not launched as a trial.
 
     Raises:
-        ConfigError: The file is not there, damaged, or none that `write_info` writes.
+        ConfigError: The file does not exist, is damaged, or was not written by `write_info`.
     """
     path = os.environ.get(VARIABLE)
     if path is None:
@@ -169,38 +169,38 @@ _noted: set[str] = set()
 
 
 def unnoticed_hparams(info: TrialInfo) -> dict[str, Any]:
-    """Return the hyperparameters for the library's own use, which does not count as reading by the script."""
+    """Return the hyperparameters for internal use; this does not count as a read by the script."""
     found: dict[str, Any] = vars(info)["hparams"]
     return found
 
 
 def _read_unnoticed(path: str) -> bytes:
-    """Return the content of a file without a change of its access time, where the system can do so.
+    """Return the content of a file and leave its access time unchanged, if the system supports this.
 
-    From the access time the runner infers that a script has read the file without this library.
+    A changed access time shows the runner that a script has read the file without this library.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
     except PermissionError:
-        # Only the owner of a file may leave its access time alone.
+        # Only the owner of a file may read it without changing its access time.
         descriptor = os.open(path, os.O_RDONLY)
     with open(descriptor, "rb") as file:
         return file.read()
 
 
 def write_info(path: str | os.PathLike[str], info: TrialInfo) -> None:
-    """Write what `get_cluster_info` reads in the processes whose `DOVETAIL_TRIAL` names this file.
+    """Write the file that `get_cluster_info` reads in processes whose `DOVETAIL_TRIAL` is this path.
 
     Raises:
-        ConfigError: Hyperparameters, configuration or data hold something that is not JSON.
+        ConfigError: Hyperparameters, configuration or data contain a value that JSON cannot represent.
     """
     try:
         text = json.dumps(dataclasses.asdict(info), indent=2)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the description of trial {info.trial_id} cannot be written as JSON: {error}") from error
-    # Renamed into place: a process that reads it meanwhile sees all or nothing.
+    # Rename it into place: a process that reads it meanwhile gets all of it or nothing.
     unfinished = Path(f"{os.fspath(path)}.tmp")
-    # For its owner alone: a configuration may say what is nobody else's business.
+    # Only the owner may read it: a configuration may contain secrets.
     unfinished.touch(mode=0o600)
     unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(path)
@@ -219,7 +219,7 @@ _TYPES: Mapping[str, tuple[str, bool]] = {
     "slots": (_INTEGER, False),
     "directory": (_TEXT, True),
 }
-"""What each field is, and whether it may be None."""
+"""The type of each field, and whether it may be None."""
 
 
 def _checked(content: Any, where: str) -> TrialInfo:

@@ -1,14 +1,14 @@
-"""`python -m dovetail.launch`: a script in several processes of this machine, or with hyperparameters, or both.
+"""Command `python -m dovetail.launch`: runs a script in several processes of this machine, with hyperparameters.
 
-Its usage:
+Usage:
 
     python -m dovetail.launch [--slots N] [--config FILE] [--hparam NAME=VALUE]… [--restarts N] SCRIPT ARGUMENTS…
     python -m dovetail.launch … -m MODULE ARGUMENTS…
     python -m dovetail.launch … MODULE:CLASS
 
-One process without restarts is this one. Several are started by torch's elastic agent and meet on the loopback; for
-several machines there is `torchrun`. What a configuration says reaches the script by `get_cluster_info`. A trial class
-is trained by `dovetail.pytorch.entrypoint`, with the settings of the configuration.
+One process without restarts runs in this process. Several processes are started by torch's elastic agent and connect
+over the loopback interface; use `torchrun` for several machines. The script gets the configuration from
+`get_cluster_info`. A trial class is trained by `dovetail.pytorch.entrypoint` with the settings of the configuration.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dovetail.runtime.cores import NO_CARDS, threads_per_process
 
 __all__ = ["main"]
 
-# The exit code of a process that left because another one had failed; a temporary failure, as sysexits.h has it.
+# The exit code of a process that exits because another process failed: a temporary failure in sysexits.h.
 _AFTER_ANOTHER = 75
 _PATIENCE = 5.0
 _ENTRYPOINT = "dovetail.pytorch.entrypoint"
-# Port 0: the only process of the group takes any free one.
+# Port 0: the only process of the group uses any free port.
 _GROUP_OF_ONE = {
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
@@ -46,17 +46,17 @@ _GROUP_OF_ONE = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a script, and return its exit code: 2 for a mistake on the command line, 128 + signal after a signal."""
-    wishes = _parser().parse_args(arguments)
+    """Run a script and return its exit code: 2 for a mistake on the command line, 128 + signal after a signal."""
+    options = _parser().parse_args(arguments)
     try:
-        config = _config(wishes.config)
-        if names_trial_class(wishes.script) and not wishes.module and not Path(wishes.script).is_file():
-            _check_trial_class(wishes.script, wishes.arguments, config)
-            wishes.script, wishes.module, wishes.arguments = _ENTRYPOINT, True, [wishes.script]
+        config = _config(options.config)
+        if names_trial_class(options.script) and not options.module and not Path(options.script).is_file():
+            _check_trial_class(options.script, options.arguments, config)
+            options.script, options.module, options.arguments = _ENTRYPOINT, True, [options.script]
         else:
-            _check_script(wishes.script, wishes.module)
-        hparams = _hparams(config, wishes.hparam)
-        slots = wishes.slots or _slots(config)
+            _check_script(options.script, options.module)
+        hparams = _hparams(config, options.hparam)
+        slots = options.slots or _slots(config)
         if slots == 0:
             os.environ.update(NO_CARDS)
             slots = 1
@@ -64,15 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dovetail.launch: {error}", file=sys.stderr)
         return 2
     with TemporaryDirectory(prefix="dovetail-launch-", ignore_cleanup_errors=True) as folder:
-        if wishes.config is not None or hparams:
+        if options.config is not None or hparams:
             os.environ[VARIABLE] = os.path.join(folder, "trial.json")
             write_info(os.environ[VARIABLE], _info(config, hparams, slots))
-        if slots == 1 and not wishes.restarts:
-            os.environ.update(_GROUP_OF_ONE if wishes.group else {})
-            return _run_here(wishes.script, wishes.module, wishes.arguments)
-        # Each of them is what this one would be if it were alone.
-        program = ["-m", "dovetail.launch", *(["-m"] if wishes.module else []), wishes.script, *wishes.arguments]
-        return _run_workers(program, slots, wishes.restarts, folder)
+        if slots == 1 and not options.restarts:
+            os.environ.update(_GROUP_OF_ONE if options.group else {})
+            return _run_here(options.script, options.module, options.arguments)
+        # Each worker runs this command again, for one process.
+        program = ["-m", "dovetail.launch", *(["-m"] if options.module else []), options.script, *options.arguments]
+        return _run_workers(program, slots, options.restarts, folder)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,20 +82,18 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     count, times = _number(1), _number(0)
-    parser.add_argument("--slots", type=count, metavar="N", help="processes; else those of --config, else one")
-    parser.add_argument("--config", metavar="FILE", help="an experiment's YAML file")
+    parser.add_argument("--slots", type=count, metavar="N", help="number of processes; default: from --config, or 1")
+    parser.add_argument("--config", metavar="FILE", help="the YAML file of an experiment")
     parser.add_argument(
-        "--hparam", action="append", default=[], metavar="NAME=VALUE", help="a hyperparameter, before that of --config"
+        "--hparam", action="append", default=[], metavar="NAME=VALUE", help="a hyperparameter; overrides --config"
     )
+    parser.add_argument("--restarts", type=times, default=0, metavar="N", help="number of restarts after a failure")
     parser.add_argument(
-        "--restarts", type=times, default=0, metavar="N", help="how often to start again after a failure"
-    )
-    parser.add_argument(
-        "--group", action="store_true", help="set the variables of torchrun, such as RANK, for one process, too"
+        "--group", action="store_true", help="set the variables of torchrun, such as RANK, also for one process"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="the script, the module after -m, or a trial class such as model_def:MyTrial")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
     return parser
 
 
@@ -108,7 +106,7 @@ def _number(least: int) -> Any:
     return number
 
 
-# ------------------------------------------------------------------ what the script is told
+# ------------------------------------------------------------------ what the script receives
 
 
 def _check_script(script: str, is_module: bool) -> None:
@@ -122,7 +120,7 @@ def _check_trial_class(name: str, arguments: Sequence[str], config: Mapping[str,
     if arguments:
         raise ConfigError(f"script: expected no arguments after the trial class {name}, got {' '.join(arguments)!r}")
     _check_module(name.partition(":")[0], f"the module of the trial class {name}")
-    # A runner has checked the file of its experiment.
+    # In an experiment, the runner has already checked the file.
     if VARIABLE not in os.environ and TEST_MODE not in os.environ and trial_length(config) is None:
         raise ConfigError(
             f"{locate(config, 'searcher', 'max_length')}: missing: how long to train {name}, such as {{epochs: 10}}, "
@@ -131,7 +129,7 @@ def _check_trial_class(name: str, arguments: Sequence[str], config: Mapping[str,
 
 
 def _check_module(name: str, expected: str) -> None:
-    # As `python -m` has it already, but not the command of a package that calls `main`.
+    # `python -m` has done this already, but not a package's command that calls `main`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -152,7 +150,7 @@ def _config(path: str | None) -> dict[str, Any]:
 
 
 def _hparams(config: dict[str, Any], given: Sequence[str]) -> dict[str, Any]:
-    """Return the hyperparameters of a configuration, with those of the command line in their places."""
+    """Return the hyperparameters of a configuration, overridden by the command line."""
     is_closed = "hyperparameters" in config
     for assignment in given:
         name, equals, text = assignment.partition("=")
@@ -162,8 +160,8 @@ def _hparams(config: dict[str, Any], given: Sequence[str]) -> dict[str, Any]:
         place: Any = config.setdefault("hyperparameters", {})
         for key in (*parents, last):
             if not isinstance(place, dict):
-                raise ConfigError(f"--hparam {name}: there is a value where {key!r} would have to be")
-            # A name that the file does not have is more likely mistyped than new.
+                raise ConfigError(f"--hparam {name}: cannot set {key!r}, because the name above it has a value")
+            # If the file lists hyperparameters, an unknown name is more likely mistyped than new.
             if is_closed and key not in place:
                 raise UnknownNameError("hyperparameter (--hparam)", key, place)
             above, place = place, place.setdefault(key, {})
@@ -177,7 +175,7 @@ def _hparams(config: dict[str, Any], given: Sequence[str]) -> dict[str, Any]:
 def _slots(config: Mapping[str, Any]) -> int:
     resources = config.get("resources")
     wanted = resources if isinstance(resources, Mapping) else {}
-    # A trial says `slots_per_trial`, a job `slots`.
+    # The key is `slots_per_trial` for a trial and `slots` for a job.
     key = "slots_per_trial" if "slots_per_trial" in wanted else "slots"
     slots = wanted.get(key, 1)
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
@@ -200,7 +198,7 @@ def _info(config: Mapping[str, Any], hparams: dict[str, Any], slots: int) -> Tri
     )
 
 
-# ------------------------------------------------------------------ how it is run
+# ------------------------------------------------------------------ how the script is run
 
 
 def _run_here(script: str, is_module: bool, arguments: Sequence[str]) -> int:
@@ -215,8 +213,8 @@ def _run_here(script: str, is_module: bool, arguments: Sequence[str]) -> int:
         raise
     except BaseException as error:
         if _is_about_another(error):
-            print(f"dovetail.launch: rank {os.environ.get('RANK')} leaves: {error}", file=sys.stderr)
-            # The launcher ends all as soon as one has left: that one should be the one that failed, with its own code.
+            print(f"dovetail.launch: rank {os.environ.get('RANK')} exits: {error}", file=sys.stderr)
+            # The launcher stops all processes when the first one exits. Wait, so that the failed one is the first.
             time.sleep(_PATIENCE)
             return _AFTER_ANOTHER
         error.__traceback__ = _from_script_on(error.__traceback__)
@@ -226,14 +224,14 @@ def _run_here(script: str, is_module: bool, arguments: Sequence[str]) -> int:
 
 
 def _is_about_another(error: BaseException) -> bool:
-    """Whether an error says no more than that another process has failed, which tells the rest itself."""
-    # Who has raised one has imported this.
+    """Whether an error only reports that another process has failed; that process prints its own error."""
+    # The module is imported already if there is such an error.
     distributed = sys.modules.get("dovetail.distributed")
     return distributed is not None and isinstance(error, distributed.PeerError)
 
 
 def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that Python would show if it had run the script itself."""
+    """Return the part of a traceback that Python would show if it had run the script directly."""
     runners = (__file__, runpy.__file__, "<frozen runpy>")
     while traceback is not None and traceback.tb_frame.f_code.co_filename in runners:
         traceback = traceback.tb_next
@@ -244,10 +242,10 @@ def _run_workers(program: Sequence[str], slots: int, restarts: int, folder: str)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(slots)))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Here, because it brings torch, which one process may never need.
+    # Imported here, because it imports torch, which a single process may not need.
     from dovetail.runtime.elastic import run_workers
 
-    # Unbuffered: lines of several processes, and of one that is killed, appear when they are written.
+    # Unbuffered: otherwise lines of several processes are mixed, and lines of a killed process are lost.
     outcome = run_workers(["-u", *program], slots, folder, restarts)
     if isinstance(outcome, int):
         return 128 + outcome

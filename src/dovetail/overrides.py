@@ -1,4 +1,4 @@
-"""Methods that subclasses written for another library define, and that would have no effect here."""
+"""Detection of methods, written for another library, that would have no effect here."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def reject_lost_overrides(kind: type[Any], answers: Mapping[str, str]) -> None:
         >>> reject_lost_overrides(Server, {"aggregate_weights": "override Algorithm.aggregate"})
         Traceback (most recent call last):
         ...
-        dovetail.errors.ConfigError: Server.aggregate_weights: nothing here calls it: override Algorithm.aggregate
+        dovetail.errors.ConfigError: Server.aggregate_weights: it is never called here: override Algorithm.aggregate
     """
     for name, answer in answers.items():
         classes = [base for base in kind.__mro__ if name in vars(base)]
         if classes and not any(map(is_ours, classes)):
-            raise ConfigError(f"{kind.__name__}.{name}: nothing here calls it: {answer}")
+            raise ConfigError(f"{kind.__name__}.{name}: it is never called here: {answer}")
 
 
 def defines(piece: Any, name: str) -> bool:
@@ -49,5 +49,5 @@ def defines(piece: Any, name: str) -> bool:
 
 
 def is_ours(definition: Any) -> bool:
-    """Return whether a class or function is of this library."""
+    """Return whether a class or function belongs to this library."""
     return str(definition.__module__).partition(".")[0] == "dovetail"

@@ -1,4 +1,4 @@
-"""Text from files in a form that a terminal or a page shows as it is, and loggers that stay off the terminal."""
+"""Safe display of untrusted text on terminals and pages, and quieter loggers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _UNSAFE_IN_LOGS = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Return a text with every character that a terminal would obey, or that hides text, as a visible escape.
+    r"""Return a text with every control character, and every character that hides text, as a visible escape.
 
     Args:
         text: Text of unknown origin, such as the name of an experiment.
-        lines: Whether line feeds, carriage returns and tabs stay as they are, as in a log.
+        lines: Whether line feeds, carriage returns and tabs are unchanged, as in a log.
 
     Example:
         >>> print(printable("a\x1b[2Jb\n"))
@@ -31,7 +31,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def page_text(text: str, *, lines: bool = False) -> str:
-    """Return a text as part of a page: without markup, and with control characters as visible escapes.
+    """Return a text for an HTML page: with markup escaped, and control characters as visible escapes.
 
     Example:
         >>> page_text("<b>")
@@ -42,11 +42,11 @@ def page_text(text: str, *, lines: bool = False) -> str:
 
 @contextmanager
 def quiet(*loggers: str, level: int = logging.WARNING) -> Iterator[None]:
-    """Keep the log lines of other packages that are below a level off the terminal.
+    """Hide log lines of other packages below a level.
 
     Args:
         loggers: The names of the packages' loggers. Each level is restored afterwards.
-        level: The lowest level that is still shown; a logger with a higher one keeps it.
+        level: The lowest level that is still shown; a logger with a higher level is unchanged.
 
     Example:
         >>> with quiet("optuna"):

@@ -1,6 +1,6 @@
-"""Lengths, periods and schedules of training, and the counters that they are measured against.
+"""Lengths, periods and schedules of training, and the counters that measure progress.
 
-This module starts without torch: the command line reads units from files before it needs any tensor.
+This module does not import torch: the command line reads units from files before it needs any tensor.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
 
 @dataclass(slots=True)
 class Progress:
-    """How far training has come. Every counter is the number of things *finished*.
+    """The progress of training. Every counter is the number of *finished* items.
 
     Attributes:
-        epoch: Full passes over the training data; also the index of the running epoch.
-        batch: Batches of the running epoch.
-        batches: Batches since training began.
-        records: Samples since training began.
-        updates: Real optimizer steps since training began. A step that a gradient scaler skipped and the
+        epoch: Full passes over the training data; also the index of the current epoch.
+        batch: Batches of the current epoch.
+        batches: Batches since the start of training.
+        records: Samples since the start of training.
+        updates: Real optimizer steps since the start of training. A step that a gradient scaler skipped and the
             earlier micro-batches of an accumulation window do not count.
     """
 
@@ -53,7 +53,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Set the counters to those of `state`."""
+        """Set the counters from `state`."""
         for field in fields(self):
             count = int(state[field.name])
             if not 0 <= count < 1 << 63:
@@ -61,7 +61,7 @@ class Progress:
             setattr(self, field.name, count)
 
     def copy(self) -> Progress:
-        """Return the same counters, detached from further training."""
+        """Return a copy of the counters."""
         return Progress(self.epoch, self.batch, self.batches, self.records, self.updates)
 
 
@@ -70,7 +70,7 @@ class TrainUnit:
     """A number of epochs, batches, records or updates: a length, a period, or a schedule.
 
     An integer is a length (`max_length=Epochs(10)`) or a period (`validation_period=Batches(100)`, due at every
-    multiple; 0 is never due). A container is an explicit schedule: due at each number that lies in it.
+    multiple; 0 is never due). A container is an explicit schedule: due at each number that it contains.
 
     Example:
         >>> Epochs(3).reached(Progress(epoch=3))
@@ -108,7 +108,7 @@ class TrainUnit:
         return int(getattr(progress, self.counter))
 
     def reached(self, progress: Progress) -> bool:
-        """Whether training has this length already."""
+        """Whether training has reached this length."""
         return self.count(progress) >= self.length
 
     def due(self, before: Progress, now: Progress) -> bool:
@@ -156,7 +156,7 @@ def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> Tr
 
     Args:
         value: A unit, or a mapping with one key.
-        name: What the value is, for the error message.
+        name: The name of the value, for the error message.
 
     Example:
         >>> parse_unit({"epochs": 3})
@@ -173,7 +173,7 @@ def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> Tr
 
 
 def unit_name(length: TrainUnit) -> str:
-    """Return what a file calls the unit of a length."""
+    """Return the name of a length's unit in a configuration file."""
     return type(length).__name__.lower()
 
 
@@ -204,7 +204,7 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """Return a number with the name of the things, in the singular or the plural (by default with an s).
+    """Return a number with a noun in the singular or the plural (by default with an s).
 
     Example:
         >>> counted(1, "batch", "batches"), counted(2, "epoch")

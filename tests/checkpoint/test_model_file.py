@@ -46,7 +46,7 @@ def test_torch_reads_a_ckpt_file_in_its_safe_mode(tmp_path: Path) -> None:
 
 
 def test_safetensors_refuses_what_is_no_tensor(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="extra: safetensors holds tensors only, got dict: use format='ckpt'"):
+    with pytest.raises(CheckpointError, match="extra: safetensors stores tensors only, got dict: use format='ckpt'"):
         export_model(tmp_path / "model.safetensors", {"extra": {}})
 
 
@@ -96,7 +96,7 @@ def test_the_checkpoint_of_another_program_is_told_how_to_become_weights(tmp_pat
     torch.save({"state_dict": {"weight": torch.ones(2)}, "hyper_parameters": argparse.Namespace(width=3)}, path)
     with pytest.raises(CheckpointError) as caught:
         load_model_file(path)
-    assert "it holds a argparse.Namespace" in str(caught.value)
+    assert "it contains a argparse.Namespace" in str(caught.value)
     assert "\n" not in str(caught.value)
     torch.save(torch.ones(2), path)
     with pytest.raises(CheckpointError, match=r"expected weights by name, .* got a Tensor"):

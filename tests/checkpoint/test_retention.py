@@ -56,7 +56,7 @@ def test_a_checkpoint_is_kept_if_any_rule_keeps_it(rules: dict[str, Any], kept: 
     ("rules", "sentence"),
     [
         ({}, "expected at least one of last, best and every"),
-        ({"best": 1}, "best: expected the metric, too"),
+        ({"best": 1}, "best: expected also the metric"),
         ({"last": -1}, "last: expected a number of at least 0, got -1"),
         ({"every": 0}, "every: expected a number of at least 1, got 0"),
         ({"last": 1, "mode": "minimum"}, "mode: expected 'min' or 'max', got 'minimum'"),

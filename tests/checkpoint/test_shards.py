@@ -115,7 +115,7 @@ def test_a_lost_shard_is_named(saved: Path) -> None:
 
 
 def test_parts_are_not_saved_by_one_process_alone(peers: Alone, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="weight: several processes hold it in parts, and must save together"):
+    with pytest.raises(CheckpointError, match="weight: several processes hold parts of it and must save together"):
         checkpoint.save(tmp_path / "alone", {"weight": peers.zeros([2], torch.float32)})
 
 
@@ -149,13 +149,13 @@ def test_a_refused_file_leaves_the_checkpoint_before_it(saved: Path, peers: Alon
 
 
 def test_what_fails_in_another_process_fails_here() -> None:
-    others = Answered({"told": 1, "problem": None}, {"told": None, "problem": "the disk is full"})
+    others = Answered({"result": 1, "problem": None}, {"result": None, "problem": "the disk is full"})
     with pytest.raises(CheckpointError, match=r"the disk is full \(rank 2\)"):
         together(others, lambda: 0)
 
 
-def test_everyone_knows_what_each_has_told() -> None:
-    assert together(Answered({"told": 1, "problem": None}), lambda: 0) == [0, 1]
+def test_every_process_gets_all_results() -> None:
+    assert together(Answered({"result": 1, "problem": None}), lambda: 0) == [0, 1]
 
 
 class Malicious:
@@ -179,7 +179,7 @@ def test_a_pickled_index_is_never_executed(saved: Path, tmp_path: Path) -> None:
 def test_an_index_of_something_else_than_the_file_holds_is_refused(saved: Path) -> None:
     text = (saved / "shards.json").read_text().replace("[3,2]", "[2,3]")
     rewritten(saved, "shards.json", text.encode())
-    with pytest.raises(CheckpointError, match=rf"{SHARD}: does not hold the part of 'part' at \[0, 0\]"):
+    with pytest.raises(CheckpointError, match=rf"{SHARD}: does not contain the part of 'part' at \[0, 0\]"):
         checkpoint.load(saved)
 
 

@@ -61,7 +61,7 @@ def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside(tmp_path
 )
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "target")
-    with pytest.raises(CheckpointError, match="target: refusing to replace"):
+    with pytest.raises(CheckpointError, match="target: not a checkpoint of Dovetail, so it is not replaced"):
         save(tmp_path / "target", {})
     assert os.listdir(tmp_path) == ["target"]
     assert (tmp_path / "target").is_symlink() or "precious" in next(
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_with_foreign_files_is_moved_aside(tmp_path: Path, 
 
 
 def test_a_temporary_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="removed as rubbish"):
+    with pytest.raises(CheckpointError, match="reserved for temporary files"):
         save(tmp_path / ".tmp-a.0123abcd", {})
 
 
@@ -237,7 +237,7 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint", {"a": 1})
     uses: list[Any] = [list_checkpoints, latest, load_latest, lambda inside: save(inside / "inner", {})]
     for use in uses:
-        with pytest.raises(CheckpointError, match=r"checkpoint: is a checkpoint itself: name the folder that holds it"):
+        with pytest.raises(CheckpointError, match=r"checkpoint: is a checkpoint itself: give the folder around it"):
             use(path)
     assert load(path) == {"a": 1}
 
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
 def test_an_unreadable_checkpoint_is_warned_about_and_not_listed(tmp_path: Path) -> None:
     save(tmp_path / "good", {})
     (save(tmp_path / "bad", {}) / "manifest.json").unlink()
-    with pytest.warns(CheckpointWarning, match=r"passing over a damaged checkpoint: .*bad/manifest\.json") as caught:
+    with pytest.warns(CheckpointWarning, match=r"skipping a damaged checkpoint: .*bad/manifest\.json") as caught:
         assert [info.path.name for info in list_checkpoints(tmp_path)] == ["good"]
     assert [warning.filename for warning in caught] == [__file__]
 

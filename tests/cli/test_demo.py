@@ -69,7 +69,7 @@ def test_resume_kills_a_process_and_ends_with_the_same_bits(tmp_path: Path, caps
     assert left_in(tmp_path, outcome)
     assert is_picture(tmp_path / "losses.png")
     assert outcome.result == (
-        "bit for bit, 190 of 190 losses are equal; weights, optimizer and random states at the end are, too"
+        "190 of 190 losses are equal, bit for bit; final weights, optimizer and random states are equal, too"
     )
     _, straight, killed = zip(*outcome.rows, strict=True)
     assert straight[2:] == killed[2:]
@@ -156,7 +156,7 @@ def test_a_folder_with_something_in_it_is_left_alone(run: Run, tmp_path: Path) -
     mine.write_text("mine")
     code, out, err = run("demo", "classify", "--output", tmp_path)
     assert (code, out) == (1, "")
-    assert err == f"dovetail: --output: {tmp_path} is not empty, and a demo overwrites nothing: name a new folder\n"
+    assert err == f"dovetail: --output: {tmp_path} is not empty, and a demo never overwrites files: give a new folder\n"
     assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]
     assert mine.read_text() == "mine"
 

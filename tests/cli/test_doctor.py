@@ -109,7 +109,7 @@ def test_a_version_is_compared_by_its_numbers(
     installed.mkdir()
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    lack = "" if fits else f"thing {version} does not fit: {bounds} is needed"
+    lack = "" if fits else f"thing {version} does not fit: {bounds} is required"
     assert Requirement("thing", bounds).lack() == lack
 
 
@@ -145,7 +145,7 @@ def test_an_extra_that_names_another_needs_its_packages() -> None:
 
 def test_extras_that_the_installation_does_not_know_are_one_note() -> None:
     *_, check = check_extras([Requirement("pytest", extra=extra) for extra in PURPOSES if extra not in ("ray", "s3")])
-    assert (check.status, check.found.rpartition("know ")[2]) == ("note", "ray, s3")
+    assert (check.status, check.found.rpartition("lacks ")[2]) == ("note", "ray, s3")
 
 
 def test_a_missing_package_is_a_problem_with_its_command() -> None:
@@ -224,7 +224,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
     check = check_folder(tmp_path / "runs" / "digits")
-    assert (check.status, check.found.partition(" ")[0]) == ("ok", str(tmp_path))
+    assert (check.status, check.found.partition(": ")[0]) == ("ok", str(tmp_path))
     assert files_below(tmp_path) == set()
 
 
@@ -265,7 +265,7 @@ def test_a_system_without_a_limit_of_shared_memory_is_not_asked(tmp_path: Path) 
 
 
 def test_a_store_that_is_not_there_can_be_made_and_is_not(tmp_path: Path) -> None:
-    assert check_store(tmp_path / "home").found == f"none yet; {tmp_path / 'home' / 'store.db'} can be made"
+    assert check_store(tmp_path / "home").found == f"none yet; {tmp_path / 'home' / 'store.db'} can be created"
     assert files_below(tmp_path) == set()
 
 
@@ -305,7 +305,7 @@ def test_a_package_that_every_run_needs_is_missing_and_the_rest_is_looked_at(mod
     code = f"import sys; sys.modules[{module!r}] = None; from dovetail.cli.checkup.store import check_store\n"
     code += "check = check_store(); print(check.status, check.found)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert told.stdout.startswith(f"problem cannot be looked at: import of {module} halted"), told.stderr
+    assert told.stdout.startswith(f"problem cannot be checked: import of {module} halted"), told.stderr
 
 
 def test_a_folder_in_which_no_store_can_be_made_is_a_problem(unwritable: Path) -> None:

@@ -89,11 +89,11 @@ def test_every_mistake_in_a_file_is_named_and_nothing_is_created(run: Any, proje
     assert not project.home.exists()
 
 
-@pytest.mark.filterwarnings("default:.*keys that mean nothing here")
+@pytest.mark.filterwarnings("default:.*keys without an effect here")
 @pytest.mark.parametrize("options", [[], ["--test"]])
 def test_ignored_keys_are_one_sentence(run: Any, project: Any, options: list[str]) -> None:
     project.config.write_text(project.config.read_text() + "scheduling_unit: 100\n")
-    sentence = f"dovetail: warning: {project.config}: keys that mean nothing here are ignored: scheduling_unit\n"
+    sentence = f"dovetail: warning: {project.config}: keys without an effect here are ignored: scheduling_unit\n"
     code, _, err = run("e", "create", project.config, project.code, "--home", project.home, *options)
     assert (code, err) == (0, sentence)
 
@@ -122,7 +122,7 @@ def test_an_experiment_without_success_ends_in_three_and_says_where_to_look(run:
     code, _, err = run("e", "create", project.config, project.code, "--home", project.home, "--set", setting)
     assert code == 3
     assert err.splitlines()[0] == "trial 0 failed: attempt 0 ended with exit code 1: this width is too much"
-    assert err.splitlines()[1].startswith("'dovetail trial logs 1' has the rest: ")
+    assert err.splitlines()[1].startswith("see 'dovetail trial logs 1' for details: ")
 
 
 def test_a_test_runs_the_first_trial_alone_and_tells_it(run: Any, project: Any) -> None:
@@ -232,7 +232,10 @@ def test_a_number_that_no_database_has_is_one_sentence(run: Any, finished: Any, 
         assert (code, out) == (1, "")
         assert err.startswith(f"dovetail: there is no {words[0]} {number}: ")
     code, _, err = run("experiment", "logs", 1, "--trial", "99999999999999999999", "--home", finished.home)
-    assert (code, err) == (1, "dovetail: experiment 1 has no trial 99999999999999999999 (there are 4, from 0 on)\n")
+    assert (code, err) == (
+        1,
+        "dovetail: experiment 1 has no trial 99999999999999999999 (there are 4, numbered from 0)\n",
+    )
 
 
 def test_names_and_reasons_reach_the_terminal_without_control_characters(run: Any, project: Any) -> None:
@@ -293,7 +296,9 @@ def test_an_unknown_experiment_is_a_sentence_with_what_there_is(run: Any, finish
 
 def test_looking_makes_no_folder(run: Any, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    sentence = f"there are no experiments in {home}: make one by 'dovetail experiment create', or name another --home\n"
+    sentence = (
+        f"there are no experiments in {home}: create one with 'dovetail experiment create', or give another --home\n"
+    )
     assert run("experiment", "list", "--home", home) == (0, "", sentence)
     assert run("experiment", "list", "--home", home, "--json") == (0, "[]\n", "")
     assert run("experiment", "describe", 1, "--home", home) == (1, "", f"dovetail: {sentence}")
@@ -316,7 +321,7 @@ def test_following_a_log_of_what_is_over_ends(run: Any, finished: Any) -> None:
 
 def test_a_trial_that_an_experiment_does_not_have_is_a_mistake(run: Any, finished: Any) -> None:
     code, _, err = run("experiment", "logs", 1, "--trial", 4, "--home", finished.home)
-    assert (code, err) == (1, "dovetail: experiment 1 has no trial 4 (there are 4, from 0 on)\n")
+    assert (code, err) == (1, "dovetail: experiment 1 has no trial 4 (there are 4, numbered from 0)\n")
 
 
 def test_best_says_which_and_with_what(run: Any, finished: Any) -> None:
@@ -375,7 +380,7 @@ def test_ctrl_c_pauses_and_resume_goes_on(project: Any, tmp_path: Path, run: Any
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
     assert process.returncode == 130
-    assert said.endswith("'dovetail experiment resume 1' goes on with it\n")
+    assert said.endswith("continue it with 'dovetail experiment resume 1'\n")
     assert Store.open(project.home).experiment(1).state == "PAUSED"
     gate.touch()
     code, out, _ = run("experiment", "resume", 1, "--home", project.home)
@@ -387,20 +392,20 @@ def test_ctrl_c_pauses_and_resume_goes_on(project: Any, tmp_path: Path, run: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wish", "state"), [("pause", "PAUSED"), ("cancel", "CANCELED"), ("kill", "CANCELED")])
-def test_a_wish_is_granted_before_the_command_returns(run: Any, project: Any, wish: str, state: str) -> None:
+@pytest.mark.parametrize(("request_name", "state"), [("pause", "PAUSED"), ("cancel", "CANCELED"), ("kill", "CANCELED")])
+def test_a_request_is_done_before_the_command_returns(run: Any, project: Any, request_name: str, state: str) -> None:
     store = Store.open(project.home)
     config = read_experiment(project.config, [f"data.waits={project.folder / 'never'}"])
     start_detached(store, store.create_experiment(config, "", project.code).id)
     wait_until(lambda: store.experiment(1).is_running and store.experiment(1).trials)
-    assert run("e", wish, 1, "--home", project.home) == (0, f"experiment 1 is {state}\n", "")
+    assert run("e", request_name, 1, "--home", project.home) == (0, f"experiment 1 is {state}\n", "")
     assert not store.experiment(1).is_running
 
 
 def test_what_is_over_can_neither_be_paused_nor_resumed(run: Any, finished: Any) -> None:
     sentence = "dovetail: experiment 1 is COMPLETED already: it cannot pause\n"
     assert run("e", "pause", 1, "--home", finished.home) == (1, "", sentence)
-    sentence = "dovetail: experiment 1 is COMPLETED: there is nothing to go on with\n"
+    sentence = "dovetail: experiment 1 is COMPLETED: it cannot be resumed\n"
     assert run("e", "resume", 1, "--home", finished.home) == (1, "", sentence)
 
 

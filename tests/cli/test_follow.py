@@ -98,7 +98,7 @@ def test_a_change_is_told_once_and_nothing_else() -> None:
     after = experiment(trial(0, state="RUNNING", values={10: 2.0, 20: 1.0}, restarts=1, reason="it fell"))
     assert changes(before, after) == [
         "trial 0 (id 10) loss 1 after 20 batches",
-        "trial 0 (id 10) starts again: it fell",
+        "trial 0 (id 10) restarts: it fell",
     ]
     assert changes(after, after) == []
 

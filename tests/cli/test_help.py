@@ -54,7 +54,9 @@ def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         app(["experiment", "create", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "0 fine; 1 a mistake, said in one sentence; 2 wrong usage; 3 the experiment or job ended in ERROR;" in text
+    assert (
+        "0 success; 1 error, explained in one sentence; 2 wrong usage; 3 the experiment or job ended in ERROR;" in text
+    )
 
 
 def test_arguments_are_explained_as_options_are(capsys: pytest.CaptureFixture[str]) -> None:

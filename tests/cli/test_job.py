@@ -62,7 +62,7 @@ def test_an_unknown_job_is_one_sentence(run: Any, finished: Any) -> None:
 
 
 def test_looking_for_jobs_makes_no_store(run: Any, tmp_path: Path) -> None:
-    words = f"there are no jobs in {tmp_path}/none: make one by 'dovetail job run', or name another --home\n"
+    words = f"there are no jobs in {tmp_path}/none: create one with 'dovetail job run', or give another --home\n"
     assert run("job", "list", "--home", tmp_path / "none") == (0, "", words)
     assert run("job", "list", "--home", tmp_path / "none", "--json") == (0, "[]\n", "")
     assert run("job", "logs", 1, "--home", tmp_path / "none") == (1, "", f"dovetail: {words}")

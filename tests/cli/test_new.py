@@ -71,7 +71,7 @@ def test_strategies_are_the_default_and_the_next_commands_are_printed(
     monkeypatch.chdir(tmp_path)
     code, out, err = run("new", "mine")
     assert (code, err) == (0, "")
-    assert out == f"written in mine: {', '.join(FILES)}\nnow type:\n  cd mine\n  python train.py\n"
+    assert out == f"created mine with {', '.join(FILES)}\nrun it:\n  cd mine\n  python train.py\n"
     assert names(tmp_path / "mine") == FILES
     assert "ComposableTrainer" in (tmp_path / "mine" / "train.py").read_text()
 
@@ -108,7 +108,7 @@ def test_a_folder_with_something_in_it_is_left_alone(kept: str, run: Run, tmp_pa
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / kept).write_text("mine")
-    sentence = f"dovetail: {folder} exists and is no empty folder: choose another name or --into\n"
+    sentence = f"dovetail: {folder} exists and is not an empty folder: choose another name or --into\n"
     assert run("new", "mine", "--into", tmp_path) == (1, "", sentence)
     assert names(folder) == [kept]
     assert (folder / kept).read_text() == "mine"
@@ -119,7 +119,7 @@ def test_a_file_of_that_name_is_left_alone(run: Run, tmp_path: Path) -> None:
     code, _, err = run("new", "mine", "--into", tmp_path)
     assert (code, err) == (
         1,
-        f"dovetail: {tmp_path / 'mine'} exists and is no empty folder: choose another name or --into\n",
+        f"dovetail: {tmp_path / 'mine'} exists and is not an empty folder: choose another name or --into\n",
     )
     assert (tmp_path / "mine").read_text() == "mine"
 

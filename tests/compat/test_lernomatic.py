@@ -599,7 +599,7 @@ def test_a_class_may_have_the_names_of_two_libraries(problem: Problem, tmp_path:
 
 @pytest.mark.parametrize("name", ["_init_optimizer", "_init_dataloaders", "_init_history", "apply_lr_schedule"])
 def test_an_override_that_nothing_calls_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"Mine.{name}: nothing here calls it: "):
+    with pytest.raises(ConfigError, match=f"Mine.{name}: it is never called here: "):
         type("Mine", (Trainer,), {name: lambda self: None, "__module__": "mine"})
 
 

@@ -121,5 +121,5 @@ def test_a_decorator_of_the_user_sees_every_step(problem: Problem) -> None:
 
 @pytest.mark.parametrize(("name", "verb"), [("train_dl", "train_epoch"), ("validate_dl", "val_epoch")])
 def test_an_override_of_a_backend_is_answered_with_the_verb(name: str, verb: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Mine.{name}: nothing here calls it: override {verb}"):
+    with pytest.raises(ConfigError, match=rf"Mine.{name}: it is never called here: override {verb}"):
         type("Mine", (AbstractTrainerBackendDecorator,), {name: lambda self, loader: None, "__module__": "mine"})

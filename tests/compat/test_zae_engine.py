@@ -266,9 +266,11 @@ def test_values_move_to_the_host_and_to_the_device(problem: Problem) -> None:
 
 
 def test_an_override_that_nothing_calls_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"Mine.run_batch: nothing here calls it: override a verb: train_step, "):
+    with pytest.raises(ConfigError, match=r"Mine.run_batch: it is never called here: override a verb: train_step, "):
         type("Mine", (Trainer,), {"run_batch": lambda self, batch: None, "__module__": "mine"})
-    with pytest.raises(ConfigError, match=r"Mine.run_epoch: nothing here calls it: override train_epoch or val_epoch"):
+    with pytest.raises(
+        ConfigError, match=r"Mine.run_epoch: it is never called here: override train_epoch or val_epoch"
+    ):
         type("Mine", (Trainer,), {"run_epoch": lambda self, loader: None, "__module__": "mine"})
     with pytest.warns(UserWarning, match=r"Mine.print_log: the loop does not call it; give a callback with on_report"):
         type("Mine", (Trainer,), {"print_log": lambda self, batch, number: {}, "__module__": "mine"})

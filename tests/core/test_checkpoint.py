@@ -239,7 +239,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(checkpoints: Checkpo
     first, second = stored(checkpoints), stored(checkpoints)
     place = checkpoints.directory / second
     flip(place / "files" / "file" if damaged == "file" else place / "manifest.json")
-    with pytest.warns(CheckpointWarning, match=f"passed over a damaged checkpoint: .*{second}"):
+    with pytest.warns(CheckpointWarning, match=f"skipped a damaged checkpoint: .*{second}"):
         assert checkpoints.latest() == first
 
 
@@ -297,7 +297,7 @@ def test_metadata_that_cannot_be_stored_is_refused_before_the_block(
 
 def test_one_process_of_several_does_not_store_for_all(tmp_path: Path) -> None:
     second = CheckpointContext(tmp_path, DistributedContext(rank=1, size=2, local_rank=1, local_size=2))
-    with pytest.raises(ConfigError, match="rank 1 stores a checkpoint: only rank 0 does"), second.store_path():
+    with pytest.raises(ConfigError, match="rank 1 stores a checkpoint: only rank 0 may do this"), second.store_path():
         raise AssertionError
 
 

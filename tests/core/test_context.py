@@ -89,7 +89,9 @@ def test_a_context_can_be_started_and_closed_without_a_block() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize(("name", "instead"), [("searcher", "runs to its own length"), ("profiler", "torch.profiler")])
+@pytest.mark.parametrize(
+    ("name", "instead"), [("searcher", "decides how long it trains"), ("profiler", "torch.profiler")]
+)
 def test_what_determined_has_besides_is_refused_in_a_sentence(name: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=f"the core context has no '{name}': .*{instead}"):
         getattr(core.init(), name)
@@ -154,7 +156,7 @@ def test_a_script_that_is_stopped_and_run_again_ends_as_one_that_is_not(tmp_path
             assert code == -signal.SIGKILL
         else:
             assert (code, output) == (0, "stopped after 160 steps; run me again to go on\n")
-            assert errors.strip().startswith(f"{number.name}: the script is asked to leave")
+            assert errors.strip().startswith(f"{number.name}: exit requested")
             checkpoints = core.CheckpointContext(folder / "runs" / "core_api")
             latest = checkpoints.latest()
             assert latest is not None

@@ -41,7 +41,7 @@ def test_a_signal_is_heard_and_said(number: signal.Signals, capfd: pytest.Captur
         assert preempt.should_preempt(auto_ack=False)
         assert preempt.signal == number
     assert capfd.readouterr().err.strip() == (  # type: ignore[unreachable] # `signal` has changed
-        f"{number.name}: the script is asked to leave when it looks (again to leave at once)"
+        f"{number.name}: exit requested; the script stops at its next check (press again to stop at once)"
     )
 
 

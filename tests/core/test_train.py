@@ -260,7 +260,7 @@ def test_files_of_tensorboard_need_no_upload(tmp_path: Path, caplog: pytest.LogC
     caplog.set_level(logging.INFO, "dovetail.core")
     train = TrainContext(tmp_path)
     train.upload_tensorboard_files()
-    assert caplog.messages == [f"the files of TensorBoard stay in {tmp_path / 'tensorboard'}"]
+    assert caplog.messages == [f"the TensorBoard files are in {tmp_path / 'tensorboard'}"]
     with pytest.raises(ConfigError, match="expected neither a selector nor a mangler"):
         train.upload_tensorboard_files(mangler=lambda path, rank: path)
 

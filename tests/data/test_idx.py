@@ -61,9 +61,9 @@ def test_what_is_read_may_be_changed(tmp_path: Path) -> None:
         (b"\0\0\x07\x01\0\0\0\0", "expected an IDX file"),
         (b"\0\0\x08\x00", "expected an IDX file"),
         (b"\0\0\x08\x02\0\0\0\1", "ends inside its header"),
-        (idx(8, (3,), b"ab"), r"its header promises \[3\], which are 3 bytes, and there are 2"),
-        (idx(8, (3,), b"abcd"), r"its header promises \[3\], which are 3 bytes, and there are more"),
-        (idx(8, (2**32 - 1,) * 255, b"abcd"), "and there are 4$"),
+        (idx(8, (3,), b"ab"), r"its header states \[3\], which are 3 bytes, but there are 2"),
+        (idx(8, (3,), b"abcd"), r"its header states \[3\], which are 3 bytes, but there are more"),
+        (idx(8, (2**32 - 1,) * 255, b"abcd"), "but there are 4$"),
     ],
 )
 def test_files_that_are_none_are_refused(content: bytes, sentence: str, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_structures_keep_their_kind() -> None:
 
 @pytest.mark.parametrize("batch", [torch.tensor(1.0), {"scale": torch.tensor(1.0), "name": "a"}])
 def test_a_batch_without_samples_is_refused(batch: Any) -> None:
-    with pytest.raises(DataError, match="cannot cut a batch of type"):
+    with pytest.raises(DataError, match="cannot slice a batch of type"):
         slice_batch(batch, 0, 1, length=4)
 
 

@@ -85,7 +85,7 @@ def test_a_trial_of_a_class_that_died_resumes_from_its_checkpoint(by_class: Expe
     assert [trial.values for trial in done.trials] == [trial.values for trial in by_class.trials]
 
 
-@pytest.mark.filterwarnings("ignore:.*keys that mean nothing here are ignored. scheduling_unit")
+@pytest.mark.filterwarnings("ignore:.*keys without an effect here are ignored. scheduling_unit")
 @pytest.mark.parametrize(("slots", "entrypoint"), [(1, "train.py"), (2, "-- python3 train.py")])
 def test_the_launcher_of_determined_starts_a_process_per_slot(
     by_class: ExperimentRecord, tmp_path: Path, slots: int, entrypoint: str

@@ -464,8 +464,8 @@ def test_a_runner_that_loses_the_head_says_so_and_another_cluster_goes_on(
     assert runner.returncode == 1
     (sentence,) = [line for line in said.splitlines() if line.startswith("dovetail:")]
     assert sentence == (
-        f"dovetail: cluster: the head of the cluster at {address} has not answered for 20 s: "
-        "resume the experiment when there is a cluster again"
+        f"dovetail: cluster: the head of the cluster at {address} has not responded for 20 s: "
+        "resume the experiment when a cluster is available again"
     )
     (first,) = store.experiment(record.id).trials
     assert not processes_with(ATTEMPT, str(Attempt.of(first.directory, 0).folder))

@@ -300,7 +300,7 @@ def test_a_dataset_without_indices_or_length_is_refused(dataset: Any) -> None:
         ({"batch_size": 0}, "batch_size: expected a number of samples from 1 on, got 0"),
         ({"dataloader_kwargs": {"batch_size": 3}}, "batch_size: expected as an argument or in dataloader_kwargs"),
         ({"dataloader_kwargs": {"shuffle": True}}, "shuffle=True is not accepted"),
-        ({"dataloader_kwargs": {"sampler": [1]}}, "'sampler' is not accepted: batches are dealt out"),
+        ({"dataloader_kwargs": {"sampler": [1]}}, "'sampler' is not accepted: batches are processed"),
         ({"dataloader_kwargs": {"batch_sampler": [[1]]}}, "'batch_sampler' is not accepted"),
         ({"dataloader_kwargs": {"rank": 1}}, "'rank' is not accepted"),
     ],
@@ -356,5 +356,5 @@ def test_hyperparameters_of_a_script_that_nothing_launched_are_refused() -> None
         def process_batch(self, batch: Any, batch_idx: int) -> None:
             self.context.get_hparams()
 
-    with pytest.raises(ConfigError, match=r"get_hparams: .*nothing has launched this script as a trial"):
+    with pytest.raises(ConfigError, match=r"get_hparams: .*this script was not launched as a trial"):
         torch_batch_process(Asking, torch.arange(2), batch_size=2)  # type: ignore[arg-type]  # a tensor is a dataset

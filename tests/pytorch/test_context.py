@@ -121,12 +121,12 @@ def test_a_job_has_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     told(tmp_path, monkeypatch, kind="job", config={"data": {"trial_id": 7}})
     context = pytorch.init()
     assert context.config_data["trial_id"] == 7
-    with pytest.raises(ConfigError, match="this is a job"):
+    with pytest.raises(ConfigError, match="this process runs a job"):
         _ = context.training
 
 
 def test_records_per_epoch_is_not_ignored_silently() -> None:
-    with pytest.warns(UserWarning, match="records_per_epoch means nothing here"):
+    with pytest.warns(UserWarning, match="records_per_epoch is ignored"):
         pytorch.init(exp_conf={"records_per_epoch": 100})
 
 
@@ -275,7 +275,7 @@ def test_a_request_to_stop_cannot_be_taken_back() -> None:
             return super().train_batch(batch, epoch_idx, batch_idx)
 
     trial, context = make(trial_class=Wavering)
-    with pytest.raises(ConfigError, match="cannot be taken back"):
+    with pytest.raises(ConfigError, match="cannot be withdrawn"):
         context.fit(trial, max_length=Batch(1))
 
 

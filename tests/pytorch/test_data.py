@@ -279,7 +279,7 @@ def test_arrays_become_tensors_and_objects_move_themselves(caplog: pytest.LogCap
     assert moved["it"].device == torch.device("meta")
     assert moved["text"] == ["a", None, []]
     assert moved["words"] is words
-    assert caplog.messages == ["a ndarray in the data cannot be moved to the device, and stays"]
+    assert caplog.messages == ["a ndarray in the data cannot be moved to the device and is left unchanged"]
 
 
 def test_a_type_that_cannot_be_moved_has_one_log_record(caplog: pytest.LogCaptureFixture) -> None:

@@ -259,7 +259,7 @@ def test_a_name_is_free_in_the_other_stage() -> None:
     reducers = Reducers()
     reducers.wrap(len, name="x", for_validation=False)
     reducers.wrap(sum, name="x", for_training=False)
-    with pytest.raises(ConfigError, match="expected a name of its own for each reducer, got 'x' twice"):
+    with pytest.raises(ConfigError, match="expected a different name for each reducer, got 'x' twice"):
         reducers.wrap(max, name="x")
 
 
@@ -267,7 +267,7 @@ def test_two_reducers_that_give_the_same_metric_are_refused() -> None:
     reducers = Reducers()
     reducers.wrap(len, name="lowest")
     reducers.wrap(Extremes())
-    with pytest.raises(ConfigError, match="expected a name of its own for each metric, got 'lowest' from two reducers"):
+    with pytest.raises(ConfigError, match="expected a different name for each metric, got 'lowest' from two reducers"):
         reducers.reduce("valid", alone)
 
 

@@ -1121,7 +1121,7 @@ def test_a_missing_hyperparameter_says_how_to_give_it() -> None:
 
 def test_a_length_must_be_said() -> None:
     trial, context = make()
-    with pytest.raises(ConfigError, match="max_length: how long to train is not said"):
+    with pytest.raises(ConfigError, match="max_length: the length of the training is missing"):
         context.fit(trial)
 
 
@@ -1158,7 +1158,7 @@ def test_a_period_by_both_names_is_refused() -> None:
 
 def test_the_context_routes_only_while_it_trains() -> None:
     trial, _ = make()
-    with pytest.raises(ConfigError, match="backward: only while a trial trains"):
+    with pytest.raises(ConfigError, match="backward: only available while a trial trains"):
         trial.made_with.backward(torch.ones(()))
 
 

@@ -74,7 +74,7 @@ def test_a_signal_to_one_process_makes_both_leave_with_one_checkpoint(tmp_path: 
             process.stdin.flush()
         assert [process.wait(timeout=_SECONDS_AFTER_A_SIGNAL) for process in processes] == [143, 143]
         errors = [process.communicate()[1].decode() for process in processes]
-    assert "finishing the running update" in errors[told]
+    assert "finishing the current update" in errors[told]
     assert "interrupted by SIGTERM after 0 epochs and 6 batches: the checkpoint is in" in errors[0]
     infos = store.list_checkpoints(tmp_path / "checkpoints")
     assert [info.path.name for info in infos] == ["ck_epoch_0_iter_3", "ck_epoch_0_iter_6"]

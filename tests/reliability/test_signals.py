@@ -104,7 +104,7 @@ def test_a_signal_finishes_the_window_saves_and_says_where(
         returned, output, errors = program.go_on()
     assert (returned, output) == (code, b"")
     announced, left = errors.strip().splitlines()
-    assert announced.startswith(f"{number.name}: finishing the running update")
+    assert announced.startswith(f"{number.name}: finishing the current update")
     assert left == (
         f"interrupted by {number.name} after 0 epochs and 6 batches: "
         f"the checkpoint is in {checkpoints}, and fit(resume='auto') continues from it"
@@ -122,10 +122,10 @@ def test_a_signal_finishes_the_window_saves_and_says_where(
 def test_a_second_signal_ends_a_step_that_hangs(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with _program(tmp_path) as program:
         program.process.send_signal(number)
-        program.hear("finishing the running update")
+        program.hear("finishing the current update")
         program.process.send_signal(number)
         assert program.process.wait() == code
-        assert program.errors.read().decode() == f"\n{number.name} again: leaving at once\n"
+        assert program.errors.read().decode() == f"\n{number.name} again: stopping at once\n"
     assert store.list_checkpoints(tmp_path / "checkpoints") == []
 
 
@@ -207,7 +207,7 @@ def test_the_message_does_not_claim_a_checkpoint_that_could_not_be_written(
     in_the_way = tmp_path / "checkpoints" / "ck_epoch_0_iter_6" / "precious"
     in_the_way.mkdir(parents=True)
     options = {"on_save_error": "warn", "save_every": 100, "further_callbacks": [_Raise(signal.SIGINT)]}
-    with pytest.warns(store.CheckpointWarning, match="refusing to replace"), pytest.raises(KeyboardInterrupt):
+    with pytest.warns(store.CheckpointWarning, match="so it is not replaced"), pytest.raises(KeyboardInterrupt):
         train(tmp_path, **options)
     assert capfd.readouterr().err.splitlines()[-1] == (
         "interrupted by SIGINT after 0 epochs and 6 batches: nothing is saved (the checkpoint could not be written)"

@@ -49,7 +49,7 @@ def test_the_entrypoints_of_determined_are_understood(given: Any, expected: list
         (f"python3 -m {TORCH} --trial model_def:A train.py", "expected one trial class such as model_def:MyTrial "),
         (f"python3 -m {TORCH} --trial model_def", "expected one trial class such as model_def:MyTrial after --trial"),
         (f"python3 -m {TORCH} --nproc_per_node 4 -- train.py",
-         f"expected no options before -- of {TORCH}: resources.slots_per_trial is the number of processes"),
+         f"expected no options before -- of {TORCH}: give the number of processes as resources.slots_per_trial"),
         ("python3 -m determined.launch.horovod python3 train.py",
          f"expected {TORCH}, a script without a launcher, or a trial class such as model_def:MyTrial "
          "(resources.slots_per_trial starts the processes; there is no determined.launch.horovod here)"),

@@ -102,7 +102,9 @@ def test_the_page_says_that_the_metric_is_the_first_reported_one(tmp_path: Path)
     text = Page(report(waiting, tmp_path / "report.html")[0]).text
     assert "searcher random, by first reported metric" in text
     assert "No trial has reported a metric." in text
-    with pytest.raises(ConfigError, match="experiment 3: no trial has reported a validation metric, so none is"):
+    with pytest.raises(
+        ConfigError, match="experiment 3: no trial has reported a validation metric, so there is no best trial"
+    ):
         best_config(waiting)
     done = experiment(trial(0, {10: 2.0}), config=config, first_metric="mse")
     text = Page(report(done, tmp_path / "report.html")[0]).text
@@ -251,7 +253,7 @@ def test_the_page_has_it_ready_to_copy(record: ExperimentRecord, tmp_path: Path)
 
 
 def test_without_a_value_no_trial_is_the_best() -> None:
-    with pytest.raises(ConfigError, match="experiment 3: no trial has reported 'loss', so none is the best"):
+    with pytest.raises(ConfigError, match="experiment 3: no trial has reported 'loss', so there is no best trial"):
         best_config(experiment(trial(0, {}, "ERROR")))
 
 

@@ -735,7 +735,7 @@ def test_those_who_look_at_the_store_see_progress_too(lab: Any, until: Until, mo
     assert seen.is_set()
 
 
-@pytest.mark.filterwarnings("ignore:keys that mean nothing here")
+@pytest.mark.filterwarnings("ignore:keys without an effect here")
 def test_secrets_are_for_the_trial_and_in_no_record(lab: Any) -> None:
     done = lab.run(
         "report(1, 0.5); (folder / 'heard').write_text(os.environ['TOKEN'] + json.dumps(info))",
@@ -788,7 +788,7 @@ def test_a_trial_that_the_searcher_has_seen_enough_of_saves_and_leaves(lab: Any,
     ]
     assert (done.trials[1].directory / "saved").exists()
     assert (_codes(done, 1), done.trials[1].restarts) == ([code], 0)
-    assert done.trials[1].reason == "the search gave it up by its value after 2 batches"
+    assert done.trials[1].reason == "stopped by the searcher for its value after 2 batches"
 
 
 SLOW = """
@@ -807,7 +807,7 @@ def test_a_paused_experiment_goes_on_where_it_was(lab: Any, detached: Any, until
     record = lab.create(SLOW)
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
-    lab.store.wish(record.id, "pause")
+    lab.store.request(record.id, "pause")
     assert process.wait() == 0
     paused = lab.store.experiment(record.id)
     assert (paused.state, paused.is_running, paused.trials[0].state) == ("PAUSED", False, "WAITING")
@@ -891,7 +891,7 @@ def test_an_experiment_has_one_runner(lab: Any, detached: Any, until: Until, mon
     record = lab.create(SLOW)
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
-    with pytest.raises(ExperimentError, match=f"experiment 1 is being run already, by process {process.pid}"):
+    with pytest.raises(ExperimentError, match=f"experiment 1 is already run by process {process.pid}"):
         Runner(lab.store, record.id).run()
 
 

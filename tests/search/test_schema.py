@@ -460,7 +460,7 @@ def test_a_trial_class_needs_a_length(searcher: str, is_enough: bool) -> None:
 def test_a_search_that_can_end_no_trial_of_a_class_early_warns() -> None:
     searcher = "{name: adaptive_asha, metric: a, max_trials: 2, max_length: {epochs: 8}}"
     text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\n"
-    with pytest.warns(UserWarning, match="min_validation_period: not given, so that trials of model_def:MyTrial valid"):
+    with pytest.warns(UserWarning, match="min_validation_period: missing, so trials of model_def:MyTrial valid"):
         read(text)
     # Warnings are errors.
     read(f"{text}min_validation_period: {{epochs: 1}}\n")
@@ -486,7 +486,7 @@ checkpoint_storage: {type: shared_fs, host_path: /a, propagation: rprivate}
     with pytest.warns(UserWarning, match="are ignored") as caught:
         assert read(text).slots == 2
     assert [str(warning.message) for warning in caught] == [
-        "keys that mean nothing here are ignored: scheduling_unit, resources.resource_pool, "
+        "keys without an effect here are ignored: scheduling_unit, resources.resource_pool, "
         "searcher.source_checkpoint_uuid, checkpoint_storage.propagation"
     ]
 
@@ -572,7 +572,7 @@ def try_mutations(seeds: range) -> int:
     return refused
 
 
-@pytest.mark.filterwarnings("ignore:keys that mean nothing here")
+@pytest.mark.filterwarnings("ignore:keys without an effect here")
 @pytest.mark.filterwarnings("ignore:pbt. a truncate_fraction of")
 def test_a_file_with_a_mistake_is_refused_by_a_sentence_and_never_otherwise() -> None:
     # All of them take seconds: `DOVETAIL_TORTURE=1`.

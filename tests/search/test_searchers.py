@@ -132,7 +132,7 @@ class Both(Remembering, NeverStop):
 @pytest.mark.parametrize(
     ("sampler", "rule", "sentence"),
     [
-        (Remembering(), NeverStop(), "Composed never calls Remembering.state_dict: of a sampler it calls only sample"),
+        (Remembering(), NeverStop(), "Composed never calls Remembering.state_dict: it calls only sample of a sampler"),
         (Fixed(), Leaving(), "Composed never calls Leaving.leaves: did you mean leave?"),
         (Fixed(), Exiting(), "Composed never calls Exiting.on_exit: did you mean leave?"),
         (Fixed(), Saving(), "Saving defines state_dict without load_state_dict: its state is saved and never restored"),

@@ -96,7 +96,7 @@ def test_lines_that_say_nothing_leave_nothing_out(line: str) -> None:
 
 
 def test_a_pattern_that_cannot_be_meant_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"the pattern '\[z-a\]' of \.detignore or \.dovetailignore cannot be meant"):
+    with pytest.raises(ConfigError, match=r"the pattern '\[z-a\]' of \.detignore or \.dovetailignore is invalid"):
         IgnoreRules.parse(["[z-a]"])
 
 
@@ -127,7 +127,7 @@ def test_too_much_is_refused_with_the_largest_file_and_what_to_do(tmp_path: Path
     with pytest.raises(ConfigError) as raised:
         take_snapshot(tmp_path / "code", tmp_path / "copy", max_bytes=2 << 20)
     assert str(raised.value) == (
-        f"context directory {str(tmp_path / 'code')!r} holds 3.0 MB; at most 2.0 MB can be copied for an experiment; "
+        f"context directory {str(tmp_path / 'code')!r} has 3.0 MB; at most 2.0 MB can be copied for an experiment; "
         "the largest is 'data/rows.bin' with 3.0 MB: list what trials do not need in .detignore or .dovetailignore, "
         "and give data by their path"
     )

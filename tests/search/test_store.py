@@ -128,8 +128,8 @@ def test_an_unknown_number_is_one_sentence_with_what_there_is(lab: Any) -> None:
 
 
 def test_a_wish_that_nobody_grants_is_refused(lab: Any) -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown wish 'pausse': did you mean 'pause'\?"):
-        lab.store.wish(lab.create("pass").id, "pausse")
+    with pytest.raises(UnknownNameError, match=r"unknown request 'pausse': did you mean 'pause'\?"):
+        lab.store.request(lab.create("pass").id, "pausse")
 
 
 def test_an_experiment_is_deleted_with_its_files_when_it_is_over(lab: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_folder_that_is_not_the_experiments_own_is_never_removed_or_written(la
         lab.store.delete(record.id)
     if key == "directory":
         for act in (
-            lambda: lab.store.wish(1, "pause"),
+            lambda: lab.store.request(1, "pause"),
             lambda: Runner(lab.store, 1),
             lambda: start_detached(lab.store, 1),
         ):

@@ -137,7 +137,7 @@ def test_a_store_that_cannot_be_reached_does_not_stop_training(
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     trainer = make(Tracker(MLflowLogger("digits", "http://127.0.0.1:9")))
-    with pytest.warns(UserWarning, match="MLflowLogger is off for the rest of this run") as told:
+    with pytest.warns(UserWarning, match="MLflowLogger is disabled for the rest of this run") as told:
         trainer.fit(max_length=Epochs(1))
     assert len(told) == 1
     assert trainer.context.progress.epoch == 1

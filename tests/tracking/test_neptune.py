@@ -129,5 +129,5 @@ def test_nothing_is_printed(make: Callable[..., Any], capfd: pytest.CaptureFixtu
 
 
 def test_what_follows_from_the_run_is_not_an_option() -> None:
-    with pytest.raises(ConfigError, match="NeptuneLogger: with_id follows from the run"):
+    with pytest.raises(ConfigError, match="NeptuneLogger: with_id is set by the run"):
         NeptuneLogger("digits", with_id="a")

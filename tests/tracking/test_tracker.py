@@ -165,10 +165,10 @@ def test_a_logger_that_fails_warns_once_and_is_off(
 ) -> None:
     broken, working, straight = memory(fails_in=method), memory(), make()
     trainer = make(Tracker(broken, working))
-    with pytest.warns(UserWarning, match="is off") as told:
+    with pytest.warns(UserWarning, match="is disabled") as told:
         trainer.fit(max_length=Epochs(2))
     assert [str(warning.message) for warning in told] == [
-        f"Memory is off for the rest of this run, training goes on: {method} failed with ConnectionError: "
+        f"Memory is disabled for the rest of this run, and training continues: {method} failed with ConnectionError: "
         "no route to host"
     ]
     assert broken.calls == calls
@@ -199,7 +199,7 @@ def test_a_warning_says_no_password(make: Callable[..., Any]) -> None:
 def test_a_logger_that_failed_is_tried_again_in_the_next_run(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory(fails_in="log")
     trainer = make(Tracker(logger))
-    with pytest.warns(UserWarning, match="is off"):
+    with pytest.warns(UserWarning, match="is disabled"):
         trainer.fit(max_length=Epochs(1))
     logger.fails_in = ""
     trainer.fit(max_length=Epochs(2))

@@ -165,7 +165,7 @@ def test_a_service_that_cannot_be_reached_does_not_stop_training(
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     settings = {"base_url": "http://127.0.0.1:9", "init_timeout": 1}
     trainer = make(Tracker(WandBLogger("digits", "online", dir=str(tmp_path), settings=settings)))
-    with pytest.warns(UserWarning, match="WandBLogger is off for the rest of this run") as told:
+    with pytest.warns(UserWarning, match="WandBLogger is disabled for the rest of this run") as told:
         trainer.fit(max_length=Epochs(1))
     assert len(told) == 1
     assert trainer.context.progress.epoch == 1
@@ -179,5 +179,5 @@ def test_nothing_is_printed(
 
 
 def test_what_follows_from_the_run_is_not_an_option() -> None:
-    with pytest.raises(ConfigError, match="WandBLogger: id follows from the run"):
+    with pytest.raises(ConfigError, match="WandBLogger: id is set by the run"):
         WandBLogger("digits", id="a")

@@ -450,7 +450,7 @@ def test_a_name_of_another_library_says_where_it_is(kind: type[Any], library: st
 
 @pytest.mark.parametrize("name", sorted(other_libraries.HOOKS))
 def test_a_hook_that_only_another_class_calls_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"Mine.{name}: nothing here calls it: (derive from|override _)"):
+    with pytest.raises(ConfigError, match=f"Mine.{name}: it is never called here: (derive from|override _)"):
         type("Mine", (Trainer,), {name: lambda self, *args: None, "__module__": "mine"})
 
 

@@ -1,4 +1,4 @@
-"""Callbacks: they watch training, and may stop it."""
+"""Callbacks, which observe training and may stop it."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ class Report:
 
 
 class Callback:
-    """Watches training. Override the hooks you need; the loop never calls the others.
+    """Base class of callbacks. Override the hooks you need; the loop never calls the others.
 
-    Every hook gets the training context, which knows the progress (`context.progress`), the history, the
-    model, and how to end training (`context.stop(reason)`).
+    Every hook gets the training context, which has the progress (`context.progress`), the history, the model, and a
+    method to end training (`context.stop(reason)`).
 
     Example:
         >>> class Announce(Callback):
@@ -43,57 +43,57 @@ class Callback:
         ...         print(f"epoch {context.progress.epoch}: loss {metrics['train_loss']:.3f}")
     """
 
-    # Whether one process of a run is enough, because the callback shows or writes what all of them know.
+    # Whether only the main process calls the callback, because it shows or writes values that all processes have.
     main_rank_only: ClassVar[bool] = False
-    # The weights that a validation measures because of this callback, for displays; empty for those that are trained.
+    # The weights that a validation measures because of this callback, for displays; empty for the trained weights.
     validated_weights: str = ""
-    # Whether it calls hooks of the trainer's class or of its strategies, and so is part of what is computed.
+    # Whether it calls hooks of the trainer's class or strategies, and therefore is part of the computation.
     is_part_of_trainer: ClassVar[bool] = False
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Once, after setup and before the first batch."""
+        """Called once, after setup and before the first batch."""
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Before the first batch of an epoch; not again when an epoch is resumed in its middle."""
+        """Called before the first batch of an epoch, but not if an epoch is resumed in its middle."""
 
     def on_step_start(self, context: TrainingContext, batch: Any) -> None:
-        """Before every training batch; its index in the epoch is `context.progress.batch`."""
+        """Called before every training batch; its index in the epoch is `context.progress.batch`."""
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
-        """Before an optimizer steps: its gradients are complete, unscaled and clipped by the trainer."""
+        """Called before an optimizer steps: its gradients are complete, unscaled and clipped by the trainer."""
 
     def on_update(self, context: TrainingContext) -> None:
-        """After every real optimizer step, with `context.progress.updates` counting it."""
+        """Called after every real optimizer step, which `context.progress.updates` already counts."""
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        """After every training batch, with what `train_step` returned."""
+        """Called after every training batch, with the output of `train_step`."""
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
-        """Every reporting period, with numbers that are on the host already."""
+        """Called every reporting period, with numbers that are already on the host."""
 
     def on_validation_start(self, context: TrainingContext) -> None:
-        """Before every validation pass."""
+        """Called before every validation pass."""
 
     def on_test_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        """After every batch of validation, test or `inference`, with what `test_step` returned."""
+        """Called after every batch of validation, test or `inference`, with the output of `test_step`."""
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """After every validation pass, with names such as `valid_loss`."""
+        """Called after every validation pass, with names such as `valid_loss`."""
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """After an epoch and its validation, with names such as `train_loss` and `valid_loss`."""
+        """Called after an epoch and its validation, with names such as `train_loss` and `valid_loss`."""
 
     def on_checkpoint(self, context: TrainingContext, path: Path) -> None:
-        """After a checkpoint was written."""
+        """Called after a checkpoint was written."""
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """When training ends by an error, before the error is raised to the caller."""
+        """Called when training ends with an error, before the error is raised to the caller."""
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Once, after the last batch, when no error was raised."""
+        """Called once, after the last batch, if no error was raised."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores for this callback; nothing by default."""
+        """Return the state that a checkpoint stores for this callback; empty by default."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 class Callbacks:
     """An ordered list of callbacks and, for each hook, the bound methods that override it.
 
-    The tuples (`callbacks.on_step_end`, …) are what the loop calls: a hook that no callback overrides costs nothing.
+    The loop calls the tuples (`callbacks.on_step_end`, …), so a hook that no callback overrides costs nothing.
 
     Example:
         >>> class Count(Callback):
@@ -149,20 +149,20 @@ class Callbacks:
         Objects with plato's hook names (`TrainerCallback`) are adapted.
 
         Args:
-            callbacks: What to add, in order.
-            first: Put them before those that are there already.
+            callbacks: The callbacks to add, in order.
+            first: Whether to put them before the existing ones.
         """
         made = [_as_callback(callback) for callback in callbacks]
         self._callbacks = made + self._callbacks if first else self._callbacks + made
         self._bind()
 
     def remove(self, *callbacks: Callback) -> None:
-        """Take callbacks off the list; those that are not on it are passed over."""
+        """Remove callbacks from the list; those that are not on it are ignored."""
         self._callbacks = [callback for callback in self._callbacks if all(callback is not it for it in callbacks)]
         self._bind()
 
     def mute(self, *, is_main: bool) -> None:
-        """Call all callbacks in the main process of a run, and in the others those that every process needs."""
+        """Call all callbacks in the main process of a run, and only those that every process needs in the others."""
         self._is_main = is_main
         self._bind()
 
@@ -185,7 +185,7 @@ class Callbacks:
             setattr(self, hook, tuple(overridden))
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of every callback that has one, with its class name and its place among its kind."""
+        """Return the state of every callback that has one, with its class name and its index within that class."""
         return [{"name": name, "state": state} for name, callback in self._named() if (state := callback.state_dict())]
 
     def load_state_dict(
@@ -193,14 +193,14 @@ class Callbacks:
         states: Sequence[Mapping[str, Any]],
         load: Callable[[str, Callback, Any], None] = lambda name, callback, state: callback.load_state_dict(state),
     ) -> list[str]:
-        """Give every callback its state back.
+        """Restore the state of every callback.
 
         Args:
-            states: What `state_dict` gave.
-            load: Receives the name of a callback, the callback and its state, and restores it.
+            states: The result of `state_dict`.
+            load: A function of the name of a callback, the callback and its state, which restores it.
 
         Returns:
-            The names in `states` that no present callback answers to.
+            The names in `states` without a callback.
         """
         present = dict(self._named())
         unclaimed = []
@@ -221,11 +221,11 @@ class Callbacks:
 
 
 def is_new_run(context: TrainingContext) -> bool:
-    """Whether the run that starts has seen nothing yet: all that a callback remembers is of another one."""
+    """Whether the run that starts is new, so that callbacks must reset the state of an earlier run."""
     return context.progress.batches == 0 and context.run.validated_at < 0
 
 
-# What Lightning, Keras and Transformers call these moments.
+# The names of these hooks in Lightning, Keras and Transformers.
 FOREIGN_HOOKS: Mapping[str, str] = {
     "on_fit_start": "on_train_start",
     "on_fit_end": "on_train_end",
@@ -277,7 +277,7 @@ def _unused_parts(callback: Callback) -> Iterator[str]:
     """Yield a sentence about each part of a callback that the loop never uses."""
     kind = type(callback)
     for cls in kind.__mro__:
-        # The methods of a class that is no callback may have other callers.
+        # The methods of a class that is not a callback may have other callers.
         for name in vars(cls) if issubclass(cls, Callback) else ():
             if name.startswith("on_") and name not in HOOKS and callable(getattr(kind, name)):
                 unknown = UnknownNameError(f"hook of {cls.__name__}", name, HOOKS, FOREIGN_HOOKS)
@@ -296,7 +296,7 @@ def _unused_parts(callback: Callback) -> Iterator[str]:
 
 
 def _unused_events(kind: type, base: type) -> Iterator[str]:
-    """Yield a sentence about each method of a plato callback that looks like an event and is none."""
+    """Yield a sentence about each method of a plato callback that looks like an event but is not one."""
     # Other names may be events that `CallbackHandler.call_event` calls.
     for name, nearest in misspelled_methods(kind, base):
         if name not in HOOKS:

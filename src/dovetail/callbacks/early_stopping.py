@@ -1,4 +1,4 @@
-"""Ending a training that has got what it can get."""
+"""Callbacks that stop training when a metric no longer improves or is good enough."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class _Stopper(Monitor):
-    """Stops training when its verdict, a pure function of its state, says so."""
+    """Stops training when `verdict`, a function of its state, returns a reason."""
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Reset the state for a new run; stop a resumed run at once if its verdict was reached before."""
+        """Reset the state for a new run; stop a resumed run at once if it had already stopped."""
         super().on_train_start(context)
         if is_new_run(context):
             self._forget()
         self._stop_if_due(context)
 
     def observe(self, context: TrainingContext, value: float) -> None:
-        """Take in a value, and stop training if it was one too many."""
+        """Receive a value, and stop training if the verdict is reached."""
         self._take(context, value)
         self._stop_if_due(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Give the next `fit` of the same trainer a new chance."""
+        """Reset the counters, so that the next `fit` of the same trainer can continue."""
         if self._verdict() is not None:
             self._forget()
 
@@ -58,20 +58,19 @@ class _Stopper(Monitor):
 class EarlyStopping(_Stopper):
     """Stop when a metric has not improved for some time.
 
-    It counts values: validations, or epochs for a metric of training. A NaN is no improvement.
+    It counts values: validations, or epochs for a metric of training. A NaN is not an improvement.
 
     Args:
         monitor: The metric to follow.
-        patience: Stop after so many values in a row without an improvement.
+        patience: Stop after this number of values in a row without an improvement.
         min_delta: A value must be better than the best one by more than this.
-        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
-        restore_best: Put the best weights back into the model when training ends, however it ends, errors
-            excepted. The weights are those in the model when the callback is called: list it before `EMA` to keep
-            the average that was validated.
+        mode: Whether small (`min`) or large (`max`) values are good; None means to use the name.
+        restore_best: Whether to restore the best weights when training ends, except after an error. The weights are
+            those in the model when the callback is called: list it before `EMA` to restore the validated average.
 
     Attributes:
         best: The best value so far, or None.
-        best_epoch: The epoch it is from, counted from 1, or None.
+        best_epoch: The epoch of this value, counted from 1, or None.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -153,12 +152,12 @@ class EarlyStopping(_Stopper):
 
 
 class StopWhen(_Stopper):
-    """Stop as soon as a metric is as good as wanted.
+    """Stop as soon as a metric is good enough.
 
     Args:
         monitor: The metric to follow.
-        threshold: The value that is good enough; it is included.
-        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+        threshold: The value that is good enough, inclusive.
+        mode: Whether small (`min`) or large (`max`) values are good; None means to use the name.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -194,16 +193,16 @@ class StopWhen(_Stopper):
 
 
 class ImprovementWindow(_Stopper):
-    """Stop when a metric has gained too little over the last epochs.
+    """Stop when a metric has improved too little over the last epochs.
 
-    It compares the newest value with the one `num_epochs` values ago, and so needs `num_epochs + 1` of them.
+    It compares the newest value with the one `num_epochs` values ago, so it needs `num_epochs + 1` values.
 
     Args:
         num_epochs: The length of the window.
         improv: The gain over the window below which training stops: the increase of a metric whose large values are
             good, the decrease of a loss.
         monitor: The metric to follow.
-        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+        mode: Whether small (`min`) or large (`max`) values are good; None means to use the name.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -232,7 +231,7 @@ class ImprovementWindow(_Stopper):
         if len(self._values) <= self.num_epochs:
             return None
         gain = self._gain(self._values[-1], self._values[0])
-        # Written so that a NaN, which is no gain, stops too.
+        # Written so that NaN, which is not a gain, stops training, too.
         if gain >= self.improv:
             return None
         return (
@@ -250,7 +249,7 @@ class ImprovementWindow(_Stopper):
 
 
 def _copies(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return weights that later training does not change."""
+    """Return copies of weights, which later training does not change."""
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in weights.items()

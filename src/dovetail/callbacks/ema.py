@@ -1,4 +1,4 @@
-"""A moving average of the weights, which is often better than the weights."""
+"""Exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class EMA(Callback):
-    """Keep an exponential moving average of the trainable parameters.
+    """Maintain an exponential moving average of the trainable parameters.
 
-    After every update, `average = decay · average + (1 - decay) · parameter`, from the weights at the start of
-    training on. Buffers and frozen parameters are copied from the model. The average of half-precision weights is kept
-    in float32. Training itself is not changed by a bit.
+    After every update, `average = decay · average + (1 - decay) · parameter`, starting with the weights at the start of
+    training. Buffers and frozen parameters are copied from the model. The average of half-precision weights is stored
+    in float32. The callback does not change training.
 
     Args:
-        decay: The weight of the past.
-        every: Average at every n-th update only.
-        warmup: Let the decay rise as `(1 + n) / (10 + n)` over the first n averages until it reaches `decay`, so
-            that the random start is forgotten sooner.
-        validate_with_average: Validate the average instead of the training weights during `fit`.
+        decay: The weight of the previous average.
+        every: Update the average only at every n-th optimizer update.
+        warmup: Whether the decay rises as `(1 + n) / (10 + n)` over the first n averages until it reaches `decay`, so
+            that the random initial weights have less influence.
+        validate_with_average: Whether to validate the average instead of the training weights during `fit`.
 
     Example:
         >>> import torch
@@ -60,7 +60,7 @@ class EMA(Callback):
         self._updates_before = 0
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}
-        # The same tensors as lists, in one order: what the update walks.
+        # The same tensors as lists, in the same order, for a fast update.
         self._parameters: list[Tensor] = []
         self._targets: list[Tensor] = []
         self._is_mixed = False
@@ -70,20 +70,20 @@ class EMA(Callback):
     def average_state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state with the average in place of the trainable parameters."""
         if self._model is None:
-            raise ConfigError("EMA: there is no average yet: it begins with the training")
+            raise ConfigError("EMA: there is no average yet: it starts with the training")
         by_parameter = dict(zip(map(id, self._parameters), self._targets, strict=True))
         state = {
             name: value.detach().clone() if isinstance(value, Tensor) else value
             for name, value in self._model.state_dict().items()
         }
-        # With the duplicates: tied weights have several names.
+        # Including duplicates, because tied weights have several names.
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if id(parameter) in by_parameter and name in state:
                 state[name] = by_parameter[id(parameter)].to(parameter.dtype, copy=True)
         return state
 
     def apply_to(self, model: nn.Module) -> None:
-        """Give a model, the trained one or another of the same form, the average and the current buffers."""
+        """Copy the average and the current buffers to a model: the trained one or another of the same form."""
         model.load_state_dict(self.average_state_dict())
 
     def on_train_start(self, context: TrainingContext) -> None:
@@ -95,7 +95,7 @@ class EMA(Callback):
         self._bind(context.model)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
-        """Start the average of parameters that were unfrozen since."""
+        """Start the average of parameters that were unfrozen since the last epoch."""
         assert context.model is not None
         self._bind(context.model)
 
@@ -124,7 +124,7 @@ class EMA(Callback):
         self._give_back()
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
-        """Give the model its training weights back after a validation that measured nothing, and so has no end."""
+        """Restore the training weights after a validation without metrics, which has no end hook."""
         self._give_back()
 
     def on_train_end(self, context: TrainingContext) -> None:
@@ -160,7 +160,7 @@ class EMA(Callback):
                 )
             else:
                 self._averages[name] = part_of(known.to(parameter.device, dtype), parameter)
-        # A parameter that was frozen again keeps its average out of the model, and waits here.
+        # A parameter that was frozen again is not averaged, but its average is kept here.
         self._parameters = list(trainable.values())
         self._targets = [self._averages[name] for name in trainable]
         self._is_mixed = any(
@@ -177,5 +177,5 @@ class EMA(Callback):
 
 
 def _own(tensors: list[Tensor]) -> list[Tensor]:
-    # If several processes hold the model in parts, each averages its part.
+    # If several processes hold parts of the model, each process averages its part.
     return [own_part(tensor) for tensor in tensors]

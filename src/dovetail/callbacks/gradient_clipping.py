@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 class GradientClipping(Callback):
     """Clip gradients by their norm or by value before an optimizer steps.
 
-    The gradients are complete (after accumulation) and unscaled (under mixed precision). The norm is that of all
-    gradients of the optimizer that is about to step: two optimizers are clipped each on their own.
+    The gradients are complete (after accumulation) and unscaled (under mixed precision). The norm is computed over all
+    gradients of the optimizer that is about to step: two optimizers are clipped separately.
 
     Args:
-        max_norm: Scale the gradients down so that their norm is at most this.
-        max_value: Limit every element to this magnitude. Exactly one of the two is given.
+        max_norm: The largest norm; larger gradients are scaled down.
+        max_value: The largest magnitude of an element. Exactly one of the two is given.
         norm_type: Which norm `max_norm` limits: 2.0 is the Euclidean one, `math.inf` the largest magnitude.
-        log: Record, in the history at the end of every epoch under the stage `gradients`, the mean size of the
-            gradients before they were clipped (`size`: their norm, or their largest magnitude) and the share of
-            the steps in which they were too large (`clipped`). Further optimizers than the first have their number
-            in the name: `size_1`, `clipped_1`.
+        log: Whether to record in the history, at the end of every epoch under the stage `gradients`, the mean size of
+            the gradients before clipping (`size`: their norm, or their largest magnitude) and the share of steps in
+            which they were clipped (`clipped`). For further optimizers the names end with their number: `size_1`,
+            `clipped_1`.
 
     Example:
         >>> import torch
@@ -48,11 +48,11 @@ class GradientClipping(Callback):
     ) -> None:
         self.clipping = Clipping("GradientClipping", max_norm, max_value, norm_type)
         self.log = log
-        # Sum of sizes, clipped steps and all steps of the running epoch, for each optimizer by its place.
+        # Sum of sizes, clipped steps and all steps of the current epoch, by the index of the optimizer.
         self._tallies: dict[int, Tensor] = {}
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Reset the sums for a new run: the run before may have ended inside an epoch."""
+        """Reset the sums for a new run, because the previous run may have ended inside of an epoch."""
         if is_new_run(context):
             self._tallies.clear()
 
@@ -76,7 +76,7 @@ class GradientClipping(Callback):
 
     def _count(self, context: TrainingContext, optimizer: Optimizer, size: Tensor) -> None:
         size = whole(size)
-        # On the device: reading the norm at every step would wait for it.
+        # Computed on the device: reading the norm at every step would wait for the device.
         place = next(index for index, known in enumerate(context.optimizers) if known is optimizer)
         entry = torch.stack([size, (size > self.clipping.limit).to(size.dtype), torch.ones_like(size)])
         known = self._tallies.get(place)

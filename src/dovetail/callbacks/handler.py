@@ -1,4 +1,4 @@
-"""List of callbacks with plato's methods, whose events are called by name."""
+"""Callback list with plato's methods, which calls events by name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _EVENTS = frozenset(name for kind in (Callback, TrainerCallback) for name in var
 
 
 class CallbackHandler(Callbacks):
-    """A list of callbacks with plato's methods, whose events are called by name.
+    """A list of callbacks with plato's methods, which calls events by name.
 
-    Several callbacks of one class are allowed, and an error inside a callback keeps its type. In the handler of a
-    trainer, the hooks of its class and of its strategies are part of what is computed: they are not listed, and
+    Several callbacks of one class are allowed, and an error inside of a callback keeps its type. In the handler of a
+    trainer, the hooks of its class and of its strategies are part of the computation: they are not listed, and
     `clear_callbacks` keeps them.
 
     Example:
@@ -48,10 +48,10 @@ class CallbackHandler(Callbacks):
         self.remove(*(callback for callback in self if not callback.is_part_of_trainer))
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call an event, of plato's names or ours, on every callback that has it.
+        """Call an event, by plato's name or ours, on every callback that has it.
 
         Raises:
-            UnknownNameError: No callback could have such an event.
+            UnknownNameError: The event is unknown.
         """
         targets = [target for target in self._targets() if getattr(type(target), event, None) is not None]
         if not targets and event not in _EVENTS:

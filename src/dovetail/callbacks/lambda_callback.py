@@ -1,4 +1,4 @@
-"""A callback from functions."""
+"""Callback built from functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 
 
 class LambdaCallback(Callback):
-    """Call functions at the hooks they are given for.
+    """A callback that calls functions, given by the names of their hooks.
 
     Args:
         hooks: Functions by the name of their hook, each with the arguments of that hook.
@@ -24,7 +24,7 @@ class LambdaCallback(Callback):
     """
 
     def __new__(cls, **hooks: Callable[..., Any]) -> LambdaCallback:
-        """Make a class with just these hooks, since the loop calls what a class overrides and nothing else."""
+        """Create a class with exactly these hooks, because the loop calls only hooks that a class overrides."""
         for name, function in hooks.items():
             if name not in HOOKS:
                 raise UnknownNameError("hook", name, HOOKS, FOREIGN_HOOKS)
@@ -37,5 +37,5 @@ class LambdaCallback(Callback):
         self._hooks = hooks
 
     def __reduce__(self) -> tuple[partial[LambdaCallback], tuple[()]]:
-        # Another process makes its own class.
+        # Another process creates its own class.
         return partial(LambdaCallback, **self._hooks), ()

@@ -1,4 +1,4 @@
-"""Metrics as rows of a file that other programs read."""
+"""Callbacks that write metrics as rows of a CSV or JSON lines file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _RowLogger(Callback, ABC):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._rows: list[dict[str, Any]] = []
-        # The limits of the last row in the file: the row of an epoch replaces that of the validation at its end.
+        # The limits of the last row in the file: the row of an epoch replaces the row of the validation at its end.
         self._start = self._end = 0
 
     def on_train_start(self, context: TrainingContext) -> None:
@@ -55,7 +55,7 @@ class _RowLogger(Callback, ABC):
     def _write_last(self, start: int) -> None:
         content = self._encode(self._rows[-1:])
         with self.path.open("rb+") as file:
-            # Written before the rest is cut off: killed between the two, the row that is replaced is not lost.
+            # Write before truncating: if the process is killed in between, the replaced row is not lost.
             file.seek(start)
             file.write(content)
             file.truncate()
@@ -79,17 +79,17 @@ class _RowLogger(Callback, ABC):
         return b""
 
     def _fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row can follow the others as they are."""
+        """Whether a row can be appended without rewriting the file."""
         return True
 
     def _adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Make room for everything in `rows`."""
+        """Add the columns that `rows` need."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": len(self._rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Read the rows that were written before; the file is cut to them when training starts."""
+        """Read the rows that were written before; the file is truncated to them when training starts."""
         number = int(state["rows"])
         self._rows = []
         kept = ""
@@ -99,7 +99,7 @@ class _RowLogger(Callback, ABC):
                     for row in itertools.islice(self._decode(file), number):
                         int(row["batches"])
                         self._rows.append(row)
-            # A damaged line ends what can be read; the file must not end a run that is resumed.
+            # A damaged line ends the readable part; a damaged file must not end a resumed run.
             except (ValueError, TypeError, LookupError, RecursionError, csv.Error):
                 damaged = damaged_name(self.path)
                 self.path.rename(damaged)
@@ -115,13 +115,13 @@ class _RowLogger(Callback, ABC):
 class CSVLogger(_RowLogger):
     """Write metrics as comma-separated values: a row per epoch, and per validation inside an epoch.
 
-    The first columns say where training stood: `epoch`, `batches`, `updates`. A metric that appears later becomes a
+    The first columns are the position of training: `epoch`, `batches`, `updates`. A metric that appears later becomes a
     new column; rows without it have an empty cell.
 
-    A new run starts a new file. A resumed run continues after the rows that its checkpoint counted.
+    A new run starts a new file. A resumed run continues after the rows that its checkpoint has counted.
 
     Args:
-        path: The file; folders on the way are created.
+        path: The file; missing folders are created.
 
     Example:
         >>> import tempfile
@@ -163,13 +163,13 @@ class CSVLogger(_RowLogger):
 class JSONLLogger(_RowLogger):
     """Write metrics as JSON lines: an object per epoch, and per validation inside an epoch.
 
-    Every object says where training stood: `epoch`, `batches`, `updates`. JSON has no NaN and no infinity: they are the
-    strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+    Every object has the position of training: `epoch`, `batches`, `updates`. JSON has no NaN and no infinity: they are
+    written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
 
     A new run starts a new file. A resumed run continues after the rows that its checkpoint counted.
 
     Args:
-        path: The file; folders on the way are created.
+        path: The file; missing folders are created.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Keeping the learning rates."""
+"""Callback that records learning rates and momentum."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class LRMonitor(Callback):
     """Record the learning rate and momentum of every parameter group in the history, under the stage `lr`.
 
-    A row says where training stood and which rates the next update uses. The names are `group0`, `group0_momentum`,
-    `group1`, …; the names for further optimizers start with `optimizer1_`. The momentum of Adam and its like is their
-    first beta.
+    A row has the position of training and the rates of the next update. The names are `group0`, `group0_momentum`,
+    `group1`, …; the names for further optimizers start with `optimizer1_`. The momentum of Adam and similar optimizers
+    is their first beta.
 
     Args:
         every: `Epochs(n)`: at the start of every n-th epoch; `Updates(n)`: before the first and after every n-th.

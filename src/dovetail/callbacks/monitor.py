@@ -1,4 +1,4 @@
-"""Base class of callbacks that follow one metric: when it is read, and which direction is good."""
+"""Base class of callbacks that follow one metric."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Monitor(Callback, ABC):
-    """Hands every new value of one metric to `observe`.
+    """Passes every new value of one metric to `observe`.
 
-    A metric of validation (`valid_…`) is read after each validation, any other at the end of each epoch. A
-    metric that does not exist is an error the first time it is missed.
+    A metric of validation (`valid_…`) is read after each validation, any other metric at the end of each epoch. If the
+    metric does not exist, an error is raised the first time that it is read.
 
     Args:
         monitor: The name of the metric.
-        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+        mode: Whether small (`min`) or large (`max`) values are good; None means to use the name.
     """
 
     def __init__(self, monitor: str, mode: Mode | None = None) -> None:
@@ -33,10 +33,10 @@ class Monitor(Callback, ABC):
 
     @abstractmethod
     def observe(self, context: TrainingContext, value: float) -> None:
-        """Take in the newest value."""
+        """Receive the newest value."""
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Refuse a metric of validation where nothing is ever validated."""
+        """Raise if a metric of validation is monitored in a run without validation."""
         if self._of_validation and context.run.plan is not None and context.run.plan.validate is None:
             raise ConfigError(
                 f"{type(self).__name__} monitors {self.monitor!r}, but this run validates nothing: "
@@ -51,7 +51,7 @@ class Monitor(Callback, ABC):
         if not self._of_validation:
             self.observe(context, self._pick(metrics))
         elif context.run.validated_at == context.progress.batches:
-            # A validation pass that measured nothing has no on_validation_end.
+            # A validation pass without metrics has no on_validation_end.
             self._pick(metrics)
 
     @property
@@ -65,5 +65,5 @@ class Monitor(Callback, ABC):
             raise UnknownNameError(f"metric for {type(self).__name__} to monitor", self.monitor, metrics) from None
 
     def _gain(self, value: float, reference: float) -> float:
-        """How much better a value is than another; NaN if they cannot be compared."""
+        """Return how much better a value is than another; NaN if they cannot be compared."""
         return reference - value if self.mode == "min" else value - reference

@@ -1,4 +1,4 @@
-"""Noticing a loss that is no longer a number."""
+"""Callback that detects a loss that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ADVICE = "try a lower learning rate, gradient clipping, or mixed precision in b
 
 
 class NonFiniteLoss(Callback):
-    """Look for a training loss that is NaN or infinite, and name the batch it came from.
+    """Detect a training loss that is NaN or infinite, and report its batch.
 
-    The losses are checked when they are on the host anyway, at every reporting period: a few more batches may have
-    been trained by then, and nothing ever waits for the device.
+    The losses are checked at every reporting period, when they are on the host anyway. A few more batches may have been
+    trained by then, but the callback never waits for the device.
 
     Args:
-        action: `raise` ends training by an error, `stop` ends it in good order, `warn` warns once and continues.
+        action: `raise` ends training with an error, `stop` ends it normally, `warn` warns once and continues.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -43,7 +43,7 @@ class NonFiniteLoss(Callback):
         self._warned = False
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
-        # The sum of finite losses may overflow, which the search settles; it is one call for the usual case.
+        # One call for the usual case. A sum of finite losses may overflow; the search below then finds no such loss.
         if math.isfinite(sum(report.losses)):
             return
         for number, loss in enumerate(report.losses, start=report.first_batch + 1):

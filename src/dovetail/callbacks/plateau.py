@@ -1,4 +1,4 @@
-"""Lowering the learning rate where a metric no longer moves."""
+"""Callback that reduces the learning rate when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class ReduceOnPlateau(Monitor):
-    """Lower the learning rate of every optimizer when a metric has not improved for some time.
+    """Reduce the learning rate of every optimizer when a metric has not improved for some time.
 
     The rule of `torch.optim.lr_scheduler.ReduceLROnPlateau` is applied after every validation, or at the end of
     every epoch for a metric of training.
 
     Args:
         monitor: The metric to follow.
-        factor: The rates are multiplied by this.
-        patience: How many values in a row may be no better before the rates fall.
-        threshold: How much better a value must be to count.
+        factor: The factor by which the rates are multiplied.
+        patience: How many values in a row may be no better before the rates are reduced.
+        threshold: How much better a value must be to count as an improvement.
         threshold_mode: Whether `threshold` is relative to the best value (`rel`) or a difference (`abs`).
-        cooldown: Values to pass over after the rates have fallen.
-        min_lr: The lowest rate, one for all parameter groups or one each.
+        cooldown: Number of values to ignore after the rates were reduced.
+        min_lr: The lowest rate, one for all parameter groups or one for each.
         eps: A change smaller than this is not made.
-        mode: Whether small (`min`) or large (`max`) values are good; None goes by the name.
+        mode: Whether small (`min`) or large (`max`) values are good; None means to use the name.
 
     Example:
         >>> import torch

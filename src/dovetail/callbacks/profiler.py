@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
     from dovetail.trainers.context import TrainingContext
 
-# The profiler says on the terminal that it starts and stops, at level 5, unless the environment says otherwise when
-# a process first uses it.
+# The profiler prints that it starts and stops, at level 5, unless this variable is set before a process first
+# uses it.
 _LOG_LEVEL, _QUIET = "KINETO_LOG_LEVEL", "6"
 
 
 class Profiler(Callback):
     """Record some training steps with `torch.profiler`: a trace, and a table of the slowest operators.
 
-    A cycle is `wait` steps that are left alone, `warmup` steps that are recorded and dropped, and `active` steps that
-    are kept. Each cycle that ends, and a last one that has started to record, writes a trace into the folder, which
-    https://ui.perfetto.dev and `chrome://tracing` show. Nothing is printed, and nothing is kept in checkpoints.
+    A cycle consists of `wait` steps that are not profiled, `warmup` steps that are recorded and dropped, and `active`
+    steps that are recorded. Each complete cycle, and a last one that has started to record, writes a trace file, which
+    https://ui.perfetto.dev and `chrome://tracing` can show. The profiler prints nothing and has no state.
 
     Args:
         folder: The folder for the traces `trace_1.json`, `trace_2.json`, ….
-        wait: Steps at the start of a cycle that cost nothing.
-        warmup: Steps in which the profiler itself settles.
+        wait: Steps at the start of a cycle without profiling.
+        warmup: Steps in which the profiler warms up.
         active: Steps that are recorded.
-        repeat: How many cycles; 0 for as many as there are.
+        repeat: The number of cycles; 0 means no limit.
         sort_by: The column that the table is sorted by, such as `self_cpu_time_total` or `self_cuda_time_total`.
-        rows: Rows of the table; -1 for all.
-        memory: Whether to record what operators allocate.
+        rows: The number of rows of the table; -1 means all.
+        memory: Whether to record the memory that operators allocate.
         shapes: Whether to record the shapes of their inputs.
-        stacks: Whether to record which lines of Python called them.
+        stacks: Whether to record the lines of Python that called them.
 
     Attributes:
-        table: The operators of the last cycle as text, the slowest first; empty before there was one.
-        traces: The files that were written.
+        table: The operators of the last cycle as text, the slowest first; empty before the first cycle.
+        traces: The written files.
 
     Example:
         >>> import tempfile, torch
@@ -79,7 +79,7 @@ class Profiler(Callback):
         self.traces: list[Path] = []
         self._records: dict[str, Any] = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stacks}
         self._sort_by, self._rows = sort_by, rows
-        # After it nothing is recorded, and nothing need be asked.
+        # After this step nothing is recorded, so nothing must be checked.
         self._last_step = (wait + warmup + active) * repeat
         self._steps = self._num_earlier = 0
         self._warns_if_empty = False
@@ -90,7 +90,7 @@ class Profiler(Callback):
         from torch.profiler import profile, schedule
 
         self._steps, self._num_earlier = 0, len(self.traces)
-        # A resumed run may have too few steps left, which is no mistake.
+        # A resumed run may have too few steps left, which is not a mistake.
         self._warns_if_empty = is_new_run(context)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sets_level = _LOG_LEVEL not in os.environ
@@ -111,7 +111,7 @@ class Profiler(Callback):
             self._stop()
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Keep what was recorded since the last cycle, and stop; warn if there is nothing."""
+        """Write the records since the last cycle, and stop; warn if there are none."""
         self._stop()
         is_empty = len(self.traces) == self._num_earlier and self._steps > 0
         if is_empty and self._warns_if_empty and context.run.stop_reason is None:
@@ -123,7 +123,7 @@ class Profiler(Callback):
             )
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
-        """Keep what was recorded since the last cycle, and stop."""
+        """Write the records since the last cycle, and stop."""
         self._stop()
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Showing how training goes: on a terminal, in a notebook, or as lines of a log."""
+"""Display of the progress of training: on a terminal, in a notebook, or as lines of a log."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class ProgressDisplay(Callback):
-    """Show the running epoch as a bar, and leave one line for every epoch.
+    """Show the current epoch as a bar, and print one line per epoch.
 
-    On a terminal the bar has the batches, the running means of loss and metrics, the learning rate, the speed and
-    the time that is left. In a notebook bar and lines are one output that is updated in place. Elsewhere (a file, a
-    pipe, a build server) there are only the lines. A validation inside an epoch has its own line, and so has the
+    On a terminal the bar shows the batches, the running means of loss and metrics, the learning rate, the speed and
+    the remaining time. In a notebook bar and lines are one output that is updated in place. Elsewhere (a file, a pipe,
+    a build server) there are only the lines. A validation inside of an epoch has its own line, and so has the
     reason why training was stopped.
 
-    Nothing happens in a step: the display reads the reports of the loop and redraws itself from time to time.
+    The display does nothing in a step: it reads the reports of the loop and is redrawn from time to time.
 
     Args:
-        refresh_per_second: How often the bar is drawn at most.
-        console: Where to draw; None for the standard output as it is when training starts.
+        refresh_per_second: The maximal number of redraws per second.
+        console: The console to draw on; None means the standard output at the start of training.
 
     Example:
         >>> from dovetail.trainers.context import TrainingContext
@@ -61,7 +61,7 @@ class ProgressDisplay(Callback):
         self._clear_run()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A screen belongs to one process.
+        # A console belongs to one process.
         return {**self.__dict__, "_console": None, "_surface": _Surface()}
 
     def _clear_run(self) -> None:
@@ -97,7 +97,7 @@ class ProgressDisplay(Callback):
 
     def on_validation_start(self, context: TrainingContext) -> None:
         self._validation_began = now = time.monotonic()
-        # At once in a long epoch, whose validation may be long too: until it ends there is no further report.
+        # Draw at once in a long epoch, because its validation may be long, too, and has no reports.
         if self._surface.has_bar and (now >= self._due or now - self._epoch_began > self._period):
             self._due = now + self._period
             self._surface.show(self._bar(context, now, validates=True))
@@ -105,7 +105,7 @@ class ProgressDisplay(Callback):
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         self._training_began += time.monotonic() - self._validation_began
         self._validation = metrics
-        # What ends with the epoch is in the epoch's line.
+        # A validation at the end of an epoch is part of the epoch's line.
         if context.progress.batch not in (0, self._total):
             self._print_partial(context)
 
@@ -130,7 +130,7 @@ class ProgressDisplay(Callback):
         self._surface.close()
         self._surface, self._due = _Surface(), math.inf
 
-    # What is shown
+    # Content of the display
 
     def _begin_epoch(self, context: TrainingContext) -> None:
         self._clear_epoch()
@@ -156,7 +156,7 @@ class ProgressDisplay(Callback):
 
     def _bar(self, context: TrainingContext, now: float, *, validates: bool = False) -> RenderableType:
         batch, total = context.progress.batch, self._total
-        # The end of an epoch is the start of the next in the counters, but not yet on the screen.
+        # After the last batch the counters are already at the next epoch, but the display is not.
         if validates and batch == 0 and total is not None:
             batch = total
         head = Text(self._label, "bold")
@@ -169,7 +169,7 @@ class ProgressDisplay(Callback):
         tail += metrics + end
         row = Table.grid(padding=(0, 2, 0, 0))
         if total:
-            # In steps of five, so that the bar does not dance when a number beside it gets a digit more.
+            # In steps of five, so that the width of the bar does not change when a number gets another digit.
             room = (self._surface.width - head.cell_len - _width(tail) - 4) // 5 * 5
             bar = ProgressBar(
                 total, min(batch, total), width=max(10, min(30, room)), complete_style="cyan", finished_style="green"
@@ -196,7 +196,7 @@ class ProgressDisplay(Callback):
         return shown
 
     def _done(self, context: TrainingContext) -> float | None:
-        """The share of the planned training that is done, or None where that is not known."""
+        """Return the completed share of the planned training, or None if it is unknown."""
         if context.run.plan is None:
             return None
         length, progress = context.run.plan.max_length, context.progress
@@ -239,23 +239,23 @@ class ProgressDisplay(Callback):
 
 
 class _Surface:
-    """Where lines stay and one bar changes; this one, between two runs, is nowhere."""
+    """A place for permanent lines and one changing bar; this base class, used between runs, shows nothing."""
 
     has_bar = False
 
     @property
     def width(self) -> int:
-        """The columns that a bar may take."""
+        """The number of columns for the bar."""
         return 80
 
     def print(self, line: Text) -> None:
-        """Add a line that stays."""
+        """Add a permanent line."""
 
     def show(self, bar: RenderableType) -> None:
         """Redraw the bar."""
 
     def close(self) -> None:
-        """Take the bar away; the lines stay."""
+        """Remove the bar; the lines remain."""
 
 
 class _Lines(_Surface):
@@ -275,7 +275,7 @@ class _Terminal(_Surface):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        # Without its own thread: that would take the interpreter from the training, and draw what has not changed.
+        # Without a refresh thread, which would take time from the training and draw unchanged content.
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     @property
@@ -283,7 +283,7 @@ class _Terminal(_Surface):
         return self._console.width
 
     def print(self, line: Text) -> None:
-        # The bar goes before the line comes, lest it stays below it as the bar of an epoch that is over.
+        # Remove the bar before printing the line; otherwise the bar of the ended epoch would remain below it.
         self._live.update(Group(), refresh=self._live.is_started)
         self._console.print(line, highlight=False)
 
@@ -316,7 +316,7 @@ class _Notebook(_Surface):
     def print(self, line: Text) -> None:
         self._lines.append(line)
         self._num_lines += 1
-        # A thousand short epochs are not a thousand messages to the browser.
+        # Limits the messages to the browser if there are a thousand short epochs.
         if time.monotonic() >= self._due:
             self.show(Group())
 
@@ -349,7 +349,7 @@ def _surface(console: Console | None, period: float) -> _Surface:
     console = console or Console()
     if console.is_jupyter:
         return _Notebook(period, import_module("IPython.display").display)
-    # FORCE_COLOR makes rich take a build server's log for a terminal.
+    # With FORCE_COLOR, rich treats the log of a build server as a terminal.
     is_log = is_ours and ("CI" in os.environ or not console.file.isatty())
     return _Terminal(console) if console.is_interactive and not is_log else _Lines(console)
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class Timer(Callback):
     """Measure epochs, validations and the speed of training, without a hook in any step.
 
-    An epoch lasts from its first batch to its end and includes its validations; the speeds do not include them. An
-    epoch that was resumed in its middle is measured from there.
+    An epoch lasts from its first batch to its end and includes its validations; the speeds exclude them. An epoch that
+    was resumed in its middle is measured from there.
 
     Args:
-        clock: Returns seconds.
+        clock: A function that returns seconds.
 
     Attributes:
         epochs: The seconds of every epoch.
@@ -47,16 +47,16 @@ class Timer(Callback):
 
     @property
     def batches_per_second(self) -> float:
-        """Training batches per second; NaN before there were any."""
+        """Training batches per second; NaN before the first."""
         return self._per_second("batches")
 
     @property
     def samples_per_second(self) -> float:
-        """Training samples per second; NaN before there were any."""
+        """Training samples per second; NaN before the first."""
         return self._per_second("records")
 
     def summary(self) -> dict[str, float]:
-        """Return the mean and total times and the speeds, by name; NaN where nothing was measured."""
+        """Return the mean and total times and the speeds, by name; NaN if nothing was measured."""
         return {
             "epochs": len(self.epochs),
             "epoch_seconds": _mean(self.epochs),
@@ -86,7 +86,7 @@ class Timer(Callback):
         self.epochs.append(self._count(context))
 
     def on_train_end(self, context: TrainingContext) -> None:
-        """Count an epoch that was not finished into the speeds."""
+        """Include an unfinished epoch in the speeds."""
         if context.progress.batch > 0:
             self._count(context)
 

@@ -1,4 +1,4 @@
-"""plato's trainer callback, and the adapter that calls it at our events."""
+"""plato's trainer callback, and the adapter that calls it at the events of our loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class TrainerCallback:
     """Plato's trainer callback: every event gets the trainer and its configuration.
 
-    Step events count updates, as in plato: within an accumulation window only the last batch fires
-    `on_train_step_end`. `batch` is the index of the batch in the epoch, not its content.
+    Step events count updates, as in plato: in an accumulation window only the last batch calls `on_train_step_end`.
+    `batch` is the index of the batch in the epoch, not its content.
 
     Example:
         >>> class PrintLoss(TrainerCallback):
@@ -24,30 +24,30 @@ class TrainerCallback:
     """
 
     def on_train_run_start(self, trainer: Any, config: Mapping[str, Any], **kwargs: Any) -> None:
-        """Before the first batch of a run."""
+        """Called before the first batch of a run."""
 
     def on_train_run_end(self, trainer: Any, config: Mapping[str, Any], **kwargs: Any) -> None:
-        """After the last batch of a run."""
+        """Called after the last batch of a run."""
 
     def on_train_epoch_start(self, trainer: Any, config: Mapping[str, Any], **kwargs: Any) -> None:
-        """Before the first batch of an epoch."""
+        """Called before the first batch of an epoch."""
 
     def on_train_epoch_end(self, trainer: Any, config: Mapping[str, Any], **kwargs: Any) -> None:
-        """After an epoch."""
+        """Called after an epoch."""
 
     def on_train_step_start(
         self, trainer: Any, config: Mapping[str, Any], batch: int | None = None, **kwargs: Any
     ) -> None:
-        """Before a training batch."""
+        """Called before a training batch."""
 
     def on_train_step_end(
         self, trainer: Any, config: Mapping[str, Any], batch: int | None = None, loss: Any = None, **kwargs: Any
     ) -> None:
-        """After an update, with the detached loss of its last batch."""
+        """Called after an update, with the detached loss of its last batch."""
 
 
 class PlatoAdapter(Callback):
-    """Calls a `TrainerCallback` at our events."""
+    """Calls a `TrainerCallback` at the events of our loop."""
 
     def __init__(self, callback: TrainerCallback) -> None:
         self.callback = callback

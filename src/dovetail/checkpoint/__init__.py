@@ -1,9 +1,9 @@
 """Checkpoints: written atomically, verified by checksum, never unpickled.
 
 A checkpoint is a directory with three files: `tensors.safetensors`, `state.json` for everything else, and
-`manifest.json` with a format version, a summary and the SHA-256 of the others and of itself. Processes that hold
-tensors in parts add a file each and an index of them, `shards.json`. This module starts without torch; only saving
-and loading need it.
+`manifest.json` with a format version, a summary and the SHA-256 of the other files and of itself. If several processes
+hold parts of tensors, each adds a file, and `shards.json` is the index of these files. This module does not import
+torch; only saving and loading need it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on."""
+"""Background writer of checkpoints, which does not block training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dovetail.errors import CheckpointError
 class AsyncWriter:
     """Saves checkpoints in a background thread, one at a time, with the guarantees of `save`.
 
-    The state is copied to host memory before `submit` returns, so training may change it at once. A failed
-    write is raised, or with `on_error="warn"` warned about, by the next call of `submit`, `check` or `close`.
+    The state is copied to host memory before `submit` returns, so training may change it at once. The error of a failed
+    write is raised, or with `on_error="warn"` shown as a warning, by the next call of `submit`, `check` or `close`.
 
     Example:
         >>> import tempfile, torch
@@ -45,23 +45,23 @@ class AsyncWriter:
     def submit(
         self, path: str | os.PathLike[str], state: Mapping[str, Any], *, summary: Mapping[str, Any] | None = None
     ) -> None:
-        """Copy `state` and begin to write it; waits for the write before this one.
+        """Copy `state` and start writing it; waits for the previous write.
 
         Raises:
-            CheckpointError: The write before this one failed (this one is not begun), or `state` has no
-                stored form.
+            CheckpointError: The previous write failed (this one is not started), or `state` contains a value that
+                cannot be stored.
         """
         self.wait()
         encoded, described = encode(state).copy(), summarize(summary)
         self._pending = self._pool.submit(write, Path(path), encoded, described, self._files)
 
     def check(self) -> None:
-        """Raise the error of a write that has failed; does not wait."""
+        """Raise the error of a failed write; does not wait."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the write under way and raise its error, if any."""
+        """Wait for the current write and raise its error, if any."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -73,7 +73,7 @@ class AsyncWriter:
             warnings.warn(CheckpointWarning(str(error)), stacklevel=3)
 
     def close(self) -> None:
-        """Wait for the write under way, end the thread, and raise the write's error, if any."""
+        """Wait for the current write, end the thread, and raise the write's error, if any."""
         try:
             self.wait()
         finally:
@@ -86,7 +86,7 @@ class AsyncWriter:
         try:
             self.close()
         except CheckpointError as failure:
-            # The error that ended the block is the one to see; this one must not take its place.
+            # The error that ended the block must not be replaced by this one.
             if error is None:
                 raise
             warnings.warn(CheckpointWarning(str(failure)), stacklevel=2)

@@ -1,6 +1,6 @@
-"""Nested state to JSON and tensors, and back.
+"""Encoding of nested state as JSON and tensors.
 
-JSON takes what it can hold exactly. Everything else becomes an object with one key that begins with `$`:
+Values that JSON can represent exactly are stored as they are. All others become an object with one `$` key:
 
 | Python | JSON |
 | --- | --- |
@@ -8,14 +8,14 @@ JSON takes what it can hold exactly. Everything else becomes an object with one 
 | NaN, infinity | `{"$float": "<8 bytes, hexadecimal>"}` |
 | bytes | `{"$bytes": "<base64>"}` |
 | tuple | `{"$tuple": […]}` |
-| dict with other than plain string keys | `{"$dict": [[key, value], …]}` |
+| dict with keys that are not plain strings | `{"$dict": [[key, value], …]}` |
 | Counter | `{"$counter": [[key, value], …]}` |
 | numpy scalar | `{"$scalar": ["float32", "<hexadecimal>"]}` |
 | tensor, numpy array | `{"$tensor": "<name>"}`, `{"$array": "<name>"}` |
-| tensor that several processes hold in parts | `{"$shard": "<name>"}` |
+| tensor of which several processes hold parts | `{"$shard": "<name>"}` |
 | tensor, numpy array of complex128 | `{"$complex": <its real view>}` |
 
-The table is closed: no tag names a class or a module.
+No other tags exist: no tag can name a class or a module.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_DEPTH = 64
-# A dict compares keys of equal hash one by one, so n of them take n² comparisons. Text is hashed with a secret number,
-# but whole numbers are hashed modulo 2**61 - 1, and a file can hold as many equal hashes as it likes.
+# A dict compares keys of equal hash one by one, so n of them need n² comparisons. Text is hashed with a secret number,
+# but whole numbers are hashed modulo 2**61 - 1, so a malicious file can contain many keys of equal hash.
 _MAX_EQUAL_HASHES = 16
 _ACCEPTED = "dict, list, tuple, tensor, numpy array or scalar, number, str, bool, bytes, None"
 _SCALARS = (*(name for name in DTYPES if not name.startswith(("bfloat", "float8"))), "complex128")
 
-# A path is its parent and its last key: cheap to extend, spelled out only where a name or an error needs it.
+# A path is a pair of the parent's path and the last key: cheap to extend, converted to text only for names and errors.
 _Path = tuple[Any, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """State in the form in which it is stored.
+    """State in its stored form.
 
     Attributes:
         text: The JSON text.
-        blocks: The tensors that it names.
-        shards: Those of which this process holds a part only (`torch.distributed.tensor.DTensor`), by their names.
+        blocks: The tensors that the text refers to.
+        shards: Tensors of which this process holds only a part (`torch.distributed.tensor.DTensor`), by name.
     """
 
     text: bytes
@@ -62,15 +62,15 @@ class Encoded:
     shards: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def copy(self) -> Encoded:
-        """Return the same state, independent of the tensors that it came from."""
+        """Return a copy that shares no memory with the original tensors."""
         return Encoded(self.text, [block.copy() for block in self.blocks], dict(self.shards))
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:
-    """Return `state` in the form in which it is stored. The tensors are those of the caller, not copies.
+    """Return `state` in its stored form. Tensors are not copied.
 
     Raises:
-        CheckpointError: Something in `state` has no stored form; the message says where and what.
+        CheckpointError: A value in `state` cannot be stored; the message has its place and its type.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"state: expected a dict, got {type(state).__name__}")
@@ -80,7 +80,7 @@ def encode(state: Mapping[str, Any]) -> Encoded:
 
 
 def encode_plain(value: Mapping[str, Any], what: str) -> Any:
-    """Return the JSON tree of a value that holds no tensors."""
+    """Return the JSON tree of a value without tensors."""
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{what}: expected a dict, got {type(value).__name__}")
     encoder = _Encoder()
@@ -91,10 +91,10 @@ def encode_plain(value: Mapping[str, Any], what: str) -> Any:
 
 
 def decode(tree: Any, where: str, tensors: Mapping[str, torch.Tensor] | None = None, map_location: Any = "cpu") -> Any:
-    """Return the state of a JSON tree and the tensors that it names; `where` is the file, for the errors.
+    """Return the state of a JSON tree and its tensors; `where` is the file, for error messages.
 
     Raises:
-        CheckpointError: The tree is none that `encode` makes.
+        CheckpointError: The tree was not made by `encode`.
     """
     decoder = _Decoder(dict(tensors or {}), map_location)
     try:
@@ -111,7 +111,7 @@ def decode(tree: Any, where: str, tensors: Mapping[str, torch.Tensor] | None = N
 
 
 def decode_text(text: bytes, where: str, tensors: Mapping[str, torch.Tensor], map_location: Any) -> Any:
-    """Return the state that `Encoded.text` and the tensors hold."""
+    """Return the state of `Encoded.text` and its tensors."""
     return decode(parse_json(text, where), where, tensors, map_location)
 
 
@@ -121,12 +121,12 @@ class _Encoder:
         import torch
 
         self._np, self._torch = np, torch
-        # Whoever holds a part of a tensor has imported this; importing it here would cost everybody else a second.
+        # Do not import it here: this takes a second, and the module is imported already if there is a DTensor.
         self._sharding = sys.modules.get("torch.distributed.tensor")
         self.blocks: list[Block] = []
         self.shards: dict[str, torch.Tensor] = {}
         self._names: dict[object, str] = {}
-        # Names that are taken; the first one is the format's own.
+        # Names in use; the first one is reserved by the safetensors format.
         self._taken = {"__metadata__"}
 
     def value(self, value: Any, path: _Path | None, depth: int) -> Any:
@@ -134,7 +134,7 @@ class _Encoder:
             return value
         if depth > _MAX_DEPTH:
             raise CheckpointError(f"{_spell(path)[:80]}…: nested deeper than {_MAX_DEPTH} levels")
-        # Before the numbers: numpy's float64 is a float, too.
+        # Before Python's numbers: numpy's float64 is also a float.
         if isinstance(value, self._np.generic):
             return {"$scalar": [self._scalar_name(value, path), value.tobytes().hex()]}
         if isinstance(value, int):
@@ -189,7 +189,7 @@ class _Encoder:
         if name == "complex128":
             array = self._np.require(array, "complex128", ["C"])
             return {"$complex": self._array(array[..., None].view("float64"), path)}
-        # torch shares the memory of an array that is writable, aligned and of this machine's byte order.
+        # torch shares the memory of an array that is writable, aligned and in this machine's byte order.
         array = self._np.require(array, name, ["C", "W", "A"])
         return self._tensor("$array", self._torch.from_numpy(array), path)
 
@@ -197,8 +197,8 @@ class _Encoder:
         if tensor.dtype == self._torch.complex128 and tensor.layout is self._torch.strided:
             return {"$complex": self._tensor(tag, self._torch.view_as_real(tensor.detach().resolve_conj()), path)}
         block = make_block(self._unused(_spell(path)), tensor)
-        # Two tensors over the same elements, such as tied weights, are one. The blocks keep their memory
-        # alive, so an address is not reused while the keys are compared.
+        # Tensors with the same elements, such as tied weights, are stored once. The blocks keep their memory alive, so
+        # that no address is reused while the keys are compared.
         view = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         key = (tensor.data_ptr(), view) if tensor.data_ptr() else block.name
         if key not in self._names:
@@ -237,7 +237,7 @@ class _Decoder:
             "$scalar": lambda pair, _: self._scalar(pair),
             "$tensor": lambda name, _: self._tensor(name),
             "$array": lambda name, _: self._find(name).numpy(),
-            # Its parts lie where they belong already.
+            # The parts of a shard are already on their device.
             "$shard": lambda name, _: self._find(name),
             "$complex": lambda real, depth: self._complex(real, depth),
         }
@@ -298,7 +298,7 @@ class _Decoder:
 
 
 def _check_hashes(keys: Iterable[Any]) -> None:
-    """Raise ValueError if a dict of these keys would take more than linear time."""
+    """Raise ValueError if building a dict of these keys could take more than linear time."""
     counts = Counter(hash(key) for key in keys)
     if counts and max(counts.values()) > _MAX_EQUAL_HASHES:
         raise ValueError(f"more than {_MAX_EQUAL_HASHES} keys share one hash")

@@ -1,7 +1,7 @@
-"""The file operations of a checkpoint, and the temporary names beside it.
+"""File operations of checkpoints, and their temporary names.
 
-Everything that changes the disk goes through `Files`, one small method per operation. The tests put an
-implementation there that cuts the power after any of them, or that fails as a broken disk does.
+Every change of the disk is a call of `Files`, with one small method per operation. Tests replace it by an
+implementation that simulates a power failure after any operation, or a broken disk.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any, BinaryIO, NamedTuple
 from dovetail.errors import CheckpointError
 
 CHUNK = 1 << 20
-"""Bytes that are hashed and written at a time: small beside a model, large beside a system call."""
+"""Number of bytes that are hashed and written at a time: small for a model, large for a system call."""
 
-# `.tmp-` is rubbish as soon as its writer is dead. `.old-` is always a whole checkpoint: the one that was
-# set aside a moment before its successor took the name.
+# A `.tmp-` directory is garbage once its writer has ended. An `.old-` directory is always a complete checkpoint: it was
+# renamed immediately before the new checkpoint took its name.
 _BESIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+)\.[0-9a-f]{8}", re.DOTALL)
 _MAX_SIZE = 1 << 62
 _DAMAGED = re.compile(r".+\.damaged-[0-9a-f]{8}", re.DOTALL)
 
 
 class Files:
-    """The few operations by which a checkpoint reaches the disk."""
+    """The operations with which a checkpoint is written to the disk."""
 
     def make_directory(self, path: Path) -> None:
         """Create a directory that does not exist yet."""
@@ -47,7 +47,7 @@ class Files:
             data = data[file.write(data) :]
 
     def sync(self, file: BinaryIO) -> None:
-        """Wait until the contents of `file` are on the disk."""
+        """Wait until the content of `file` is on the disk."""
         os.fsync(file.fileno())
 
     def sync_directory(self, path: Path) -> None:
@@ -59,20 +59,20 @@ class Files:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give `source` the name `target`, in one step."""
+        """Rename `source` to `target` atomically."""
         os.rename(source, target)
 
     def remove_file(self, path: Path) -> None:
-        """Remove a file, if it is still there."""
+        """Remove a file if it exists."""
         path.unlink(missing_ok=True)
 
     def remove_directory(self, path: Path) -> None:
-        """Remove an empty directory, if it is still there."""
+        """Remove an empty directory if it exists."""
         with contextlib.suppress(FileNotFoundError):
             path.rmdir()
 
     def remove(self, path: Path) -> None:
-        """Remove a directory and all that is in it, if it is still there."""
+        """Remove a directory with its content if it exists."""
         if path.is_dir():
             for name in sorted(os.listdir(path)):
                 inner = path / name
@@ -80,18 +80,18 @@ class Files:
             self.remove_directory(path)
 
     def free_space(self, path: Path) -> int:
-        """Return the bytes that may still be written below `path`."""
+        """Return the number of free bytes on the disk of `path`."""
         return shutil.disk_usage(path).free
 
     def lock(self, path: Path) -> int:
-        """Take the lock that says "my writer is alive" and return its descriptor.
+        """Lock a file and return its descriptor. The lock shows that the writer is alive.
 
-        The kernel drops the lock with the process, however it ends; unlike a process id it means the same in
-        every container, and is never reused.
+        The kernel releases the lock when the process ends for any reason. Unlike a process id it has the same meaning
+        in every container and is never reused.
 
         Raises:
-            BlockingIOError: Another writer holds it.
-            OSError: The file system knows no locks.
+            BlockingIOError: Another writer holds the lock.
+            OSError: The file system does not support locks.
         """
         import fcntl
 
@@ -109,10 +109,11 @@ class Files:
 
 
 class _Locks:
-    """The open locks of this process, which forked processes close at once.
+    """The locks that this process holds. Forked processes close them at once.
 
-    A forked process, such as a data worker, shares the locks that are held at that moment. If this process were killed
-    while it writes a checkpoint, its orphaned workers would keep the lock, and nothing could remove the remains.
+    A forked process, such as a data worker, shares the locks that are held when it is forked. If this process were
+    killed while it writes a checkpoint, its orphaned workers would keep the lock, and no process could remove the
+    temporary files.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class _Locks:
         with self._access:
             if not self._follows_forks:
                 self._follows_forks = True
-                # A fork waits until no thread is between opening a lock and noting it.
+                # A fork waits until no thread is between opening a lock and recording it.
                 os.register_at_fork(
                     before=self._access.acquire,
                     after_in_parent=self._access.release,
@@ -151,17 +152,17 @@ DISK = Files()
 
 
 class StoredFile(NamedTuple):
-    """The size and the SHA-256 of a file, as a manifest gives them."""
+    """The size and the SHA-256 of a file in a manifest."""
 
     size: int
     sha256: str
 
     @classmethod
     def parse(cls, name: str, entry: Any, where: str) -> StoredFile:
-        """Return the file of an entry in a manifest.
+        """Return the size and the SHA-256 of an entry in a manifest.
 
         Raises:
-            CheckpointError: The entry is none that a manifest has; the message names the file and the manifest.
+            CheckpointError: The entry has another form; the message has the name of the file and the manifest.
         """
         match entry:
             case {"size": int(size), "sha256": str(digest), **rest} if (
@@ -171,13 +172,13 @@ class StoredFile(NamedTuple):
         raise CheckpointError(f"{where}: {name}: expected a size and a SHA-256")
 
     def check(self, found: StoredFile, file: Path) -> None:
-        """Raise if a file that was read is not the one that the manifest describes."""
+        """Raise if a file does not have the size and SHA-256 of the manifest."""
         if found != self:
             raise CheckpointError(f"{file}: the file is damaged: its SHA-256 is not the one in the manifest")
 
 
 class Digest:
-    """The size and SHA-256 of bytes as they pass by."""
+    """Size and SHA-256 of a stream of bytes."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -190,17 +191,17 @@ class Digest:
 
     @property
     def sha256(self) -> str:
-        """The hash of everything so far, as hexadecimal digits."""
+        """The hash of all bytes so far, as hexadecimal digits."""
         return self._hash.hexdigest()
 
     @property
     def stored(self) -> StoredFile:
-        """The size and the hash of everything so far."""
+        """The size and the hash of all bytes so far."""
         return StoredFile(self.size, self.sha256)
 
 
 def file_chunks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a regular file; raise for anything else, without waiting for a writer."""
+    """Yield the content of a regular file; raise for other files such as a FIFO, without blocking."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -221,7 +222,7 @@ def digest_of(path: Path) -> StoredFile:
 
 
 def write_file(files: Files, path: Path, chunks: Iterable[memoryview | bytes]) -> StoredFile:
-    """Write a new file, wait until it is on the disk, and return what was written."""
+    """Write a new file, wait until it is on the disk, and return its size and SHA-256."""
     digest = Digest()
     with files.create(path) as file:
         for chunk in chunks:
@@ -232,7 +233,7 @@ def write_file(files: Files, path: Path, chunks: Iterable[memoryview | bytes]) -
 
 
 def make_parents(files: Files, directory: Path) -> None:
-    """Create `directory` and its missing parents so that they outlive a power cut."""
+    """Create `directory` and its missing parents, and sync them so that they survive a power failure."""
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     for place in reversed(missing):
         with contextlib.suppress(FileExistsError):
@@ -242,16 +243,16 @@ def make_parents(files: Files, directory: Path) -> None:
 
 @contextlib.contextmanager
 def reserve(files: Files, target: Path) -> Iterator[Path]:
-    """Lend an unused, locked temporary directory beside `target`, and remove what is left of it."""
+    """Yield a new, locked temporary directory beside `target`, and remove it afterwards if it still exists."""
     while True:
         temporary = _beside("tmp", target)
         files.make_directory(temporary)
         try:
             lock = files.lock(temporary)
         except (BlockingIOError, FileNotFoundError):
-            continue  # a sweep of another process came between the two lines above
+            continue  # a sweep of another process removed it between the two calls
         except OSError:
-            lock = None  # without locks nobody sweeps either
+            lock = None  # without locks no process sweeps either
         if temporary.exists():
             break
         if lock is not None:
@@ -268,19 +269,19 @@ def reserve(files: Files, target: Path) -> Iterator[Path]:
 
 
 def aside_name(target: Path) -> Path:
-    """Return an unused name for the whole checkpoint `target` while its successor takes its name."""
+    """Return an unused name for the old checkpoint `target` while the new one takes its name."""
     return _beside("old", target)
 
 
 def resolve(path: Path) -> Path:
-    """Return where the checkpoint `path` lies.
+    """Return the directory of the checkpoint `path`.
 
-    That is `path` itself, except when a save died between setting the old checkpoint aside and giving its
-    name to the new one: then the old one counts.
+    This is `path` itself, unless a save was interrupted between renaming the old checkpoint and giving its name to the
+    new one. In that case it is the old checkpoint.
     """
     if not path.parent.is_dir():
         return path
-    # At every moment there is the name or a directory set aside, so both are looked for in one listing.
+    # At any time the name or an `.old-` directory exists, so search both in a single listing.
     names = os.listdir(path.parent)
     asides = [place for place, kind, name in _temporaries(path.parent, names) if (kind, name) == ("old", path.name)]
     if path.name in names or not asides:
@@ -289,7 +290,7 @@ def resolve(path: Path) -> Path:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names in `directory` without temporary and damaged ones; `.old-` folders count by their old names."""
+    """Return the names in `directory` except temporary and damaged ones; an `.old-` folder has its original name."""
     names = os.listdir(directory)
     temporaries = _temporaries(directory, names)
     aside = {name for _, kind, name in temporaries if kind == "old"}
@@ -298,26 +299,26 @@ def names_in(directory: Path) -> list[str]:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `name` is one that this module gives to temporary and damaged files."""
+    """Whether `name` has the form of this module's names for temporary and damaged files."""
     return _BESIDE.fullmatch(name) is not None or _DAMAGED.fullmatch(name) is not None
 
 
 def damaged_name(target: Path) -> Path:
-    """Return an unused name beside `target` for damaged content, which is kept for the user and never read again."""
+    """Return an unused name beside `target` for damaged content, which is kept for the user but never read again."""
     return target.with_name(f"{target.name}.damaged-{secrets.token_hex(4)}")
 
 
 def discard(files: Files, path: Path) -> None:
-    """Remove a checkpoint in such a way that nobody ever takes a half-removed one for a damaged one."""
+    """Remove a checkpoint. It is renamed first, so that no process sees a half-removed checkpoint."""
     rubbish = _beside("tmp", path)
     files.rename(path, rubbish)
-    # It is gone already; what is left of it goes with the next sweep.
+    # The checkpoint is already gone; the next sweep removes the remaining files.
     with contextlib.suppress(OSError):
         files.remove(rubbish)
 
 
 def sweep(files: Files, directory: Path) -> None:
-    """Remove what dead writers left in `directory`. Failing to is not an error: the next save tries again."""
+    """Remove the files of ended writers from `directory`. Failures are ignored: the next save tries again."""
     for place, kind, name in _temporaries(directory, os.listdir(directory)):
         with contextlib.suppress(OSError):
             if kind == "tmp":
@@ -326,7 +327,7 @@ def sweep(files: Files, directory: Path) -> None:
                     files.remove(place)
                 finally:
                     files.unlock(lock)
-            # Looked up after the listing: whoever set this one aside has a successor in place by now.
+            # Checked after the listing: by now the process that renamed this one has put a new checkpoint in place.
             elif (directory / name).exists():
                 discard(files, place)
 
@@ -349,6 +350,6 @@ def _temporaries(directory: Path, names: Iterable[str]) -> list[tuple[Path, str,
     return [
         (directory / match[0], match["kind"], match["name"])
         for match in matches
-        # As paths these two would be the folder itself and its parent.
+        # As paths, these two names would be the folder itself and its parent.
         if match and match["name"] not in (".", "..")
     ]

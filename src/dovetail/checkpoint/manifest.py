@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: read without torch and without opening any other file."""
+"""Manifest of a checkpoint: version, summary and checksums, readable without torch and without other files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dovetail.checkpoint.strict_json import seal, unseal
 from dovetail.errors import CheckpointError
 
 FORMAT_VERSION = 1
-"""The version of the format that this release writes. It reads this one and all before it."""
+"""The format version that this release writes. It reads this version and all earlier ones."""
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = "tensors.safetensors"
 SHARDS = "shards.json"
-"""Which parts of tensors the files of `shard_file` hold, if there are any."""
+"""The index of the parts of tensors in the files of `shard_file`, if there are any."""
 USER = "user"
-"""A folder for files of the user's own, which are neither read nor compared here, and go with the checkpoint."""
+"""A folder for the user's files. They are not read or verified, and are removed with the checkpoint."""
 
 _FORMAT = "dovetail-checkpoint"
 _CONTENTS = {STATE, TENSORS}
@@ -42,28 +42,28 @@ _STEP_KEYS = ("step", "batches", "updates", "epoch")
 _RELEASE = re.compile(r"[ -~]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_SEQUENCE = 1 << 53
-# Python refuses to print whole numbers with more than 4,300 digits.
+# Python does not print whole numbers with more than 4,300 digits.
 _MAX_BITS = 4096
-# The calendar's first and last years have moments that other time zones cannot express.
+# Times in the first and last years of the calendar cannot be represented in other time zones.
 _YEARS = range(1970, 9999)
-# The text of a manifest has one form, in which only a field of the document itself is indented by two blanks.
+# A manifest has a canonical form, in which only top-level fields are indented by two spaces.
 _SEQUENCE_LINE = re.compile(rb'^  "sequence": ([0-9]{1,16}),$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What the manifest of a checkpoint says.
+    """The content of a checkpoint's manifest.
 
     Attributes:
         path: The checkpoint's directory.
-        format_version: The version of the format that it is stored in.
+        format_version: The format version of the checkpoint.
         dovetail_version: The release of Dovetail that wrote it.
         created: When it was written, in UTC.
-        sequence: Larger than the number of any checkpoint that was in the folder before this one; 0 if it was written
-            by a release that did not count. The number orders runs, because a clock may be set back.
-        size: The bytes of all its files.
-        files: Its files but the manifest, by name.
-        summary: What the writer said about it: counters of progress, and metrics by name under `"metrics"`.
+        sequence: A number larger than the numbers of all checkpoints that were in the folder before; 0 if it was
+            written by a release that did not count. It orders runs, because a clock may be set back.
+        size: The total size of its files in bytes.
+        files: Its files except the manifest, by name.
+        summary: The summary given by the writer: counters of progress, and metrics by name under `"metrics"`.
     """
 
     path: Path
@@ -77,13 +77,13 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int | None:
-        """How far training had come: the first of step, batches, updates and epoch that the summary has."""
+        """The progress of training: the first of step, batches, updates and epoch that the summary has."""
         found = (self.summary.get(key) for key in _STEP_KEYS)
         return next((int(value) for value in found if isinstance(value, Integral)), None)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the summary that are real numbers. NaN is none."""
+        """The metrics of the summary that are real numbers, without NaN."""
         metrics = self.summary.get("metrics")
         if not isinstance(metrics, Mapping):
             return {}
@@ -92,17 +92,17 @@ class CheckpointInfo:
 
 
 def shard_file(rank: int, size: int) -> str:
-    """Return the name of the file that one of `size` processes writes its parts of tensors to."""
+    """Return the name of the file in which one of `size` processes stores its parts of tensors."""
     return f"shard-{rank:05d}-of-{size:05d}.safetensors"
 
 
 def is_shard_file(name: str) -> bool:
-    """Whether `name` is one that `shard_file` gives."""
+    """Whether `name` has the form that `shard_file` returns."""
     return _SHARD.fullmatch(name) is not None
 
 
 def make_manifest(files: Mapping[str, StoredFile], summary: Any, sequence: int = 1) -> bytes:
-    """Return the text of a manifest, of the files by name, the JSON tree of the summary and the checkpoint's number."""
+    """Return the text of a manifest for files by name, the JSON tree of the summary and the checkpoint's number."""
     document: dict[str, Any] = {
         "format": _FORMAT,
         "format_version": FORMAT_VERSION,
@@ -119,7 +119,7 @@ def summarize(summary: Mapping[str, Any] | None) -> Any:
     """Return the JSON tree of a caller's summary.
 
     Raises:
-        CheckpointError: It has no stored form, or a value that `read_manifest` would reject.
+        CheckpointError: It contains a value that cannot be stored, or that `read_manifest` would reject.
     """
     summary = {} if summary is None else summary
     tree = encode_plain(summary, "summary")
@@ -153,11 +153,11 @@ def read_manifest(directory: Path, name: Path) -> CheckpointInfo:
     """Read the manifest in `directory` and compare it with the names and sizes of the files there.
 
     Args:
-        directory: Where the files lie.
-        name: What the checkpoint is called, which differs from `directory` after a save that died.
+        directory: The directory of the files.
+        name: The name of the checkpoint, which differs from `directory` after an interrupted save.
 
     Raises:
-        CheckpointError: It is damaged, incomplete, or of a format that this release does not know.
+        CheckpointError: It is damaged or incomplete, or has a format that this release does not support.
     """
     sizes = _list_files(directory, name)
     if MANIFEST not in sizes:
@@ -174,10 +174,10 @@ def read_manifest(directory: Path, name: Path) -> CheckpointInfo:
 
 
 def is_replaceable(directory: Path) -> bool:
-    """Whether `directory` holds nothing but the files of a checkpoint, intact or not.
+    """Whether `directory` contains only files of a checkpoint, intact or not.
 
     Raises:
-        FileNotFoundError: There is nothing of that name.
+        FileNotFoundError: The directory does not exist.
     """
     try:
         names = set(os.listdir(directory))
@@ -187,7 +187,7 @@ def is_replaceable(directory: Path) -> bool:
 
 
 def is_damaged_checkpoint(directory: Path) -> bool:
-    """Whether `directory`, or the directory that it links to, holds files of a checkpoint beside others."""
+    """Whether `directory`, or the target of a link, contains files of a checkpoint and other files."""
     return directory.is_dir() and looks_like_checkpoint(directory)
 
 
@@ -197,7 +197,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def looks_like_checkpoint(directory: Path) -> bool:
-    """Whether `directory` holds any file of a checkpoint, or cannot be read."""
+    """Whether `directory` contains any file of a checkpoint, or cannot be read."""
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -237,8 +237,8 @@ def _list_files(directory: Path, name: Path) -> dict[str, int]:
 
 def _parse(text: bytes, name: Path) -> CheckpointInfo:
     where = str(name / MANIFEST)
-    # Every later version of the format must be sealed in the same way: whether a manifest is whole is decided before
-    # its version is believed.
+    # Every later version of the format must use the same checksum: a manifest is verified before its version is
+    # trusted.
     document = unseal(text, where)
     version = document.get("format_version")
     if document.get("format") != _FORMAT or type(version) is not int or version < 1:
@@ -281,7 +281,7 @@ def _moment(created: str, where: str) -> datetime:
 
 
 def _check_summary(summary: Mapping[Any, Any], where: str) -> None:
-    """Reject values that the readers of a summary cannot compare, convert to a float or print."""
+    """Reject values that readers of a summary cannot compare, convert to a float or print."""
     run = summary.get("run")
     if run is not None and not isinstance(run, (str, Integral)):
         raise CheckpointError(f"{where}.run: expected text or a whole number, got {type(run).__name__}")

@@ -1,4 +1,4 @@
-"""The weights of a model in a single file, for other programs and for other runs."""
+"""Model weights in a single file, for other programs and other runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FORMATS: dict[str, ModelFormat] = {
     ".bin": "ckpt",
 }
 _OTHER_FORMATS = {
-    ".onnx": "a checkpoint holds weights without their model, so load them into the model and call torch.onnx.export",
+    ".onnx": "a checkpoint has weights without their model, so load them into the model and call torch.onnx.export",
     ".npz": "write .safetensors, which safetensors.numpy.load_file reads",
     ".h5": "write .safetensors",
 }
 
 
 def model_format(path: str | os.PathLike[str]) -> ModelFormat:
-    """Return the format that the suffix of a file of weights stands for; a name without a suffix is safetensors.
+    """Return the format of a weights file by its suffix; a name without a suffix is safetensors.
 
     Raises:
         UnknownNameError: Weights are not written to files with this suffix.
@@ -55,17 +55,17 @@ def export_model(
     *,
     files: Files = DISK,
 ) -> Path:
-    """Write a model's weights to the file `path`, wholly or not at all. Names and values stay as they are.
+    """Write a model's weights to the file `path`, completely or not at all. Names and values are unchanged.
 
     Args:
-        path: The file; one that is there is replaced. Missing parents are created.
-        state_dict: What `model.state_dict()` gives.
-        format: `"safetensors"` (tensors only; each is written in full, tied ones, too), or `"ckpt"`, the
-            file of `torch.save`. None follows from the suffix; a suffix of the other format is an error.
-        files: The file operations; tests put failing ones here.
+        path: The file; an existing one is replaced. Missing folders are created.
+        state_dict: The result of `model.state_dict()`.
+        format: `"safetensors"` (tensors only; each is written in full, also tied ones), or `"ckpt"`, the format of
+            `torch.save`. None means the format of the suffix; a suffix of the other format is an error.
+        files: The file operations; tests replace them by failing ones.
 
     Raises:
-        CheckpointError: The file could not be written; one that was there before is untouched.
+        CheckpointError: The file could not be written; an existing one is unchanged.
 
     Example:
         >>> import tempfile, torch
@@ -98,12 +98,12 @@ def export_model(
 def load_model_file(
     path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Return the weights in a file of safetensors or of `torch.save`; an unknown suffix leaves that to the content.
+    """Return the weights in a file of safetensors or `torch.save`. If the suffix is unknown, the content decides.
 
-    Of the latter only tensors and plain values are accepted (`torch.load` with `weights_only=True`).
+    From a file of `torch.save` only tensors and plain values are loaded (`torch.load` with `weights_only=True`).
 
     Raises:
-        CheckpointError: There is no such file, it is damaged, or it holds something else than weights by name.
+        CheckpointError: The file does not exist, is damaged, or does not contain weights by name.
     """
     import torch
 
@@ -124,10 +124,10 @@ def load_model_file(
                 f"{source}: the model could not be read: expected safetensors, or torch.save of a model's state_dict()"
             ) from error
         raise CheckpointError(
-            f"{source}: the model could not be read: it holds a {found[1]}, and only tensors and plain values are "
+            f"{source}: the model could not be read: it contains a {found[1]}, but only tensors and plain values are "
             f"ever unpickled; if you trust it, {_convert(source, 'state_dict', ', weights_only=False')}"
         ) from error
-    # torch.load meets a damaged file with anything from EOFError to its own assertion.
+    # torch.load raises many kinds of errors for a damaged file, from EOFError to AssertionError.
     except Exception as error:
         raise CheckpointError(f"{source}: the model could not be read: {error}") from error
 
@@ -137,12 +137,12 @@ def _is_safetensors(source: Path) -> bool:
     if known is not None:
         return known == "safetensors"
     with open(source, "rb") as file:
-        # Eight bytes of length, then the header. Files of torch.save have another byte at that place.
+        # Eight bytes of length, then the header. Files of torch.save have another byte in this place.
         return file.read(9)[8:] == b"{"
 
 
 def _weights(source: Path, loaded: Any) -> dict[str, torch.Tensor]:
-    """Return what a file holds, unless it is the checkpoint of a program of its own, with weights somewhere in it."""
+    """Return the weights in a file; raise if it is the checkpoint of another program that contains weights."""
     import torch
 
     if not isinstance(loaded, Mapping):
@@ -169,7 +169,7 @@ def _blocks(state_dict: Mapping[str, Any]) -> list[Block]:
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{name}: safetensors holds tensors only, got {type(value).__name__}: use format='ckpt'"
+                f"{name}: safetensors stores tensors only, got {type(value).__name__}: use format='ckpt'"
             )
     return [make_block(name, tensor) for name, tensor in state_dict.items()]
 
@@ -183,7 +183,7 @@ def _torch_save(files: Files, path: Path, state_dict: Mapping[str, Any]) -> None
 
 
 class _Sink:
-    """What `torch.save` needs of a file. A plain one may write less than it was given."""
+    """The file methods that `torch.save` needs. An unbuffered file may write less than requested, this one does not."""
 
     def __init__(self, files: Files, file: BinaryIO) -> None:
         self._files, self._file = files, file
@@ -193,4 +193,4 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
+        """Do nothing: there is no buffer."""

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep."""
+"""Rules for which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def retain(
     """Return the paths of the checkpoints that at least one rule keeps.
 
     Args:
-        infos: The checkpoints, oldest first, as `list_checkpoints` gives them.
-        last: Keep so many of the newest.
-        best: Keep so many of the best by `metric`. Of equal ones the older is better; one without the
-            metric, or with NaN, is never among them.
+        infos: The checkpoints, oldest first, as `list_checkpoints` returns them.
+        last: Keep this number of the newest.
+        best: Keep this number of the best by `metric`. Of equal ones the older is better; a checkpoint without the
+            metric, or with NaN, is never among the best.
         metric: A name under `"metrics"` in the summaries.
-        mode: Whether the best is the smallest or the largest.
-        every: Keep each one whose step is a multiple of this.
+        mode: Whether the smallest or the largest value is best.
+        every: Keep each checkpoint whose step is a multiple of this.
 
     Raises:
-        ConfigError: No rule is given, or one that cannot be meant.
+        ConfigError: No rule is given, or a rule is invalid.
     """
     if last is None and best is None and every is None:
         raise ConfigError("retention: expected at least one of last, best and every")
     if mode not in ("min", "max"):
         raise ConfigError(f"mode: expected 'min' or 'max', got {mode!r}")
     if best is not None and metric is None:
-        raise ConfigError("best: expected the metric, too, that checkpoints are compared by")
+        raise ConfigError("best: expected also the metric by which checkpoints are compared")
     if best is None and metric is not None:
         raise ConfigError(f"metric: {metric!r} has no effect without best, the number of checkpoints to keep by it")
     for name, count, least in (("last", last, 0), ("best", best, 0), ("every", every, 1)):
@@ -76,15 +76,15 @@ def prune(
 ) -> list[Path]:
     """Remove the checkpoints in `directory` that no rule keeps, and return their paths.
 
-    Other processes may write and remove checkpoints in the folder at the same time. One that another process removes
-    first, or replaces after it was listed, is left out.
+    Other processes may write and remove checkpoints in the folder at the same time. A checkpoint that another process
+    removes first, or replaces after it was listed, is not removed here.
 
-    The rules are those of `retain`, for checkpoints whose name matches `pattern` (`*` and `?`); the others stay. The
-    newest checkpoint always stays: a run needs something to resume from. Damaged ones are warned about and left alone.
-    With `dry_run` nothing is removed.
+    The rules of `retain` apply to checkpoints whose name matches `pattern` (`*` and `?`); others are kept. The newest
+    checkpoint is always kept, so that a run can be resumed. Damaged ones give a warning and are kept. With `dry_run`
+    nothing is removed.
 
     Raises:
-        UnknownNameError: No checkpoint has the metric, so that none would be among the best; nothing is removed.
+        UnknownNameError: No checkpoint has the metric, so none would be kept as the best; nothing is removed.
         ConfigError: See `retain`.
     """
     infos = [info for info in list_checkpoints(directory) if fnmatch.fnmatchcase(info.path.name, pattern)]
@@ -118,10 +118,10 @@ def experiment_retention(
     trial_latest: int,
     smaller_is_better: bool = True,
 ) -> set[Hashable]:
-    """Return the ids of the checkpoints that are kept: so many of the best and of the newest, in all and per trial.
+    """Return the ids of the checkpoints to keep: some of the best ones overall, and of the best and newest per trial.
 
-    The checkpoints of a trial are in the order in which they were written. One without a metric, or with NaN, is never
-    among the best.
+    The checkpoints of a trial must be in the order in which they were written. A checkpoint without a metric, or with
+    NaN, is never among the best.
     """
     trials: dict[Hashable, list[TrialCheckpoint]] = {}
     for checkpoint in checkpoints:
@@ -142,7 +142,7 @@ def experiment_retention(
 
 def _metric_names(info: CheckpointInfo) -> Iterable[Any]:
     metrics = info.summary.get("metrics")
-    # A metric that is NaN everywhere is known, too.
+    # A metric that is NaN in all checkpoints is known, too.
     return metrics if isinstance(metrics, Mapping) else ()
 
 

@@ -1,14 +1,14 @@
-"""Tensors that several processes hold in parts: each writes its own, and any number of processes reads them.
+"""Tensors of which several processes hold parts: each process writes its own, and any number of processes reads them.
 
-Who writes what, and which stored parts make up a part that is wanted, is planned by `torch.distributed.checkpoint`. Its
-own files are not used: their index is a pickle. Here the parts of a process are a safetensors file, and the index is
-JSON:
+`torch.distributed.checkpoint` plans which process writes which part, and which stored parts a reader needs. Its own
+file format is not used, because its index is a pickle. Here the parts of a process are a safetensors file, and the
+index is JSON:
 
     {"tensors": {"model.weight": {
         "dtype": "float32", "shape": [4, 2],
         "parts": [{"file": "shard-00000-of-00002.safetensors", "offsets": [0, 0], "sizes": [2, 2]}, …]}}}
 
-In its file a part has the name of the tensor and its offsets: `model.weight@0.0`.
+The name of a part in its file consists of the name of the tensor and its offsets: `model.weight@0.0`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """The processes that write and read checkpoints together, as one of them sees them."""
+    """The processes that write and read checkpoints together, seen from one of them."""
 
     @property
     def rank(self) -> int:
@@ -41,40 +41,40 @@ class Peers(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
 
     def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return everyone's message, in the order of the ranks."""
+        """Return the messages of all processes, in the order of the ranks."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of which this process holds its part."""
+        """Return a zero tensor of which this process holds its part."""
 
 
 def together(peers: Peers, work: Callable[[], Any]) -> list[Any]:
-    """Let every process do its part, and return what each has to tell; what fails in one of them fails in all.
+    """Call a function in every process and return all results. An error in one process is raised in all.
 
     Raises:
-        CheckpointError: The error of this process, or else of the first that has one.
+        CheckpointError: The error of this process, or else of the first process that failed.
     """
-    told, problem = None, None
+    result, problem = None, None
     try:
-        told = work()
+        result = work()
     except CheckpointError as error:
         problem = error
-    everyone = peers.exchange({"told": told, "problem": None if problem is None else str(problem)})
+    everyone = peers.exchange({"result": result, "problem": None if problem is None else str(problem)})
     if problem is not None:
         raise problem
     for rank, each in enumerate(everyone):
         if each["problem"] is not None:
             raise CheckpointError(f"{each['problem']} (rank {rank})")
-    return [each["told"] for each in everyone]
+    return [each["result"] for each in everyone]
 
 
 def plan_shards(shards: Mapping[str, torch.Tensor], peers: Peers) -> tuple[list[Block], bytes]:
-    """Agree on who writes what; every process calls this with the same names.
+    """Plan which process writes which parts; every process calls this with the same names.
 
     Returns:
-        What this process writes into its file, and the index of all files.
+        The blocks that this process writes to its file, and the index of all files.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -95,10 +95,10 @@ def plan_shards(shards: Mapping[str, torch.Tensor], peers: Peers) -> tuple[list[
 
 
 def parse_index(text: bytes, files: Iterable[str], where: str) -> Index:
-    """Return the index of shards, which names no other files than those of the checkpoint.
+    """Return the index of shards; it may only refer to files of the checkpoint.
 
     Raises:
-        CheckpointError: It is none that `plan_shards` makes.
+        CheckpointError: The text was not made by `plan_shards`.
     """
     shard_files = {file for file in files if is_shard_file(file)}
     match parse_json(text, where):
@@ -110,12 +110,12 @@ def parse_index(text: bytes, files: Iterable[str], where: str) -> Index:
 def read_shards(
     index: Index, directory: Path, name: Path, zeros: Callable[[Sequence[int], torch.dtype], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of an index, whole or in other parts than they were stored in.
+    """Return the tensors of an index, whole or divided into other parts than the stored ones.
 
-    `zeros` makes a tensor. If several processes hold it, only the part of this process is read.
+    `zeros` creates a tensor. If several processes hold it, only the part of this process is read.
 
     Raises:
-        CheckpointError: A file does not hold what the index says.
+        CheckpointError: A file does not contain what the index describes.
     """
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -142,7 +142,7 @@ def read_shards(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor, and the file that holds it."""
+    """A box-shaped part of a tensor, and its file."""
 
     file: str
     offsets: tuple[int, ...]
@@ -151,25 +151,25 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor and where its parts are."""
+    """A tensor and its stored parts."""
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
     def part_at(self, offsets: Sequence[int]) -> Part:
-        """Return the part that begins somewhere."""
+        """Return the part with these offsets."""
         return next(part for part in self.parts if part.offsets == tuple(offsets))
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """All tensors that are stored in parts."""
+    """The index of all tensors that are stored in parts."""
 
     tensors: dict[str, Stored]
 
     def as_metadata(self) -> Metadata:
-        """Return it as torch's planners know it."""
+        """Return the index in the form that torch's planners use."""
         import torch
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
@@ -197,7 +197,7 @@ def _described(item: WriteItem) -> tuple[str, list[int], list[int]]:
 
 
 def _save_plan(described: list[Any], shards: Mapping[str, torch.Tensor]) -> SavePlan:
-    """The plan of a process, from what it told of it. Parts without elements are nobody's to write."""
+    """Return the plan of a process from its description. Parts without elements are not written."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -221,14 +221,14 @@ def _save_plan(described: list[Any], shards: Mapping[str, torch.Tensor]) -> Save
 
 def _block(item: WriteItem, values: Any) -> Block:
     name, offsets, sizes = _described(item)
-    # A single number is stored as a row of one.
+    # A tensor without dimensions is stored as a row of one element.
     return make_block(_part_name(name, offsets), values.reshape(sizes or [1]))
 
 
 def _read(file: TensorFile, where: Path, key: str, dtype: str, part: Part, item: Any) -> torch.Tensor:
     name, shape = _part_name(key, part.offsets), list(part.sizes) or [1]
     if file.shape(name) != (dtype, shape):
-        raise CheckpointError(f"{where}: does not hold the part of {key!r} at {list(part.offsets)}")
+        raise CheckpointError(f"{where}: does not contain the part of {key!r} at {list(part.offsets)}")
     begins, lengths = list(item.storage_offsets) or [0], list(item.lengths) or [1]
     values = file.rows(name, begins[0], lengths[0])
     for dimension in range(1, len(begins)):
@@ -242,7 +242,7 @@ def _stored(name: str, entry: Any, files: set[str], where: str) -> Stored:
             dtype in DTYPES
             and not rest
             and _are_lengths(shape)
-            # With a zero among them, absurd lengths would make a product of nothing.
+            # Count a zero as one: otherwise a product of 0 would accept absurd lengths.
             and math.prod(length or 1 for length in shape) < MAX_ELEMENTS
         ):
             parts = tuple(_part(part, shape, files) for part in entries)
@@ -250,7 +250,7 @@ def _stored(name: str, entry: Any, files: set[str], where: str) -> Stored:
             boxes = {part.offsets for part in found}
             if len(boxes) == len(parts) and sum(math.prod(part.sizes) for part in found) == math.prod(shape):
                 return Stored(dtype, tuple(shape), tuple(found))
-    raise CheckpointError(f"{where}: describes tensor {name!r} in a form that cannot be")
+    raise CheckpointError(f"{where}: describes tensor {name!r} in an invalid form")
 
 
 def _part(entry: Any, shape: list[int], files: set[str]) -> Part | None:

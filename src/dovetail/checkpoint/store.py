@@ -1,18 +1,18 @@
 """Saving, finding and loading checkpoints.
 
-How a save commits, and what a reader finds if it is cut at any moment:
+The steps of a save, and what a reader finds if the save is interrupted:
 
-1. The files are written into `.tmp-NAME.xxxxxxxx`, the manifest last; each is fsynced, then the directory.
-2. If NAME exists, it is renamed to `.old-NAME.xxxxxxxx`. From here to the next rename NAME does not exist,
-   and a reader of NAME takes the `.old-` directory, which is always whole.
-3. The temporary directory is renamed to NAME and the parent directory is fsynced: the save is done.
-4. What is left of this save and of dead ones is removed.
+1. The files are written to `.tmp-NAME.xxxxxxxx`, the manifest last. Each file is synced, then the directory.
+2. If NAME exists, it is renamed to `.old-NAME.xxxxxxxx`. Until the next rename NAME does not exist, and a reader of
+   NAME uses the `.old-` directory, which is always complete.
+3. The temporary directory is renamed to NAME and the parent directory is synced: the save is complete.
+4. Temporary files of this save and of interrupted ones are removed.
 
-Processes that hold parts of one state write it together: the first of them does all of the above, and while it holds
-the temporary directory, each writes its own parts there.
+If several processes hold parts of one state, they write it together: the first process does all of the above, and each
+process writes its own parts to the temporary directory.
 
-A writer holds a lock on its temporary directory. The kernel drops it with the process; the next save removes
-temporary directories that nobody holds.
+A writer holds a lock on its temporary directory. The kernel releases it when the process ends; the next save removes
+temporary directories without a lock.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
 _OnError = Literal["raise", "warn"]
 
-# Room for the manifest, the directory and the rounding of files to blocks.
+# Space for the manifest, the directory and the rounding of file sizes to blocks.
 _MARGIN = 1 << 20
 _ATTEMPTS = 10
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""For every format version but the current one, what turns its state into that of the next version."""
+"""For every format version except the current one, a function that converts its state to the next version."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was damaged and skipped or kept under another name, or could not be written."""
+    """A checkpoint was damaged and skipped or renamed, or could not be written."""
 
 
 @overload
@@ -114,30 +114,30 @@ def save(
     files: Files = DISK,
     peers: Peers | None = None,
 ) -> Path | None:
-    """Write `state` to the directory `path`, wholly or not at all.
+    """Write `state` to the directory `path`, completely or not at all.
 
-    A checkpoint that is there already is replaced; until the new one is safe on the disk, the old one counts.
-    Tensors are written from where they lie, without a copy of the state.
+    An existing checkpoint is replaced; until the new one is safely on the disk, the old one remains valid. Tensors are
+    written directly from their memory, without a copy of the state.
 
     Args:
         path: The directory to write. Missing parents are created.
         state: Nested dicts, lists and tuples of tensors, numpy arrays and scalars, numbers, strings, bools,
             bytes and None. Tensors that share their elements are stored once and share them again when
-            loaded. Instances of subclasses come back as the plain type (an OrderedDict as a dict, a Parameter
-            as a tensor); only Counter keeps its own.
-        summary: What to know about the checkpoint without loading it: counters such as `"batches"`, by which the
+            loaded. Instances of subclasses are loaded as the plain type (an OrderedDict as a dict, a Parameter
+            as a tensor), except Counter.
+        summary: Information that can be read without loading the state: counters such as `"batches"`, by which the
             checkpoints of one `"run"` are ordered, and numbers by name under `"metrics"`.
-        on_error: Whether a disk that refuses raises an error or is warned about. State that has no stored
-            form raises in either case.
-        files: The file operations; tests put failing ones here.
-        peers: The processes that hold the state in parts (`DTensor`), if they do. All of them save together: each
-            writes its own parts, and the first one all the rest.
+        on_error: Whether a failure of the disk raises an error or gives a warning. State that cannot be stored
+            raises in either case.
+        files: The file operations; tests replace them by failing ones.
+        peers: The processes that hold parts of the state (`DTensor`), if there are several. All of them save
+            together: each writes its own parts, and the first one everything else.
 
     Returns:
         `path`, or None if the checkpoint could not be written and `on_error` is `"warn"`.
 
     Raises:
-        CheckpointError: The checkpoint could not be written; one that was there before is untouched.
+        CheckpointError: The checkpoint could not be written; an existing one is unchanged.
 
     Example:
         >>> import tempfile, torch
@@ -165,17 +165,17 @@ def load(
 ) -> dict[str, Any]:
     """Return the state of the checkpoint `path`.
 
-    Nothing in it is executed, unpickled or imported. Tensors that several processes wrote in parts come back whole.
+    Nothing in it is executed, unpickled or imported. Tensors that several processes wrote in parts are loaded whole.
 
     Args:
         path: A checkpoint.
-        map_location: The device of the tensors. Each owns its memory.
+        map_location: The device of the tensors. Each tensor owns its memory.
         verify: Whether to compare every byte with the checksums of the manifest.
-        peers: The processes that load it together, if they want such tensors in parts again. They may be more or fewer
-            than those that wrote them.
+        peers: The processes that load it together, if tensors should be divided into parts again. Their number may
+            differ from the number of processes that wrote them.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
+        CheckpointError: There is no checkpoint, or it is damaged; the message has the name of the file.
     """
 
     def read() -> dict[str, Any]:
@@ -189,31 +189,31 @@ def load(
 
 
 def verify(path: _Path) -> None:
-    """Read every byte of the checkpoint `path` and compare it with the manifest. Needs no torch.
+    """Read every byte of the checkpoint `path` and compare it with the manifest. Does not need torch.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
+        CheckpointError: There is no checkpoint, or it is damaged; the message has the name of the file.
     """
     _reading(Path(path), lambda directory: _verify(directory, Path(path)))
 
 
 def inspect(path: _Path) -> CheckpointInfo:
-    """Return what the manifest of the checkpoint `path` says, reading no other file. Needs no torch.
+    """Return the content of the manifest of the checkpoint `path`, without reading other files. Does not need torch.
 
     Raises:
-        CheckpointError: There is no checkpoint, its manifest is damaged, or a file is missing or of another
+        CheckpointError: There is no checkpoint, its manifest is damaged, or a file is missing or has another
             size.
     """
     return _reading(Path(path), lambda directory: read_manifest(directory, Path(path)))
 
 
 def list_checkpoints(directory: _Path) -> list[CheckpointInfo]:
-    """Return the checkpoints in `directory`, oldest first: run by run, then by their steps, then by their time.
+    """Return the checkpoints in `directory`, oldest first: ordered by run, then by step, then by time.
 
-    A run is what has the same `"run"` in its summary.
+    Checkpoints with the same `"run"` in their summary belong to one run.
 
-    One whose manifest cannot be read is warned about and left out, as are symbolic links and whatever is not
-    a checkpoint. A directory that does not exist holds none.
+    A checkpoint with an unreadable manifest gives a warning and is left out. Symbolic links and other content are
+    ignored. A directory that does not exist contains none.
     """
     infos, damaged = scan(Path(directory))
     _warn_about(damaged, stacklevel=3)
@@ -221,7 +221,7 @@ def list_checkpoints(directory: _Path) -> list[CheckpointInfo]:
 
 
 def latest(directory: _Path) -> Path | None:
-    """Return the newest checkpoint in `directory` that is whole, or None. Damaged ones are warned about."""
+    """Return the newest intact checkpoint in `directory`, or None. Damaged ones give a warning."""
     newest = _newest(Path(directory), lambda path: verify(path))
     return newest and newest[0]
 
@@ -229,18 +229,18 @@ def latest(directory: _Path) -> Path | None:
 def load_latest(
     directory: _Path, *, map_location: str | torch.device = "cpu", peers: Peers | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the path and the state of the newest whole checkpoint in `directory`, or None.
+    """Return the path and the state of the newest intact checkpoint in `directory`, or None.
 
-    Equal to loading `latest(directory)`, but reads the files once.
+    The result equals loading `latest(directory)`, but the files are read only once.
     """
     return _newest(Path(directory), lambda path: load(path, map_location=map_location, peers=peers))
 
 
 def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
-    """Return the checkpoints in `directory`, oldest first, and what is wrong with the unreadable ones."""
+    """Return the checkpoints in `directory`, oldest first, and the errors of the unreadable ones."""
     if not directory.is_dir():
         return [], []
-    _refuse_inside(directory)
+    _reject_checkpoint(directory)
     infos, damaged = [], []
     for path in (directory / name for name in names_in(directory)):
         if path.is_symlink():
@@ -253,16 +253,16 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
     return _oldest_first(infos), damaged
 
 
-def _refuse_inside(directory: Path) -> None:
-    """Reject a checkpoint in place of a folder of checkpoints: it holds none, and one written there damages it."""
+def _reject_checkpoint(directory: Path) -> None:
+    """Reject a checkpoint given as a folder of checkpoints: it contains none, and writing there would damage it."""
     if is_checkpoint(directory):
-        raise CheckpointError(f"{directory}: is a checkpoint itself: name the folder that holds it, {directory.parent}")
+        raise CheckpointError(f"{directory}: is a checkpoint itself: give the folder around it, {directory.parent}")
 
 
 def _oldest_first(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-    # Within a run progress decides, whatever the clocks of its machines say. A later run that started from scratch in
-    # the same folder comes after all of an earlier one, however far that had come. A clock that was set back must not
-    # put it before: only checkpoints without a sequence number are compared by their times alone.
+    # Within a run, order by progress, because clocks of machines differ. A later run that started from scratch in the
+    # same folder follows all of an earlier run, even if the earlier one had made more progress. It must also follow if
+    # a clock was set back: only checkpoints without a sequence number are ordered by their times alone.
     last_of_run: dict[object, tuple[int, datetime]] = {}
     for info in infos:
         run, written = info.summary.get("run"), (info.sequence, info.created)
@@ -281,14 +281,14 @@ def write(target: Path, encoded: Encoded, summary: Any, files: Files, peers: Pee
     """Write encoded state to the directory `target`.
 
     Raises:
-        CheckpointError: The disk refused; its own error is the cause.
+        CheckpointError: The disk failed; the original error is the cause.
     """
     if peers is not None:
         _write_together(target, encoded, summary, files, peers)
         return
     if encoded.shards:
-        raise CheckpointError(f"{min(encoded.shards)}: several processes hold it in parts, and must save together")
-    with _begun(target, encoded, files) as temporary:
+        raise CheckpointError(f"{min(encoded.shards)}: several processes hold parts of it and must save together")
+    with _open_temporary(target, encoded, files) as temporary:
         _commit(temporary, target, encoded, summary, files, {})
 
 
@@ -298,14 +298,14 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
         def begin() -> str | None:
             if peers.rank != 0:
                 return None
-            return os.path.abspath(stack.enter_context(_begun(target, encoded, files)))
+            return os.path.abspath(stack.enter_context(_open_temporary(target, encoded, files)))
 
         temporary = Path(together(peers, begin)[0])
         blocks, index = plan_shards(encoded.shards, peers)
         file = shard_file(peers.rank, peers.size)
 
         def write_own() -> list[Any]:
-            with _refusals(target):
+            with _naming_checkpoint(target):
                 written = write_file(files, temporary / file, stream(blocks))
             return [file, *written]
 
@@ -313,7 +313,7 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
 
         def finish() -> None:
             if peers.rank == 0:
-                with stack.pop_all(), _refusals(target):
+                with stack.pop_all(), _naming_checkpoint(target):
                     indexed = write_file(files, temporary / SHARDS, [index])
                     _commit(temporary, target, encoded, summary, files, {**shards, SHARDS: indexed})
 
@@ -321,12 +321,12 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
 
 
 @contextlib.contextmanager
-def _begun(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
-    """Lend a temporary directory in which a checkpoint can be written; clean up after it."""
+def _open_temporary(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
+    """Yield a temporary directory in which a checkpoint can be written, and clean up afterwards."""
     if is_temporary(target.name):
-        raise CheckpointError(f"{target}: the name is of the kind that is removed as rubbish; choose another")
-    _refuse_inside(target.parent)
-    with _refusals(target):
+        raise CheckpointError(f"{target}: this form of name is reserved for temporary files; choose another")
+    _reject_checkpoint(target.parent)
+    with _naming_checkpoint(target):
         make_parents(files, target.parent)
         sweep(files, target.parent)
         needed = (
@@ -342,7 +342,7 @@ def _begun(target: Path, encoded: Encoded, files: Files) -> Iterator[Path]:
 def _commit(
     temporary: Path, target: Path, encoded: Encoded, summary: Any, files: Files, written: Mapping[str, StoredFile]
 ) -> None:
-    """Write all but the shards, and give the temporary directory its name."""
+    """Write everything except the shards, and rename the temporary directory to its final name."""
     written = {
         **written,
         TENSORS: write_file(files, temporary / TENSORS, stream(encoded.blocks)),
@@ -355,17 +355,17 @@ def _commit(
 
 
 @contextlib.contextmanager
-def _refusals(target: Path) -> Iterator[None]:
-    """Say of a disk's own error which checkpoint it is about."""
+def _naming_checkpoint(target: Path) -> Iterator[None]:
+    """Convert errors of the disk to an error with the name of the checkpoint."""
     try:
         yield
-    # torch and the C++ below it report some failures of a disk or a device as RuntimeError.
+    # torch and its C++ code report some failures of a disk or a device as RuntimeError.
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{target}: the checkpoint could not be written: {error}") from error
 
 
 def check_on_error(on_error: str) -> None:
-    """Raise unless `on_error` is one of its two values."""
+    """Raise unless `on_error` has a valid value."""
     if on_error not in ("raise", "warn"):
         raise ConfigError(f"on_error: expected 'raise' or 'warn', got {on_error!r}")
 
@@ -376,14 +376,14 @@ def migrate(
     current: int = FORMAT_VERSION,
     steps: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = MIGRATIONS,
 ) -> dict[str, Any]:
-    """Return the state of a checkpoint of format `version` as the `current` version has it."""
+    """Return the state of a checkpoint of format `version`, converted to the `current` version."""
     for number in range(version, current):
         state = steps[number](state)
     return state
 
 
 def remove(path: Path, files: Files = DISK) -> bool:
-    """Remove a checkpoint, and the older one of the same name that a dead save may have left.
+    """Remove a checkpoint, and an older one of the same name that an interrupted save may have left.
 
     Returns:
         Whether this call removed anything; another process may have removed it first.
@@ -391,7 +391,7 @@ def remove(path: Path, files: Files = DISK) -> bool:
     removed = False
     try:
         while (place := resolve(path)).exists():
-            # Another process that prunes the same folder may remove it between the two lines.
+            # Another process that prunes the same folder may remove it between these two lines.
             with contextlib.suppress(FileNotFoundError):
                 discard(files, place)
                 removed = True
@@ -401,7 +401,7 @@ def remove(path: Path, files: Files = DISK) -> bool:
 
 
 def is_unchanged(info: CheckpointInfo) -> bool:
-    """Whether a checkpoint is still the one that was listed: other processes may have removed or replaced it."""
+    """Whether a checkpoint is still the listed one: other processes may have removed or replaced it."""
     try:
         now = inspect(info.path)
     except CheckpointError:
@@ -420,22 +420,22 @@ def _check_free_space(files: Files, target: Path, needed: int) -> None:
 def _take_name(files: Files, temporary: Path, target: Path) -> None:
     damaged: list[Path] = []
     while True:
-        # Missing because it is new, or because another writer of the same name has just set it aside.
+        # It does not exist if it is new, or if another writer of the same name has just renamed it.
         with contextlib.suppress(FileNotFoundError):
             if is_replaceable(target):
                 files.rename(target, aside_name(target))
             elif is_damaged_checkpoint(target):
-                # A run that is resumed from an older checkpoint comes here again; what others put there is kept.
+                # This happens when a run is resumed from an older checkpoint; files of other programs are kept.
                 place = damaged_name(target)
                 files.rename(target, place)
                 damaged.append(place)
             else:
-                raise CheckpointError(f"{target}: refusing to replace what is not a checkpoint of Dovetail")
+                raise CheckpointError(f"{target}: not a checkpoint of Dovetail, so it is not replaced")
         try:
             files.rename(temporary, target)
             break
         except OSError as error:
-            # Another writer of the same name came between the two renames: set that one aside, too.
+            # Another writer of the same name was faster between the two renames: rename its checkpoint, too.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     for place in damaged:
@@ -470,7 +470,7 @@ def _load_shards(
 
     if verified:
         info.files[SHARDS].check(digest_of(directory / SHARDS), name / SHARDS)
-        # Processes that load together each look at some of the files.
+        # Processes that load together verify some of the files each.
         first, step = (0, 1) if peers is None else (peers.rank, peers.size)
         for file in sorted(filter(is_shard_file, info.files))[first::step]:
             info.files[file].check(digest_of(directory / file), name / file)
@@ -488,14 +488,14 @@ def _verify(directory: Path, name: Path) -> None:
 
 
 def _reading(path: Path, read: Callable[[Path], _T]) -> _T:
-    """Read a checkpoint that a writer may be replacing right now."""
+    """Read a checkpoint that another process may be replacing at the same time."""
     for attempt in range(_ATTEMPTS):
         directory = resolve(path)
         before = _identity(directory)
         try:
             return read(directory)
         except (OSError, CheckpointError) as error:
-            # Files of the old and of the new checkpoint together look like a damaged one: look again.
+            # A mix of files of the old and the new checkpoint looks damaged: try again.
             replaced = before is None or _identity(resolve(path)) != before
             if replaced and attempt < _ATTEMPTS - 1:
                 continue
@@ -528,4 +528,4 @@ def _newest(directory: Path, read: Callable[[Path], _T]) -> tuple[Path, _T] | No
 
 def _warn_about(damaged: list[CheckpointError], stacklevel: int) -> None:
     for error in damaged:
-        warnings.warn(CheckpointWarning(f"passing over a damaged checkpoint: {error}"), stacklevel=stacklevel)
+        warnings.warn(CheckpointWarning(f"skipping a damaged checkpoint: {error}"), stacklevel=stacklevel)

@@ -1,8 +1,8 @@
-"""Reader of checkpoints that hold files of a script, as `core.checkpoint` writes them. It needs no torch.
+"""Reader of checkpoints with files of a script, as `core.checkpoint` writes them. It does not need torch.
 
 Such a checkpoint is a folder with the files of the script under `files`, and `manifest.json` with the metadata and the
-size and SHA-256 of each file. Nothing in it is trusted: a name in the manifest counts only if the folder has a regular
-file of that name, and links, devices and FIFOs are rejected without being opened.
+size and SHA-256 of each file. The content is not trusted: a name in the manifest is accepted only if the folder has a
+regular file with that name, and links, devices and FIFOs are rejected without opening them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoredFiles(NamedTuple):
 
 
 def make_stored_manifest(metadata: Mapping[str, Any], files: Digests) -> bytes:
-    """Return the text of a manifest, of the encoded metadata of the script and its files."""
+    """Return the text of a manifest for the encoded metadata of the script and its files."""
     document = {
         "format": _FORMAT,
         "format_version": _VERSION,
@@ -59,7 +59,7 @@ def make_stored_manifest(metadata: Mapping[str, Any], files: Digests) -> bytes:
 
 
 def is_stored_files(place: Path) -> bool:
-    """Whether a folder has a manifest that is a regular file, and is itself not a link."""
+    """Whether a folder is not a link and has a manifest that is a regular file."""
     try:
         return not place.is_symlink() and stat.S_ISREG(os.lstat(place / MANIFEST).st_mode)
     except (OSError, ValueError):
@@ -67,10 +67,10 @@ def is_stored_files(place: Path) -> bool:
 
 
 def read_stored_files(place: Path) -> StoredFiles:
-    """Return what a checkpoint says about itself, after comparing the names of files with what is there.
+    """Return the content of a checkpoint's manifest, after comparing its file names with the folder.
 
     Raises:
-        CheckpointError: It is damaged, or no checkpoint of this kind.
+        CheckpointError: The checkpoint is damaged, or of another kind.
         OSError: A file cannot be read.
     """
     where = str(place / MANIFEST)
@@ -85,7 +85,7 @@ def read_stored_files(place: Path) -> StoredFiles:
         case _:
             raise CheckpointError(f"{where}: a field is missing or of the wrong type")
     try:
-        # A date without a zone is local time, as in the manifests of other checkpoints.
+        # A date without a time zone is local time, as in the manifests of other checkpoints.
         moment = datetime.fromisoformat(created).astimezone(timezone.utc)
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{where}: created: not a date: {created!r}") from error
@@ -97,10 +97,10 @@ def read_stored_files(place: Path) -> StoredFiles:
 
 
 def verify_stored_files(place: Path) -> StoredFiles:
-    """Return what `read_stored_files` does, after comparing every byte with the checksums.
+    """Return the result of `read_stored_files` after comparing every byte with the checksums.
 
     Raises:
-        CheckpointError: It is damaged, or no checkpoint of this kind.
+        CheckpointError: The checkpoint is damaged, or of another kind.
         OSError: A file cannot be read.
     """
     content = read_stored_files(place)
@@ -110,7 +110,7 @@ def verify_stored_files(place: Path) -> StoredFiles:
 
 
 def names_below(directory: Path) -> list[str]:
-    """Return the paths of all files below a folder, inside of it. Empty folders are not part of a checkpoint."""
+    """Return the relative paths of all files below a folder. Empty folders are not part of a checkpoint."""
     found = []
     for place, _, files in os.walk(directory):
         found += [Path(place, file).relative_to(directory).as_posix() for file in files]
@@ -127,14 +127,14 @@ def _manifest_text(path: Path) -> bytes:
 
 
 def _compare_names(folder: Path, files: Digests) -> None:
-    """Raise unless a folder has exactly the files of a manifest, as regular files of their sizes."""
+    """Raise unless a folder has exactly the files of a manifest, as regular files with the right sizes."""
     if folder.is_symlink():
         raise CheckpointError(f"{folder}: expected a folder, got a link")
     sizes = {}
     for name in names_below(folder):
         found = os.lstat(folder / name)
         if stat.S_ISLNK(found.st_mode):
-            # Not believed, so that it counts as missing.
+            # Ignore links, so that they are reported as missing.
             continue
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{folder / name}: not a regular file")

@@ -1,8 +1,8 @@
-"""The safetensors format, streamed: a tensor goes between memory and disk without a copy of the whole.
+"""Streaming reader and writer of the safetensors format, without a copy of the whole file in memory.
 
-The format is eight bytes of header length, a JSON header, and the raw bytes of every tensor in the order of
-the header's offsets. The `safetensors` package reads what is written here, but it builds the whole file in
-memory to write one and hands out maps of the file when it reads one.
+The format consists of eight bytes of header length, a JSON header, and the raw bytes of every tensor in the order of
+the header's offsets. The `safetensors` package can read these files, but it builds a whole file in memory when it
+writes, and returns memory maps of the file when it reads.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ DTYPES: dict[str, tuple[str, int]] = {
     "float64": ("F64", 8),
     "complex64": ("C64", 8),
 }
-"""The dtypes that the format knows: torch's name to the format's, and the bytes of one element."""
+"""The supported dtypes: torch's name, the name in the format, and the bytes per element."""
 
 _TORCH_NAMES = {code: (name, itemsize) for name, (code, itemsize) in DTYPES.items()}
 _MAX_HEADER = 100_000_000
 _MAX_DIMENSIONS = 64
 
 MAX_ELEMENTS = 1 << 58
-"""More than any tensor has: what a file may not claim."""
+"""A limit above the size of any real tensor; files with larger sizes are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the elements take in the file, whatever the memory behind them."""
+        """The number of bytes of the elements in the file."""
         return self.tensor.numel() * self.tensor.element_size()
 
     def copy(self) -> Block:
-        """Return the same values in host memory that nobody else writes to."""
+        """Return a block with a copy of the values in host memory."""
         return Block(self.name, self.tensor.detach().to("cpu", copy=True))
 
 
 def make_block(name: str, tensor: torch.Tensor) -> Block:
-    """Return the block of `tensor`, or say why it cannot be stored."""
+    """Return the block of `tensor`; raise if it cannot be stored."""
     import torch
 
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -79,8 +79,8 @@ def make_block(name: str, tensor: torch.Tensor) -> Block:
 
 
 def stream(blocks: Sequence[Block]) -> Iterator[memoryview | bytes]:
-    """Yield the file that holds `blocks`, piece by piece."""
-    # Widest first, so that every tensor begins at a multiple of its element size.
+    """Yield the content of a file with `blocks`, piece by piece."""
+    # Largest element size first, so that every tensor starts at a multiple of its element size.
     ordered = sorted(blocks, key=lambda block: -block.tensor.element_size())
     yield _header(ordered)
     for block in ordered:
@@ -91,17 +91,17 @@ def stream(blocks: Sequence[Block]) -> Iterator[memoryview | bytes]:
 
 
 def stream_size(blocks: Sequence[Block]) -> int:
-    """Return the size of the file that holds `blocks`."""
+    """Return the size of a file with `blocks`."""
     return len(_header(blocks)) + sum(block.nbytes for block in blocks)
 
 
 def read_tensors(file: BinaryIO, size: int, where: str, digest: Digest) -> dict[str, torch.Tensor]:
     """Read a whole safetensors file into tensors that own their memory.
 
-    `size` is the size of the file, which limits what its header may claim; `digest` receives every byte, in order.
+    `size` is the size of the file, which limits the sizes in its header; `digest` receives every byte, in order.
 
     Raises:
-        CheckpointError: The file is not what the format allows.
+        CheckpointError: The file violates the format.
     """
     import torch
 
@@ -110,16 +110,16 @@ def read_tensors(file: BinaryIO, size: int, where: str, digest: Digest) -> dict[
         memory = torch.empty(nbytes, dtype=torch.uint8)
         _fill(_bytes_of(memory), file, where, digest)
         if dtype == "bool" and bool((memory > 1).any()):
-            raise CheckpointError(f"{where}: tensor {name!r} holds bytes that are neither true nor false")
+            raise CheckpointError(f"{where}: tensor {name!r} contains bytes that are neither true nor false")
         tensors[name] = memory.view(getattr(torch, dtype)).reshape(shape)
     return tensors
 
 
 class TensorFile:
-    """A safetensors file of which parts are read; its size limits what its header may claim.
+    """A safetensors file whose tensors are read in parts; its size limits the sizes in its header.
 
     Raises:
-        CheckpointError: The header is not what the format allows.
+        CheckpointError: The header violates the format.
     """
 
     def __init__(self, file: BinaryIO, size: int, where: str) -> None:
@@ -137,7 +137,7 @@ class TensorFile:
         return place and place[:2]
 
     def rows(self, name: str, begin: int, number: int) -> torch.Tensor:
-        """Return `number` rows of a tensor of one dimension or more."""
+        """Return `number` rows of a tensor with at least one dimension."""
         import torch
 
         dtype, (_, *shape), offset = self._places[name]
@@ -151,7 +151,7 @@ class TensorFile:
 def _read_header(
     file: BinaryIO, size: int, where: str, digest: Digest
 ) -> tuple[int, list[tuple[str, str, list[int], int]]]:
-    """Return where the first tensor begins, and name, dtype, shape and bytes of all in their order."""
+    """Return the position of the first tensor, and name, dtype, shape and bytes of all tensors in their order."""
     prefix = file.read(8)
     digest.update(prefix)
     length = int.from_bytes(prefix, "little")
@@ -163,7 +163,7 @@ def _read_header(
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the dtype of a tensor as `DTYPES` has it."""
+    """Return the dtype of a tensor as a key of `DTYPES`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -223,21 +223,21 @@ def _layout(header: Any, size: int, where: str) -> list[tuple[str, str, list[int
                 and not rest
                 and len(shape) <= _MAX_DIMENSIONS
                 and all(type(length) is int and length >= 0 for length in shape)
-                # With a zero among them, absurd lengths would make a product of nothing.
+                # Count a zero as one: otherwise a product of 0 would accept absurd lengths.
                 and math.prod(length or 1 for length in shape) < MAX_ELEMENTS
                 and end - begin == math.prod(shape) * _TORCH_NAMES[code][1]
             ):
                 found.append((begin, end, name, _TORCH_NAMES[code][0], shape))
             case _:
-                raise CheckpointError(f"{where}: the header describes tensor {name!r} in a form that cannot be")
+                raise CheckpointError(f"{where}: the header describes tensor {name!r} in an invalid form")
     position = 0
     found.sort(key=lambda item: item[:2])
     for begin, end, name, _, _ in found:
         if begin != position:
-            raise CheckpointError(f"{where}: tensor {name!r} does not begin where the one before it ends")
+            raise CheckpointError(f"{where}: tensor {name!r} does not start where the previous one ends")
         position = end
     if position != size:
-        raise CheckpointError(f"{where}: the header describes {position:,} bytes, the file holds {size:,}")
+        raise CheckpointError(f"{where}: the header describes {position:,} bytes, but the file has {size:,}")
     return [(name, dtype, shape, end - begin) for begin, end, name, dtype, shape in found]
 
 

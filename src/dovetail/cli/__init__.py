@@ -1,4 +1,4 @@
-"""The command `dovetail`. It starts without torch."""
+"""The command line `dovetail`. It does not import torch at start."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(federate)
 app.command()(new)
-# As Determined's command line spells them.
+# The short names of Determined's command line.
 app.add_typer(experiment.app, name="e", hidden=True)
 app.add_typer(trial.app, name="t", hidden=True)
 app.add_typer(checkpoint.app, name="c", hidden=True)
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is one sentence on stderr and exit code 1; so is a file that fails."""
+    """Run the command line. A mistake of the user prints one sentence on stderr, and the exit code is 1."""
     with warnings.catch_warnings():
-        warnings.showwarning = _say_warning
+        warnings.showwarning = _print_warning
         try:
             app()
         except (DovetailError, OSError) as error:
@@ -51,7 +51,7 @@ def main() -> None:
             raise SystemExit(1) from None
 
 
-def _say_warning(message: Warning | str, *place: Any, **more: Any) -> None:
+def _print_warning(message: Warning | str, *place: Any, **more: Any) -> None:
     print_line(f"dovetail: warning: {message}", to_stderr=True)
 
 

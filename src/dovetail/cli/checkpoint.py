@@ -1,4 +1,4 @@
-"""`dovetail checkpoint`: look at checkpoints, verify and export them, and remove those that are not needed."""
+"""Command `dovetail checkpoint`: inspect, verify, list, export and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ app = typer.Typer(help="Inspect, verify, list, export and prune checkpoints.", n
 
 _Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint.")]
 _Directory = Annotated[Path, typer.Argument(metavar="PATH", help="A directory of checkpoints.")]
-_Trial = Annotated[int | None, typer.Option("--trial", metavar="ID", help="Those of this trial, instead of a PATH.")]
+_Trial = Annotated[int | None, typer.Option("--trial", metavar="ID", help="Use this trial instead of a PATH.")]
 
 
 class _Mode(str, Enum):
@@ -44,7 +44,7 @@ class _Mode(str, Enum):
 
 @app.command()
 def inspect(path: _Checkpoint, as_json: AsJson = False) -> None:
-    """Show what a checkpoint says about itself."""
+    """Show the metadata of a checkpoint: files, checksums and summary."""
     from dovetail import checkpoint
 
     info = checkpoint.inspect(path)
@@ -104,12 +104,12 @@ def export(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
     path: Annotated[Path | None, typer.Argument(metavar="PATH", help="A checkpoint.")] = None,
     trial: Annotated[
-        int | None, typer.Option("--trial", metavar="ID", help="The best one of this trial, instead of a PATH.")
+        int | None, typer.Option("--trial", metavar="ID", help="The best checkpoint of this trial, instead of a PATH.")
     ] = None,
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
-    """Write the weights of the model in a checkpoint to one file: .safetensors, or of torch.save (.pt, .pth, .ckpt)."""
+    """Write the model weights of a checkpoint to one file: .safetensors, or torch.save (.pt, .pth, .ckpt)."""
     from dovetail import checkpoint
     from dovetail.checkpoint.model_file import model_format
 
@@ -131,17 +131,17 @@ def export(
 @app.command()
 def prune(
     path: _Directory,
-    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest.")] = None,
-    keep_best: Annotated[int | None, typer.Option(help="Keep so many of the best by --metric.")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Keep this number of the newest.")] = None,
+    keep_best: Annotated[int | None, typer.Option(help="Keep this number of the best by --metric.")] = None,
     keep_every: Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")] = None,
     metric: Annotated[str | None, typer.Option(help="The metric that --keep-best compares.")] = None,
     mode: Annotated[
         _Mode | None, typer.Option(help="Whether the smallest or the largest metric is best.", show_default="min")
     ] = None,
-    pattern: Annotated[str, typer.Option(help="Names that the rules are about, with * and ?; others stay.")] = "*",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    pattern: Annotated[str, typer.Option(help="Apply the rules to these names, with * and ?; keep others.")] = "*",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove the checkpoints in a directory that no --keep option keeps. The newest always stays."""
+    """Remove the checkpoints in a directory that no --keep option keeps. The newest is always kept."""
     from dovetail import checkpoint
     from dovetail.checkpoint import CheckpointWarning
     from dovetail.checkpoint.store import scan
@@ -169,7 +169,7 @@ def prune(
 
 
 def best_checkpoint(trial: Path) -> Path | None:
-    """Return the best checkpoint in the folder of a trial, or else its newest; None where there is none."""
+    """Return the best checkpoint in the folder of a trial, or else its newest; None if there is none."""
     from dovetail.search.checkpoints import checkpoints_of
 
     found = {checkpoint.path.name: checkpoint.path for checkpoint in checkpoints_of(trial)}

@@ -1,4 +1,4 @@
-"""`dovetail dashboard`: the store in a browser, on this machine only."""
+"""Command `dovetail dashboard`: the experiments in a browser, on this machine only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.extras import require
 
 
 def dashboard(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any that is free.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 means any free port.")] = 8080,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Start TensorBoard, too.")] = False,
     home: Home = None,
     store: StoreUrl = None,
@@ -53,7 +53,7 @@ def _start_tensorboard(folder: Path, host: str) -> str:
         return program.WerkzeugServer(guards[-1], flags)
 
     board = program.TensorBoard(server_class=make_server)
-    # Its fast loader is another process, which would outlive this one.
+    # TensorBoard's fast loader is a separate process, which would outlive this one.
     board.configure(argv=[None, "--logdir", str(folder), "--host", host, "--port", "0", "--load_fast", "false"])
     url = str(board.launch())
     return guards[-1].address(url)

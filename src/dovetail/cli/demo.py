@@ -1,4 +1,4 @@
-"""`dovetail demo`: something small to look at."""
+"""Command `dovetail demo`: small example runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 
 
 def complete_demos(incomplete: str) -> list[str]:
-    """Return the names of demos with this prefix."""
+    """Return the names of demos with a prefix."""
     return [name for name in DEMOS if name.startswith(incomplete)]
 
 
@@ -32,13 +32,13 @@ def demo(
         typer.Option("--output", "-o", metavar="DIR", help="A new folder.", show_default="dovetail-demo/NAME"),
     ] = None,
 ) -> None:
-    """Train something small, in a minute or less, and leave something to look at.
+    """Run a small example, in a minute or less, and write its results to a folder.
 
     NAME is classify, gan, experiment, federated or resume.
     """
     if name not in DEMOS:
         raise UnknownNameError("demo", name, DEMOS)
-    # Before torch comes in. A second core makes so small a model no faster, and much slower while others want it.
+    # Set this before torch is imported. A second core does not make such a small model faster, and is slower when busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = _free_folder(name) if output is None else _empty_folder(output)
     print(DEMOS[name].shows)
@@ -60,7 +60,7 @@ def demo(
         print(f"  {path.ljust(max(map(len, written)))}  {what}")
     code = Path(catalogue.__file__).with_name(f"{name}.py")
     words = {"folder": shlex.quote(str(folder)), "dovetail": _command(), "code": _short_path(code)}
-    print(f"next step:\n  {DEMOS[name].goes_on.format(**words)}")
+    print(f"next step:\n  {DEMOS[name].next_step.format(**words)}")
     print(f"\nresult: {outcome.result}")
 
 
@@ -86,15 +86,15 @@ def _short_path(path: Path) -> str:
 
 
 def _empty_folder(folder: Path) -> Path:
-    """Return a folder that is there, with nothing in it that could be overwritten."""
+    """Return an existing folder without content, so that nothing is overwritten."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise ConfigError(f"--output: {folder} is not empty, and a demo overwrites nothing: name a new folder")
+        raise ConfigError(f"--output: {folder} is not empty, and a demo never overwrites files: give a new folder")
     return folder
 
 
 def _free_folder(name: str) -> Path:
-    """Return a new folder of this name, or with a number behind it."""
+    """Return a new folder with this name, if necessary with a number."""
     parent = Path("dovetail-demo")
     parent.mkdir(exist_ok=True)
     for number in itertools.count(1):

@@ -1,4 +1,4 @@
-"""`dovetail doctor`: what this machine has, what is missing, and the command that installs it."""
+"""Command `dovetail doctor`: checks of this machine, with the commands that install what is missing."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def doctor(
     folder: Annotated[
-        Path, typer.Option("--folder", metavar="DIR", help="Where checkpoints would go.", show_default="here")
+        Path, typer.Option("--folder", metavar="DIR", help="Folder for checkpoints.", show_default="current folder")
     ] = Path(),
     as_json: AsJson = False,
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
-    """Look whether everything works here: Python, torch, gloo, extras, disks, the store. Nothing is left behind.
+    """Check Python, torch, gloo, extras, disks and the store of experiments. No files are left behind.
 
-    Below what is missing stands the command that installs it. The exit code is 1 if anything essential does not work.
+    Each missing package is followed by the command that installs it. The exit code is 1 if something essential fails.
     """
     checks = checkup(folder, home, store)
     problems = [check.name for check in checks if check.status == "problem"]
@@ -54,7 +54,7 @@ def checkup(folder: Path, home: Path | None = None, store: str | None = None) ->
     """Return all checks, in the order of the table.
 
     Args:
-        folder: Where checkpoints would go; it need not exist.
+        folder: The folder for checkpoints; it need not exist.
         home: The folder of experiments; None means `DOVETAIL_HOME`, or else `.dovetail`.
         store: The URL of a database server; None means `DOVETAIL_STORE`, or else the file in `home`.
     """
@@ -64,7 +64,7 @@ def checkup(folder: Path, home: Path | None = None, store: str | None = None) ->
     from dovetail.cli.checkup.torch_build import answers_of, check_torch, probing
 
     requirements = read_requirements()
-    # Torch takes seconds to import: the other checks run meanwhile.
+    # Importing torch takes seconds, so run the other checks meanwhile.
     with probing() as probe:
         before = [check_python(), *check_packages(requirements)]
         after = [
@@ -80,7 +80,7 @@ def checkup(folder: Path, home: Path | None = None, store: str | None = None) ->
 
 
 def table(checks: Sequence[Check], width: int) -> Text:
-    """Return one line for each check, and an empty one before every part; long lines are wrapped and indented.
+    """Return one line per check, and an empty line before every part; long lines are wrapped and indented.
 
     Example:
         >>> from dovetail.cli.checkup.check import Check
@@ -100,7 +100,7 @@ def table(checks: Sequence[Check], width: int) -> Text:
         text.append(check.status.ljust(9), _STYLES[check.status]).append(check.name.ljust(widest + 2), "bold")
         text.append(("\n" + " " * indent).join(found) + "\n")
         if check.remedy:
-            # In one line, however long: it is there to be copied.
+            # Never wrapped, so that it can be copied.
             text.append(f"{' ' * indent}→ ").append(f"{printable(check.remedy)}\n", "cyan")
     text.right_crop(1)
     return text

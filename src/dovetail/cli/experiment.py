@@ -1,4 +1,4 @@
-"""`dovetail experiment`: run a search from a file, and look at what comes of it."""
+"""Command `dovetail experiment`: run a hyperparameter search from a file, and inspect its results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SECONDS_TO_APPEAR = 10.0
 
 
 _Id = Annotated[int, typer.Argument(metavar="ID", help="The experiment.", autocompletion=completion("experiments/*"))]
-_Follow = Annotated[bool, typer.Option("--follow/--detach", help="Watch it, or leave it to itself.")]
+_Follow = Annotated[bool, typer.Option("--follow/--detach", help="Follow it, or run it in the background.")]
 
 
 @app.command(epilog=EXIT_CODES)
@@ -66,13 +66,13 @@ def create(
     cluster: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Run trials on a Ray cluster: ray, local or ray://HOST:PORT.")
     ] = None,
-    test: Annotated[bool, typer.Option("--test", help="Only try the first trial, for one batch.")] = False,
+    test: Annotated[bool, typer.Option("--test", help="Run only the first trial, for one batch.")] = False,
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
     """Run an experiment.
 
-    Ctrl-C pauses it: trials save and leave, and 'experiment resume' goes on from there.
+    Ctrl-C pauses it: trials save and exit, and 'experiment resume' continues it.
     """
     from dovetail.search.schema import read_experiment
     from dovetail.search.store import Store
@@ -81,7 +81,7 @@ def create(
     wanted = read_experiment(config, overrides, context_dir=context_dir)
     if test:
         with warnings.catch_warnings():
-            # They were said when it was first read.
+            # These warnings were shown when the file was first read.
             warnings.simplefilter("ignore", UserWarning)
             wanted = read_experiment(config, [*overrides, *_test_settings(wanted)])
     opened = Store.open(home, store)
@@ -92,7 +92,7 @@ def create(
 
 @app.command("list")
 def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
-    """List all experiments, the oldest first."""
+    """List all experiments, oldest first."""
     from dovetail.search.records import ExperimentError
     from dovetail.search.report import duration
 
@@ -140,7 +140,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
             "folder": str(record.directory),
         }
     )
-    # The view of the trials ends with the warnings.
+    # The table of trials includes the warnings.
     console().print(trials_view(record))
     return _print_reasons(record)
 
@@ -148,7 +148,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
 @app.command()
 def logs(
     id: _Id,
-    trial: Annotated[int | None, typer.Option(metavar="NUMBER", help="Of this trial, by its number.")] = None,
+    trial: Annotated[int | None, typer.Option(metavar="NUMBER", help="Print the log of this trial.")] = None,
     follow: FollowLog = False,
     home: Home = None,
     store: StoreUrl = None,
@@ -163,14 +163,14 @@ def logs(
     elif 0 <= trial < len(record.trials):
         path, what = record.trials[trial].directory / "log.txt", f"trial {trial} of experiment {id}"
     else:
-        raise ConfigError(f"experiment {id} has no trial {trial} (there are {len(record.trials)}, from 0 on)")
+        raise ConfigError(f"experiment {id} has no trial {trial} (there are {len(record.trials)}, numbered from 0)")
     begun = time.monotonic()
 
     def is_over() -> bool:
         now = opened.experiment(id)
         if trial is not None and now.trials[trial].state not in ("RUNNING", "WAITING"):
             return True
-        # A runner that was just started may not have come so far.
+        # A runner that was just started may not have written anything yet.
         is_awaited = now.state == "ACTIVE" and time.monotonic() - begun < _SECONDS_TO_APPEAR
         return not now.is_running and not is_awaited
 
@@ -179,42 +179,42 @@ def logs(
 
 @app.command()
 def pause(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
-    """Let the trials save and leave; 'resume' goes on from there."""
-    _ask(open_store(home, store), id, "pause")
+    """Pause an experiment: its trials save and exit; 'resume' continues it."""
+    _send_request(open_store(home, store), id, "pause")
 
 
 @app.command(epilog=EXIT_CODES)
 def resume(id: _Id, follow: _Follow = True, home: Home = None, store: StoreUrl = None) -> None:
-    """Go on with an experiment that was paused, or whose runner was killed."""
+    """Continue an experiment that was paused, or whose runner was killed."""
     opened = open_store(home, store)
     record = opened.experiment(id)
     if record.state not in ("ACTIVE", "PAUSED"):
-        raise ConfigError(f"experiment {id} is {record.state}: there is nothing to go on with")
+        raise ConfigError(f"experiment {id} is {record.state}: it cannot be resumed")
     if record.is_running:
-        raise ConfigError(f"experiment {id} runs already: 'dovetail experiment logs {id} --follow' watches it")
+        raise ConfigError(f"experiment {id} runs already: follow it with 'dovetail experiment logs {id} --follow'")
     _run(opened, record, follow)
 
 
 @app.command()
 def cancel(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
-    """End an experiment for good; its trials save first."""
-    _ask(open_store(home, store), id, "cancel")
+    """Cancel an experiment permanently; its trials save first."""
+    _send_request(open_store(home, store), id, "cancel")
 
 
 @app.command()
 def kill(id: _Id, home: Home = None, store: StoreUrl = None) -> None:
-    """End an experiment for good, and at once."""
-    _ask(open_store(home, store), id, "kill")
+    """Kill an experiment permanently, without saving."""
+    _send_request(open_store(home, store), id, "kill")
 
 
 @app.command()
 def delete(
     id: _Id,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
-    """Remove an experiment with all its files, checkpoints included."""
+    """Delete an experiment with all its files and checkpoints."""
     opened = open_store(home, store)
     record = opened.experiment(id)
     if not yes:
@@ -228,7 +228,7 @@ def delete(
 @app.command()
 def best(
     id: _Id,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a configuration that runs it once more.")] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a configuration that repeats this trial.")] = False,
     home: Home = None,
     store: StoreUrl = None,
     as_json: AsJson = False,
@@ -266,7 +266,7 @@ def report(
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
-    """Write a page about an experiment, which needs no network, and its pictures."""
+    """Write an HTML report about an experiment, which needs no network, and its images."""
     from dovetail.search.report import report as write_report
 
     opened = open_store(home, store)
@@ -282,7 +282,7 @@ def _best_cell(record: ExperimentRecord) -> str:
     from dovetail.search.charts import shown
 
     best = shown(record.best_trial and record.best_trial.best)
-    # The file names no metric, so the cell does.
+    # The configuration names no metric, so show its name in the cell.
     return f"{best} {record.metric_label}" if record.first_metric and record.best_trial else best
 
 
@@ -292,56 +292,56 @@ def _run(store: Store, record: ExperimentRecord, follow: bool) -> None:
 
     if not follow:
         process = start_detached(store, record.id)
-        return print(f"process {process.pid} runs it: 'dovetail experiment logs {record.id} --follow' watches it")
+        return print(f"process {process.pid} runs it; follow it with 'dovetail experiment logs {record.id} --follow'")
     with watching(record) as show:
         done = Runner(store, record.id, observer=show).run()
     if not sys.stdout.isatty():
         print(summary(done))
     _show_failures(done)
     if done.state == "PAUSED":
-        print(f"'dovetail experiment resume {done.id}' goes on with it", file=sys.stderr)
+        print(f"continue it with 'dovetail experiment resume {done.id}'", file=sys.stderr)
     if done.state != "COMPLETED":
         raise typer.Exit(3 if done.state == "ERROR" else 130)
     return None
 
 
 def _print_reasons(record: ExperimentRecord) -> None:
-    """Print why trials have failed, each reason once with its first trial."""
+    """Print why trials failed, each reason once with its first trial."""
     first = {trial.reason: trial for trial in reversed(record.trials) if trial.state == "ERROR" and trial.reason}
     for reason, trial in sorted(first.items(), key=lambda pair: pair[1].number):
         print(printable(f"trial {trial.number} failed: {reason}"))
 
 
 def _show_failures(record: ExperimentRecord) -> None:
-    """Say where to look, once; a hundred trials mostly fail alike."""
+    """Print the first failure and its log file, because many trials often fail for the same reason."""
     failed = [trial for trial in record.trials if trial.state == "ERROR"]
     if failed:
         first = failed[0]
         print(printable(f"trial {first.number} failed: {first.reason}"), file=sys.stderr)
-        print(f"'dovetail trial logs {first.id}' has the rest: {first.directory / 'log.txt'}", file=sys.stderr)
+        print(f"see 'dovetail trial logs {first.id}' for details: {first.directory / 'log.txt'}", file=sys.stderr)
 
 
-def _ask(store: Store, experiment_id: int, wish: str) -> None:
-    """Send a request to the runner, and wait until it is carried out."""
+def _send_request(store: Store, experiment_id: int, command: str) -> None:
+    """Send a command to the runner, and wait until it is carried out."""
     from dovetail.search.records import OVER
     from dovetail.search.runner import request
 
     before = store.experiment(experiment_id)
     if before.state in OVER:
-        raise ConfigError(f"experiment {experiment_id} is {before.state} already: it cannot {wish}")
-    record = request(store, experiment_id, wish)
+        raise ConfigError(f"experiment {experiment_id} is {before.state} already: it cannot {command}")
+    record = request(store, experiment_id, command)
     deadline = time.monotonic() + _SECONDS_TO_LEAVE
     while record.is_running and time.monotonic() < deadline:
         time.sleep(0.1)
         record = store.experiment(experiment_id)
     if record.is_running:
-        return print(f"experiment {experiment_id} was asked to {wish}, and its trials are still leaving")
+        return print(f"experiment {experiment_id}: {command} requested; its trials are still exiting")
     # Read again: the runner may have exited while the record was being read.
     return print(f"experiment {experiment_id} is {store.experiment(experiment_id).state}")
 
 
 def _test_settings(config: ExperimentConfig) -> list[str]:
-    """Return what makes an experiment one trial of one batch: the searcher's first one, which may not fail twice."""
+    """Return the settings of a test: only the searcher's first trial, for one batch and without restarts."""
     from dovetail.config import trial_length
     from dovetail.search.searchers import make_searcher
     from dovetail.search.space import Space

@@ -1,4 +1,4 @@
-"""`dovetail federate`: run a federation from a file."""
+"""Command `dovetail federate`: run a federation from a file."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ def federate(
     ] = None,
     checkpoints: Annotated[
         Path | None,
-        typer.Option("--checkpoints", metavar="DIR", help="Keep a checkpoint of every round, and go on from it."),
+        typer.Option("--checkpoints", metavar="DIR", help="Write a checkpoint every round, and resume from it."),
     ] = None,
     on_flower: Annotated[
         bool, typer.Option("--flower", help="Run it on Flower: a SuperLink and SuperNodes on this machine.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rounds as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the rounds, as JSON.")] = False,
 ) -> None:
-    """Run a federation of simulated clients. Without a file it is ten clients with handwritten digits."""
+    """Run a federation of simulated clients. Without a file, ten clients train on handwritten digits."""
     from dovetail.federated.servers.building import federation
     from dovetail.federated.servers.display import RoundDisplay
     from dovetail.federated.servers.reading import read_federated
     from dovetail.federated.servers.results import Personalized
 
-    told = read_federated(config if config is not None else _DIGITS, settings or [])
+    federation_config = read_federated(config if config is not None else _DIGITS, settings or [])
     if checkpoints is not None:
-        told = told.with_settings(checkpoint_path=str(checkpoints))
+        federation_config = federation_config.with_settings(checkpoint_path=str(checkpoints))
     if results is not None:
-        told = told.with_settings(result_path=str(results))
-    folder = told.results.result_path
+        federation_config = federation_config.with_settings(result_path=str(results))
+    folder = federation_config.results.result_path
     watching = [] if as_json else [RoundDisplay()]
     personal = Personalized()
-    # The server writes the results by itself.
+    # The server itself writes the result files.
     writing = [personal]
     if on_flower:
         require("flwr", "flower")
         from dovetail.federated.servers.flower import run_on_flower
 
-        records = run_on_flower(told, [*watching, *writing])
+        records = run_on_flower(federation_config, [*watching, *writing])
     else:
-        server, client = federation(told, [*watching, *writing])
+        server, client = federation(federation_config, [*watching, *writing])
         records = server.run(client)
     if as_json:
         rounds = [record.to_plain() for record in records]
@@ -64,7 +64,7 @@ def federate(
         print_line(f"written: {folder}/rounds.csv{clients} and {folder}/rounds.png")
 
 
-# The settings without a file: a model that learns something in ten rounds.
+# The settings without a file: a small model that learns visibly in ten rounds.
 _DIGITS = {
     "trainer": {"rounds": 10, "epochs": 2, "batch_size": 16, "optimizer": "SGD"},
     "parameters": {"optimizer": {"lr": 0.1}},

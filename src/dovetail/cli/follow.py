@@ -1,4 +1,4 @@
-"""Watching an experiment while it runs: a table that moves on a terminal, lines of text elsewhere; and growing logs."""
+"""Display of a running experiment: a live table on a terminal, lines of text elsewhere; and log files that grow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LEAST_HPARAMS = 16
 
 @contextmanager
 def watching(seen: ExperimentRecord | None = None) -> Iterator[Callable[[ExperimentRecord], None]]:
-    """Lend a function that shows an experiment on stdout; its lines are about what has changed since `seen`."""
+    """Yield a function that shows an experiment on stdout; it prints lines about the changes since `seen`."""
     if not sys.stdout.isatty():
 
         def say(record: ExperimentRecord) -> None:
@@ -61,7 +61,7 @@ def watching(seen: ExperimentRecord | None = None) -> Iterator[Callable[[Experim
 
 @contextmanager
 def _stderr_aside() -> Iterator[Callable[[], str]]:
-    """Give what returns all that is new on stderr: among the lines of a table that moves it would be lost."""
+    """Yield a function that returns new text on stderr, which would otherwise be lost in the live table."""
     if not sys.stderr.isatty():
         yield str
         return
@@ -70,7 +70,7 @@ def _stderr_aside() -> Iterator[Callable[[], str]]:
 
         def said() -> str:
             nonlocal position
-            # At a place, because the file's own is where the next words are written.
+            # Read at a position, because the file's own position is where the next text is written.
             words = os.pread(kept.fileno(), 1 << 20, position)
             position += len(words)
             return words.decode("utf-8", errors="replace")
@@ -88,11 +88,11 @@ def _stderr_aside() -> Iterator[Callable[[], str]]:
 
 
 def trials_view(record: ExperimentRecord, num_rows: int | None = None, width: int | None = None) -> RenderableType:
-    """Return a table of trials with a line about them all.
+    """Return a table of trials below a summary line.
 
     Args:
         record: The experiment.
-        num_rows: How many trials fit: the best, the running and the newest ones are shown. None means all.
+        num_rows: How many trials fit: the best, the running and the newest trials are shown. None means all.
         width: The columns of the terminal: parts of the table that do not fit are left out. None means all parts.
     """
     from rich.console import Group
@@ -103,7 +103,7 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None, width: in
         best = record.best_trial
         wanted = sorted(trials, key=lambda it: (it is best, it.state in ("RUNNING", "WAITING"), it.number))
         trials = tuple(sorted(wanted[-num_rows:], key=lambda it: it.number))
-    # Without searched hyperparameters all of them are shown.
+    # If no hyperparameter is searched, all of them are shown.
     names = searched(record)
     cells = [_cells(trial, names) for trial in trials]
     # Columns that are empty for all trials are left out.
@@ -130,7 +130,7 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None, width: in
 
 
 def summary(record: ExperimentRecord) -> str:
-    """Return an experiment in one line, without control characters."""
+    """Return a summary of an experiment in one line, without control characters."""
     counts = Counter(trial.state for trial in record.trials)
     trials = ", ".join(f"{count} {state.lower()}" for state, count in counts.items())
     best, name = record.best_trial, record.metric_label
@@ -144,7 +144,7 @@ def summary(record: ExperimentRecord) -> str:
 
 
 def changes(before: ExperimentRecord | None, after: ExperimentRecord) -> list[str]:
-    r"""Return one line for each change between two records of an experiment; every line names its trial.
+    r"""Return one line per change between two records of an experiment; every line starts with its trial.
 
     Example:
         >>> from datetime import datetime
@@ -168,7 +168,7 @@ def changes(before: ExperimentRecord | None, after: ExperimentRecord) -> list[st
             if old is None or steps not in old.values
         ]
         if old is not None and trial.restarts > old.restarts:
-            lines.append(f"{name} starts again" + (f": {trial.reason}" if trial.reason else ""))
+            lines.append(f"{name} restarts" + (f": {trial.reason}" if trial.reason else ""))
         if trial.state != ("RUNNING" if old is None else old.state):
             lines.append(f"{name} {trial.state}" + (f": {trial.reason}" if trial.reason else ""))
     return lines
@@ -179,18 +179,18 @@ def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) 
 
     Args:
         path: The file.
-        what: Whose it is, for the sentence that says that there is none.
-        is_over: Follow the log until this says so; None prints what is there.
+        what: The owner of the log, for the message that there is no log.
+        is_over: Follow the log until this function returns True; None means to print only the current content.
     """
     if is_over is None and not path.exists():
         raise ConfigError(f"{what} has no log yet")
     position = 0
-    # A terminal would obey what a log contains; a pipe or a file gets the log as it is.
+    # A terminal would execute control characters in a log; a pipe or a file gets the log unchanged.
     shown_as = partial(printable, lines=True) if sys.stdout.isatty() else str
-    # A part of the file may end inside of a sign of several bytes.
+    # A part of the file may end inside of a character of several bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while True:
-        # Asked before the file is read: what was written before the end is printed.
+        # Check this before reading, so that everything that was written before the end is printed.
         over = is_over is None or is_over()
         if path.exists():
             with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""`dovetail job`: run a script that does not train, with a configuration and a copy of the code."""
+"""Command `dovetail job`: run a script that does not train, with a configuration and a copy of the code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
-    """Run a job to its end, and print what it says."""
+    """Run a job until it ends, and print its output."""
     from dovetail.search.jobs import run_job
     from dovetail.search.store import Store
 
@@ -59,7 +59,7 @@ def run(
 
 @app.command("list")
 def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) -> None:
-    """List all jobs, the oldest first."""
+    """List all jobs, oldest first."""
     from dovetail.search.records import ExperimentError
     from dovetail.search.report import duration
 
@@ -86,7 +86,7 @@ def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) ->
 
 @app.command()
 def logs(id: _Id, follow: FollowLog = False, home: Home = None, store: StoreUrl = None) -> None:
-    """Print what a job has said."""
+    """Print the output of a job."""
     from dovetail.cli.follow import print_log
 
     opened = open_store(home, store, _MADE_BY)

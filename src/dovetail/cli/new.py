@@ -1,4 +1,4 @@
-"""`dovetail new`: a small project that runs."""
+"""Command `dovetail new`: write a small project that runs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def new(
         ),
     ] = _STYLES[0],
     into: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the folder is made.", exists=True, file_okay=False)
+        Path, typer.Option(metavar="DIR", help="Folder for the project's folder.", exists=True, file_okay=False)
     ] = Path("."),
 ) -> None:
     """Write a small project that runs: a script, its configuration, a test and a README."""
-    # It becomes a folder, a part of commands, and text in Python and YAML.
+    # The name is used as a folder, in commands, and in Python and YAML text.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", name):
         raise ConfigError(f"name: expected letters, digits, '_' and, not first, '-', 64 at most, got {name!r}")
     if style not in _STYLES:
         raise UnknownNameError("style", style, _STYLES)
     folder = into / name
-    # All of them before the first is written.
+    # Read all templates before the first file is written.
     files = {
         template.name.removesuffix(".template"): Template(template.read_text(encoding="utf-8")).substitute(name=name)
         for template in resources.files("dovetail").joinpath("templates", style).iterdir()
@@ -46,9 +46,9 @@ def new(
         folder.mkdir()
     except FileExistsError:
         if not folder.is_dir() or any(folder.iterdir()):
-            raise ConfigError(f"{folder} exists and is no empty folder: choose another name or --into") from None
+            raise ConfigError(f"{folder} exists and is not an empty folder: choose another name or --into") from None
     for file, text in sorted(files.items()):
         with (folder / file).open("x", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
-    print(f"written in {folder}: {', '.join(sorted(files))}")
-    print(f"now type:\n  cd {shlex.quote(str(folder))}\n  python train.py")
+    print(f"created {folder} with {', '.join(sorted(files))}")
+    print(f"run it:\n  cd {shlex.quote(str(folder))}\n  python train.py")

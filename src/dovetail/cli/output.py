@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs. And the options that they share."""
+"""Output of commands: tables for people and JSON for programs; and options that commands share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dovetail.search.store import Store
 
 EXIT_CODES = (
-    "Exit codes: 0 fine; 1 a mistake, said in one sentence; 2 wrong usage; 3 the experiment or job ended in ERROR; "
-    "130 interrupted, paused or canceled before its end."
+    "Exit codes: 0 success; 1 error, explained in one sentence; 2 wrong usage; 3 the experiment or job ended in ERROR; "
+    "130 interrupted, paused or canceled."
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -32,7 +32,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML fil
 ContextDir = Annotated[
     Path, typer.Argument(metavar="CONTEXT_DIR", help="The folder with the code.", exists=True, file_okay=False)
 ]
-FollowLog = Annotated[bool, typer.Option("--follow", "-f", help="Go on until it is over.")]
+FollowLog = Annotated[bool, typer.Option("--follow", "-f", help="Continue printing until it ends.")]
 Home = Annotated[
     Path | None,
     typer.Option(
@@ -64,20 +64,20 @@ _STYLES = {
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
-    """Print text that may come from a file; only its line breaks keep their meaning."""
+    """Print text that may come from a file; only its line breaks have an effect."""
     print("\n".join(map(printable, text.split("\n"))), file=sys.stderr if to_stderr else sys.stdout)
 
 
 def open_store(home: Path | None, url: str | None, made_by: str = "experiment create") -> Store:
-    """Return the store that a command reads; looking for what is not there makes no folder.
+    """Return the store that a command reads; raise, without creating a folder, if there is none.
 
     Args:
         home: The folder of experiments; None means `DOVETAIL_HOME`, or else `.dovetail`.
-        url: A database server; None is the file in the folder.
-        made_by: The command that makes what is looked for.
+        url: A database server; None means the file in the folder.
+        made_by: The command that creates the requested kind of record.
 
     Raises:
-        ExperimentError: There is none.
+        ExperimentError: There is no store.
     """
     from dovetail.search.records import ExperimentError
     from dovetail.search.store import Store, home_directory
@@ -86,7 +86,7 @@ def open_store(home: Path | None, url: str | None, made_by: str = "experiment cr
     if url is None and not (folder / "store.db").exists():
         what = made_by.partition(" ")[0]
         raise ExperimentError(
-            f"there are no {what}s in {folder}: make one by 'dovetail {made_by}', or name another --home"
+            f"there are no {what}s in {folder}: create one with 'dovetail {made_by}', or give another --home"
         )
     return Store.open(home, url)
 
@@ -95,7 +95,7 @@ def completion(folders: str, prefix: str = "") -> Callable[[typer.Context, str],
     """Return a function that completes the numbers of experiments, trials or jobs from the names of their folders.
 
     Opening the store would take too long for a shell. `folders` is a pattern in the folder of experiments, and `prefix`
-    is what the names have before the number.
+    is the part of the names before the number.
     """
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -108,7 +108,7 @@ def completion(folders: str, prefix: str = "") -> Callable[[typer.Context, str],
 
 
 def console() -> Console:
-    """Return where tables are printed; in a pipe nothing is cut."""
+    """Return the console for tables; in a pipe lines are not shortened."""
     from rich.console import Console
 
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
@@ -116,12 +116,12 @@ def console() -> Console:
 
 def print_json(value: Any) -> None:
     """Print strict JSON, in ASCII."""
-    # The one control character that JSON need not escape.
+    # DEL is the one control character that JSON does not escape.
     print(json.dumps(plain(value), indent=2).replace("\x7f", "\\u007f"))
 
 
 def plain(value: Any) -> Any:
-    """Return values as strict JSON has them: NaN and infinity become strings, keys and the rest their spelling.
+    """Return values in a form that strict JSON can represent: NaN, infinities and other objects become strings.
 
     Example:
         >>> plain({"loss": float("nan"), "directory": Path("runs")})
@@ -155,9 +155,9 @@ def make_table(
     Args:
         columns: The headings.
         numbers: The headings of columns with numbers.
-        long: The heading of the one column that gives way in a narrow terminal.
+        long: The heading of the one column that is shortened in a narrow terminal.
         rows: The cells.
-        wrap: Whether that column takes several lines then, or is cut.
+        wrap: Whether this column is wrapped to several lines; otherwise it is cut.
         width: The columns of the terminal; None measures it.
     """
     from rich import box
@@ -181,7 +181,7 @@ def make_table(
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """Print names and values, one pair per line; a terminal breaks those that are too long for it."""
+    """Print names and values, one pair per line; a terminal wraps long lines."""
     from rich.text import Text
 
     escaped = {printable(name): printable(value) for name, value in facts.items()}
@@ -192,12 +192,12 @@ def print_facts(facts: Mapping[str, str]) -> None:
 
 
 def moment(time: datetime | None) -> str:
-    """Return a time as it is here, to the minute."""
+    """Return a time in the local time zone, to the minute."""
     return "" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def bytes_text(count: int) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes in a readable unit.
 
     Example:
         >>> bytes_text(12), bytes_text(1_500_000)
@@ -212,7 +212,7 @@ def bytes_text(count: int) -> str:
 
 
 def hparams_text(hparams: Mapping[str, Any]) -> str:
-    """Return hyperparameters in one line; dotted names lose what stands before the last dot.
+    """Return hyperparameters in one line; of dotted names only the last part is shown.
 
     Example:
         >>> hparams_text({"lr": 0.0123456, "model": {"depth": 2}})
@@ -225,14 +225,14 @@ def hparams_text(hparams: Mapping[str, Any]) -> str:
 
 
 def state_text(record: ExperimentRecord) -> str:
-    """Return the state of an experiment, whether a runner works on it, and how many warnings it has."""
-    notes = ["nobody runs it"] if record.state == "ACTIVE" and not record.is_running else []
+    """Return the state of an experiment, a note if it has no runner, and its number of warnings."""
+    notes = ["no runner"] if record.state == "ACTIVE" and not record.is_running else []
     notes += [counted(len(record.warnings), "warning")] if record.warnings else []
     return f"{record.state} ({', '.join(notes)})" if notes else record.state
 
 
 def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dict[str, Any]:
-    """Return what `--json` prints of an experiment; the whole has its configuration and trials, too."""
+    """Return the `--json` output of an experiment; `whole` adds its configuration and trials."""
     best = record.best_trial
     described: dict[str, Any] = {
         **_fields(record, "id", "name", "state", "is_running", "reason"),
@@ -251,12 +251,12 @@ def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dic
 
 
 def metric_fields(record: ExperimentRecord) -> dict[str, Any]:
-    """Return what `--json` prints of the metric that trials are compared by; it may be the first reported one."""
+    """Return the `--json` output of the metric that compares trials; it may be the first reported metric."""
     return {"metric": record.metric or None, "is_first_metric": not record.config["searcher"].get("metric")}
 
 
 def describe_trial(record: TrialRecord, *, whole: bool = False) -> dict[str, Any]:
-    """Return what `--json` prints of a trial; the whole has every value of its metric, too."""
+    """Return the `--json` output of a trial; `whole` adds every value of its metric."""
     return {
         **_fields(record, "id", "number", "experiment_id", "state", "reason", "hparams", "best", "best_at", "latest"),
         "batches": record.steps,
@@ -266,7 +266,7 @@ def describe_trial(record: TrialRecord, *, whole: bool = False) -> dict[str, Any
 
 
 def describe_job(record: JobRecord) -> dict[str, Any]:
-    """Return what `--json` prints of a job."""
+    """Return the `--json` output of a job."""
     return _fields(record, "id", "name", "state", "exit_code", "started", "ended", "directory")
 
 

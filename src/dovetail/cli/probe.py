@@ -1,6 +1,6 @@
-"""What torch finds on this machine, as lines of JSON: `python -m dovetail.cli.probe`.
+"""Probe of torch, gloo and the compiler, printed as lines of JSON: `python -m dovetail.cli.probe`.
 
-It is a separate process, because a broken torch may crash or never answer. Torch is imported by `main` only.
+It is a separate process, because a broken torch may crash or hang. Torch is imported by `main` only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PATIENCE = timedelta(seconds=10)
 
 
 def main() -> None:
-    """Print a line for each of `PROBES` as soon as its answer is known: what was found, or the error."""
+    """Print one line per entry of `PROBES` as soon as it is finished: the result, or the error."""
     warnings.simplefilter("ignore")
     for name, probe in PROBES.items():
         try:
@@ -42,9 +42,9 @@ def _torch() -> dict[str, Any]:
 
 
 def _gloo() -> float:
-    """Return the sum of two members of a group, which meet on the loopback as the processes of a run do."""
+    """Return the sum over a group of two members that connect over the loopback, as the processes of a run do."""
     torch, dist = import_module("torch"), import_module("torch.distributed")
-    # A socket of our own: the store's would listen to the whole network.
+    # Use a loopback socket: the store's own would listen on all network interfaces.
     listener = socket.create_server(("127.0.0.1", 0))
     place = "127.0.0.1", listener.getsockname()[1]
     options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
@@ -82,10 +82,10 @@ def _compiler() -> str:
 
 
 PROBES: dict[str, Callable[[], Any]] = {"torch": _torch, "gloo": _gloo, "compiler": _compiler}
-"""What is looked at, in this order."""
+"""The probes, in order."""
 
 
 if __name__ == "__main__":
     main()
-    # A group whose threads could not be ended would keep the interpreter.
+    # Threads of a group that cannot be ended would keep the interpreter running.
     os._exit(0)

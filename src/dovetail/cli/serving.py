@@ -1,9 +1,9 @@
-"""Web server that only this machine can reach, and only with a token.
+"""Web server that is reachable from this machine only, and only with a token.
 
 A server on the loopback can be reached by every page in the user's browser and by every user of the machine. So each
-request is checked: its `Host` must name this machine (otherwise the page of a domain whose name was made to point to
-127.0.0.1 reads and deletes everything), its `Origin` must be the server itself, and it must have the token, which the
-printed address contains and the browser keeps as a cookie.
+request is checked: its `Host` must be this machine (otherwise a page whose domain name was changed to point to
+127.0.0.1 could read and delete everything), its `Origin` must be the server itself, and it must contain the token,
+which is part of the printed address and which the browser stores as a cookie.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Guarded:
         return f"{url}?{urlencode({_TOKEN: self.token})}"
 
     def __call__(self, environment: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        """Answer a request."""
+        """Handle a request."""
         host, origin = environment.get("HTTP_HOST", "").lower(), environment.get("HTTP_ORIGIN")
-        # With any port, because ssh may forward another one. No other site can have these names.
+        # Any port is accepted, because ssh may forward another one. No other site can have these host names.
         if _HOSTS.fullmatch(host) is None:
             return _refused(start, "403 Forbidden", f"this server answers to {HOST} and localhost only")
         if origin is not None and origin.lower() != f"http://{host}":
@@ -64,7 +64,7 @@ class Guarded:
                 return _refused(start, "401 Unauthorized", _HOW)
             rest = urlencode([pair for pair in query if pair[0] != _TOKEN])
             path = environment.get("PATH_INFO") or "/"
-            # One slash, because an address with two at its start leads to another host.
+            # Exactly one slash, because an address that starts with two leads to another host.
             place = "/" + path.lstrip("/") + (f"?{rest}" if rest else "")
             kept = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
             headers = [("Location", place), ("Set-Cookie", kept), ("Referrer-Policy", "no-referrer")]
@@ -93,11 +93,11 @@ def _refused(start: Callable[..., Any], status: str, sentence: str) -> list[byte
 
 
 class LocalServer(ThreadingMixIn, WSGIServer):
-    """Serves a WSGI application, one thread per request: a page asks for many things at once.
+    """Serves a WSGI application with one thread per request, because a page sends many requests at once.
 
     Args:
-        port: 0 for any that is free; `server_port` is the one it got.
-        application: What answers.
+        port: The port; 0 means any free port, which `server_port` contains.
+        application: The WSGI application.
 
     Example:
         >>> with LocalServer(0, lambda environment, start: []) as server:
@@ -113,20 +113,20 @@ class LocalServer(ThreadingMixIn, WSGIServer):
 
 
 def serve(server: BaseServer, announce: Callable[[], None]) -> None:
-    """Answer until SIGINT or SIGTERM.
+    """Serve requests until SIGINT or SIGTERM.
 
     Args:
         server: The server.
-        announce: Called when the server is ready; it may be ended from then on.
+        announce: Called when the server is ready; from then on it may be stopped.
     """
-    # In a thread, because `shutdown` waits for the loop that the signal has interrupted.
+    # In a thread, because `shutdown` waits for the serving loop, which the signal has interrupted.
     with SignalHandler(lambda number: threading.Thread(target=server.shutdown).start(), replaces_all=True):
         announce()
         server.serve_forever(poll_interval=0.1)
 
 
 class _Quiet(WSGIRequestHandler):
-    """Says nothing about every request."""
+    """Handles requests without logging them."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""`dovetail trial`: look at one trial of an experiment."""
+"""Command `dovetail trial`: inspect one trial of an experiment."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ from dovetail.units import counted
 if TYPE_CHECKING:
     from dovetail.search.reports import RejectedLine
 
-app = typer.Typer(help="Look at trials, their logs and metrics.", no_args_is_help=True, epilog=EXIT_CODES)
+app = typer.Typer(help="Inspect trials, their logs and metrics.", no_args_is_help=True, epilog=EXIT_CODES)
 
 
 _complete = completion("experiments/*/trials/trial_*", prefix="trial_")
-_Id = Annotated[
-    int, typer.Argument(metavar="ID", help="The trial, by its number in the store.", autocompletion=_complete)
-]
+_Id = Annotated[int, typer.Argument(metavar="ID", help="The id of the trial.", autocompletion=_complete)]
 
 
 @app.command()
@@ -64,7 +62,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
             "batches": str(record.steps) + ("" if record.progress is None else f" ({record.progress:.0%} done)"),
             **({} if record.status is None else {"status": record.status}),
             "restarts": str(record.restarts),
-            **({} if record.source is None else {"began with": f"a checkpoint of trial {record.source}"}),
+            **({} if record.source is None else {"started from": f"a checkpoint of trial {record.source}"}),
             "started": moment(record.started),
             "time": str(duration(record.started, record.ended)),
             "folder": str(record.directory),
@@ -74,7 +72,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
 
 @app.command()
 def logs(id: _Id, follow: FollowLog = False, home: Home = None, store: StoreUrl = None) -> None:
-    """Print what a trial has said."""
+    """Print the output of a trial."""
     from dovetail.cli.follow import print_log
 
     opened = open_store(home, store)
@@ -90,12 +88,12 @@ def logs(id: _Id, follow: FollowLog = False, home: Home = None, store: StoreUrl 
 @app.command()
 def metrics(
     id: _Id,
-    group: Annotated[str | None, typer.Option(help="Of this group alone, such as validation.")] = None,
+    group: Annotated[str | None, typer.Option(help="Show this group only, such as validation.")] = None,
     home: Home = None,
     store: StoreUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a trial has reported."""
+    """Show the metrics that a trial has reported."""
     from dovetail.search.charts import shown
     from dovetail.search.reports import METRICS
 
@@ -108,7 +106,7 @@ def metrics(
     rows = [row for row in rows if group in (None, row["group"])]
     if as_json:
         return print_json(rows)
-    # Lists and texts, which a script may report, are left out of the table; JSON has them.
+    # Lists and texts, which a script may report, are not in the table; JSON contains them.
     names = list(dict.fromkeys(name for row in rows for name, value in row["metrics"].items() if _is_number(value)))
     cells = [
         [row["group"], str(row["batches"]), *(shown(plain(row["metrics"].get(name))) for name in names)] for row in rows
@@ -117,9 +115,9 @@ def metrics(
 
 
 def _reported(path: Path) -> tuple[list[dict[str, Any]], list[RejectedLine]]:
-    """Return the metrics in a file, by group and batches, and the lines that are no reports.
+    """Return the metrics in a file, sorted by batches, and the lines that are not reports.
 
-    Of two reports about the same group and batch the later one counts.
+    Of two reports with the same group and batch the later one is used.
     """
     from dovetail.search.reports import Reports
 

@@ -1,4 +1,4 @@
-"""lernomatic's names: every option as an attribute, `train()`, and histories as lists."""
+"""Trainer with lernomatic's names: every option as an attribute, `train()`, and histories as lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _data(stage: str) -> Callable[[Any], Any]:
 
 
 def _piece(option: str, role: str) -> Callable[[Any], Any]:
-    """Return a function that reads a strategy that was given, or else the option."""
+    """Return a function that reads a given strategy, or else the option."""
 
     def read(trainer: Any) -> Any:
         strategies = trainer.strategies
@@ -56,14 +56,14 @@ def _learning_rate(trainer: Any) -> float:
 
 
 def _momentum(trainer: Any) -> float:
-    # `betas[0]` of Adam and its kin is the momentum as soon as a schedule or an assignment has set it.
+    # A schedule or an assignment of the momentum sets `betas[0]` of Adam and similar optimizers.
     group, options = _first_group(trainer), trainer.options
     if "betas" in group and (options.mtm_scheduler is not None or "momentum" in trainer._optimization.assigned):
         return float(group["betas"][0])
     return float(group.get("momentum", options.momentum))
 
 
-# Attributes that are more than the option: the number that is in use.
+# Attributes whose value is not the option itself but the value in use.
 _READS: dict[str, Callable[[Any], Any]] = {
     "num_epochs": _config("epochs"),
     "batch_size": _config("batch_size"),
@@ -82,12 +82,12 @@ _READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# The keys of `get_trainer_params`. `load_checkpoint` restores the second group besides the state of the run: the state
-# of the optimizer has the numbers of the first, and no class is built by a name from a file.
+# The keys of `get_trainer_params`. `load_checkpoint` restores the second group in addition to the state of the run. The
+# first group is in the state of the optimizer, and no class is built from a name in a file.
 _STATE = ("learning_rate", "momentum", "weight_decay", "loss_function", "optim_function", "cur_epoch", "iter_per_epoch")
 _SETTINGS = ("num_epochs", "save_every", "print_every", "batch_size", "val_batch_size", "shuffle")
 
-# Methods that subclasses override there, and that do not exist here.
+# Methods that subclasses override in lernomatic, and that do not exist here.
 _INSTEAD = {
     "_init_optimizer": "override get_optimizer(model) and get_loss_criterion(), or pass optimizer= and criterion=",
     "_init_dataloaders": "pass train_dataset=, val_dataset= and test_dataset=, which also take a DataLoader",
@@ -99,13 +99,13 @@ _INSTEAD = {
 }
 
 _WRITTEN = (
-    "the trainer writes its own histories: return the loss from train_step, or in an own train_epoch call "
+    "the trainer writes its own histories: return the loss from train_step, or call in your own train_epoch "
     "self.history.extend_losses([loss.item()])"
 )
 
 
 class _Values(list[float]):
-    """A history: a list to read."""
+    """A history as a read-only list."""
 
     def __setitem__(self, *item: Any) -> NoReturn:
         raise ConfigError(_WRITTEN)
@@ -147,7 +147,7 @@ class Trainer(main.Trainer):
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    # The best accuracy that was assigned, and the number of accuracies known at that time.
+    # The assigned best accuracy, and the number of accuracies that were known at that time.
     _best_acc: tuple[float, int] = (0.0, 0)
     _has_new_best: bool = False
 
@@ -158,7 +158,7 @@ class Trainer(main.Trainer):
 
     @property
     def cur_epoch(self) -> int:
-        """Epochs done, from which `train` continues; an assignment starts a new pass over the data."""
+        """Number of finished epochs, from which `train` continues; an assignment starts a new pass over the data."""
         return self.context.progress.epoch
 
     @cur_epoch.setter
@@ -179,7 +179,7 @@ class Trainer(main.Trainer):
 
     @property
     def best_acc(self) -> float:
-        """The best validation accuracy so far, 0 before the first; only a better one writes `best_<name>`."""
+        """The best validation accuracy so far, 0 before the first; `best_<name>` is written only for a better one."""
         value, known = self._best_acc
         return max([value, *self.acc_history[known:]])
 
@@ -202,7 +202,7 @@ class Trainer(main.Trainer):
 
     @property
     def optimizer(self) -> Any:
-        """The first optimizer, made now if it is not there yet; None without a model."""
+        """The first optimizer, created now if necessary; None without a model."""
         return super().optimizer
 
     @optimizer.setter
@@ -211,12 +211,12 @@ class Trainer(main.Trainer):
 
     @property
     def criterion(self) -> Any:
-        """The loss, which a run builds; an assignment is one to the option `loss_function`."""
+        """The loss, which a run builds; assigning it sets the option `loss_function`."""
         return vars(self)["criterion"]
 
     @criterion.setter
     def criterion(self, loss: Any) -> None:
-        # None, and what is set while a trainer runs, come from the trainer itself.
+        # None, and assignments while a trainer runs, come from the trainer itself.
         if loss is None or self.context.run.trainer is not None:
             vars(self)["criterion"] = loss
         else:
@@ -243,7 +243,7 @@ class Trainer(main.Trainer):
 
     @property
     def iter_per_epoch(self) -> int:
-        """The training batches of an epoch; 0 if there are no data, or if their number is not known."""
+        """The number of training batches per epoch; 0 if there is no data or the number is unknown."""
         return 0 if self.train_loader is None else self._data.num_batches("train", self.train_loader) or 0
 
     @property
@@ -258,7 +258,7 @@ class Trainer(main.Trainer):
 
     @property
     def train_loader(self) -> Any:
-        """The training batches; None if there are no data. Batches can be assigned."""
+        """The training batches; None if there is no data. Batches can be assigned."""
         return self._stage_loader("train")
 
     @train_loader.setter
@@ -267,7 +267,7 @@ class Trainer(main.Trainer):
 
     @property
     def val_loader(self) -> Any:
-        """The validation batches; None if there are no data. Batches can be assigned."""
+        """The validation batches; None if there is no data. Batches can be assigned."""
         return self._stage_loader("valid")
 
     @val_loader.setter
@@ -276,7 +276,7 @@ class Trainer(main.Trainer):
 
     @property
     def test_loader(self) -> Any:
-        """The test batches; None if there are no data. Batches can be assigned."""
+        """The test batches; None if there is no data. Batches can be assigned."""
         return self._stage_loader("test")
 
     @test_loader.setter
@@ -284,15 +284,15 @@ class Trainer(main.Trainer):
         self.set_test_dataset(loader)
 
     def test_epoch(self) -> Mapping[str, float] | None:
-        """Return the metrics of the test data; `train` calls it after every epoch if there are test data.
+        """Return the metrics of the test data; `train` calls it after every epoch if there is test data.
 
         The metrics are in the history: `test_loss`, `test_accuracy`. An override may return None.
         """
         return self.evaluate(stage="test")
 
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+    def plan(self, **periods: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of a `fit`; its best checkpoints start from an assigned `best_acc`."""
-        plan = super().plan(**wishes)
+        plan = super().plan(**periods)
         self._share_best()
         return plan
 
@@ -308,21 +308,21 @@ class Trainer(main.Trainer):
         super().load_state_dict(state)
 
     def set_learning_rate(self, rate: float, param_zero: bool = True) -> None:
-        """Set the rate of the first parameter group, or of all."""
+        """Set the learning rate of the first parameter group, or of all groups."""
         groups = self._groups()
         for group in groups[:1] if param_zero else groups:
             set_lr(group, rate)
 
     def set_train_dataset(self, data: Any) -> None:
-        """Train on these data from now on."""
+        """Train on this data from now on."""
         self.context.run.data["train"] = data
 
     def set_val_dataset(self, data: Any) -> None:
-        """Validate on these data from now on."""
+        """Validate on this data from now on."""
         self.context.run.data["valid"] = data
 
     def set_test_dataset(self, data: Any) -> None:
-        """Test on these data from now on."""
+        """Test on this data from now on."""
         self.context.run.data["test"] = data
 
     def save_history(self, path: str | Path) -> None:
@@ -330,11 +330,11 @@ class Trainer(main.Trainer):
         self.context.history.save(path)
 
     def load_history(self, path: str | Path) -> None:
-        """Replace the present history by a written one."""
+        """Replace the history by the one in a file."""
         self.context.history = History.load(path)
 
     def load_model_checkpoint(self, path: str | Path) -> None:
-        """Load the weights of a checkpoint and nothing else."""
+        """Load only the weights of a checkpoint."""
         self.load_model(path)
 
     def get_cur_loss(self) -> float:
@@ -362,7 +362,7 @@ class Trainer(main.Trainer):
         return _learning_rate(self)
 
     def get_momentum(self) -> float:
-        """Return the momentum of the optimizer: `momentum`, or `betas[0]` of Adam and its kin."""
+        """Return the momentum of the optimizer: `momentum`, or `betas[0]` of Adam and similar optimizers."""
         group = self._groups()[0]
         return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
@@ -383,7 +383,7 @@ class Trainer(main.Trainer):
         return {name: getattr(self, name) for name in (*_STATE, *_SETTINGS)}
 
     def set_trainer_params(self, params: Mapping[str, Any]) -> None:
-        """Assign the settings that `get_trainer_params` returned; what is equal already stays untouched."""
+        """Assign the settings that `get_trainer_params` returned; equal values are not assigned."""
         for name in params:
             if name not in (*_STATE, *_SETTINGS):
                 raise UnknownNameError("trainer parameter", name, (*_STATE, *_SETTINGS))
@@ -396,7 +396,7 @@ class Trainer(main.Trainer):
         return self.lr_scheduler if optimizer is None else super().get_lr_scheduler(config or {}, optimizer)
 
     def set_lr_scheduler(self, lr_scheduler: Any) -> None:
-        """Set `lr_scheduler`, which counts from now on."""
+        """Set `lr_scheduler`; its counter starts now."""
         self.options.lr_scheduler = lr_scheduler
 
     def get_mtm_scheduler(self) -> Any:
@@ -404,7 +404,7 @@ class Trainer(main.Trainer):
         return self.options.mtm_scheduler
 
     def set_mtm_scheduler(self, mtm_scheduler: Any) -> None:
-        """Set `mtm_scheduler`, which counts from now on."""
+        """Set `mtm_scheduler`; its counter starts now."""
         self.options.mtm_scheduler = mtm_scheduler
 
     def get_num_epochs(self) -> int:
@@ -443,16 +443,16 @@ class Trainer(main.Trainer):
         return None if self.context.run.data.get(stage) is None else self._loader(stage)
 
     def _set_options(self, values: Mapping[str, Any]) -> None:
-        """Assign the options that differ: an assignment of the same optimizer would build a new one."""
+        """Assign the options that differ, because assigning even the same optimizer would build a new one."""
         for name, value in values.items():
-            # An option may name what is in use otherwise: 0 for `val_batch_size`, a name for a strategy. The rates that
-            # are in use are the optimizer's alone.
+            # An option may have another form than the value in use: 0 for `val_batch_size`, a name for a strategy. The
+            # current rates are stored in the optimizer only.
             present = [getattr(self, name), *([] if name in RATES else [getattr(self.options, name)])]
             if value not in present:
                 setattr(self.options, name, value)
 
     def _share_best(self) -> None:
-        """Give an assigned `best_acc` to the writer of checkpoints, if it compares accuracies."""
+        """Pass an assigned `best_acc` to the writer of checkpoints, if it compares accuracies."""
         saver = self.context.run.saver
         if self._has_new_best and saver is not None and self.options.best_metric in (None, "valid_accuracy"):
             saver.best, self._has_new_best = self._best_acc[0], False
@@ -460,7 +460,7 @@ class Trainer(main.Trainer):
     def _groups(self) -> list[dict[str, Any]]:
         optimizer: Optimizer | None = self.optimizer
         if optimizer is None:
-            raise ConfigError("the trainer has no model yet, and so no optimizer")
+            raise ConfigError("the trainer has no model yet, and therefore no optimizer")
         return optimizer.param_groups
 
 

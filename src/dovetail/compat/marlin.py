@@ -1,4 +1,4 @@
-"""PyMarlin's names: trainer backends in one process or several, in full or mixed precision, and their factory."""
+"""PyMarlin's names for trainer backends: one process or several, full or mixed precision, and their factory."""
 
 from dovetail.trainers import AbstractTrainerDecorator, DDPTrainer, SingleProcess, SingleProcessAMP, SingleProcessAmp
 from dovetail.trainers import build_trainer as build_trainer_backend

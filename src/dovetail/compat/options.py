@@ -13,7 +13,7 @@ class OptionAttribute:
 
     Args:
         name: The option.
-        read: Returns the value that the attribute has; None for the option itself.
+        read: A function that returns the value of the attribute; None means the option itself.
     """
 
     def __init__(self, name: str, read: Callable[[Any], Any] | None = None) -> None:
@@ -34,11 +34,11 @@ class OptionAttribute:
 def with_options(
     names: Iterable[str], reads: Mapping[str, Callable[[Any], Any]] | None = None
 ) -> Callable[[type[Any]], Any]:
-    """Return a decorator that gives a trainer class options as attributes.
+    """Return a decorator that adds options as attributes to a trainer class.
 
     Args:
         names: The options.
-        reads: How to read those whose attribute is not the option itself, by name.
+        reads: Functions, by name, for attributes whose value is not the option itself.
     """
 
     def decorate(kind: type[Any]) -> Any:

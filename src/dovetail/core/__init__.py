@@ -1,4 +1,4 @@
-"""For scripts that own their loop: checkpoints, metrics, preemption, messages. The names are those of Determined."""
+"""Core API for scripts with their own training loop: checkpoints, metrics, preemption, messages. Determined's names."""
 
 from __future__ import annotations
 

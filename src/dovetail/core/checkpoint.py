@@ -1,8 +1,8 @@
-"""Checkpoints of files that the script writes itself.
+"""Checkpoints of files that a user's script writes.
 
-A checkpoint is a folder `STORAGE/ID`: the script's files, as they are, under `files`, and `manifest.json` with the
-metadata and the size and SHA-256 of each of them. It is written under another name beside that one, synced to the disk
-and renamed. Files are copied and compared, never opened for what is in them.
+A checkpoint is a folder `STORAGE/ID`. It contains the script's files, unchanged, under `files`, and `manifest.json`
+with the metadata and the size and SHA-256 of each file. It is written under a temporary name in the same folder,
+synced to the disk and renamed. Files are copied and compared, but their content is never interpreted.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from dovetail.errors import CheckpointError, ConfigError, DovetailError, Unknown
 _Path = str | os.PathLike[str]
 _Selector = Callable[[str], bool]
 
-# A name, and nothing that leads elsewhere. Ids are UUIDs; those that people give to folders are welcome, too.
+# One file name without path separators. Ids are UUIDs; other folder names that users choose are accepted, too.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")
 
 
 class DownloadMode(enum.Enum):
     """How the processes of one machine share a download in Determined.
 
-    Here storage is a folder that every process reads by itself: in either mode no process waits for another one.
+    Here storage is a folder that every process reads directly: in either mode no process waits for another one.
     """
 
     LocalWorkersShareDownload = "LOCAL_WORKERS_SHARE_DOWNLOAD"
@@ -65,10 +65,10 @@ class DownloadMode(enum.Enum):
 
 
 class CheckpointContext:
-    """Keeps the files of a script, whole or not at all.
+    """Stores files of a script as checkpoints. A checkpoint is either complete or absent.
 
     Args:
-        directory: Where the checkpoints are; made when the first one is written. Several processes must all reach it.
+        directory: The folder of the checkpoints, created with the first one. All processes must have access to it.
         distributed: The processes of the run.
 
     Example:
@@ -95,25 +95,25 @@ class CheckpointContext:
         shard: bool = False,
         selector: _Selector | None = None,
     ) -> str:
-        """Store a copy of the files in a folder, and return its id.
+        """Store a copy of the files in a folder and return the id of the checkpoint.
 
         Args:
-            ckpt_dir: The folder. With `shard`, None is for a process that has nothing to add.
-            metadata: What `get_metadata` is to return.
-            shard: Every process of the run adds its own files; all of them call this, and get the same id.
-            selector: Is given each path inside of the folder, and says which ones to store.
+            ckpt_dir: The folder. With `shard`, None means that this process adds no files.
+            metadata: The metadata that `get_metadata` returns.
+            shard: If True, every process of the run adds its files; all of them call this and get the same id.
+            selector: A function of a path inside of the folder that returns True for the files to store.
 
         Raises:
-            CheckpointError: It cannot be stored; with `shard`, in all processes.
+            CheckpointError: The files cannot be stored; with `shard`, raised in all processes.
         """
         with self.store_path(metadata, shard=shard) as (path, storage_id):
             if ckpt_dir is None and not shard:
-                raise ConfigError("upload: ckpt_dir: expected a folder, got None, which is for shard=True")
+                raise ConfigError("upload: ckpt_dir: expected a folder, got None, which needs shard=True")
             if ckpt_dir is not None:
                 source = Path(ckpt_dir)
                 if not source.is_dir():
                     raise CheckpointError(f"{source}: expected a folder to store, got none")
-                left_out = None if selector is None else _leaving_out(source, selector)
+                left_out = None if selector is None else _make_ignore(source, selector)
                 shutil.copytree(source, path, ignore=left_out, copy_function=shutil.copyfile, dirs_exist_ok=True)
         return storage_id
 
@@ -121,32 +121,32 @@ class CheckpointContext:
     def store_path(
         self, metadata: Mapping[str, Any] | None = None, *, shard: bool = False
     ) -> Iterator[tuple[Path, str]]:
-        """Lend an empty folder, and store what is in it when the block ends without an error.
+        """Yield an empty folder, and store its files when the block ends without an error.
 
         Args:
-            metadata: What `get_metadata` is to return. With `shard` it may differ in what it has, but not in what it
-                says.
-            shard: Every process of the run adds its own files, each in a folder of its own; all of them call this.
-                Without it, the chief alone stores.
+            metadata: The metadata that `get_metadata` returns. With `shard`, processes may give different keys, but the
+                same key must have the same value.
+            shard: If True, every process of the run adds files from a folder for this process; all of them call this.
+                If False, only the chief stores files.
 
         Yields:
-            The folder, and the id that the checkpoint will have.
+            The folder, and the id of the checkpoint.
 
         Raises:
-            CheckpointError: It cannot be stored, or two processes have stored different files under one name; with
-                `shard`, in all processes. Also if any of them left the block by an error.
+            CheckpointError: The files cannot be stored, or two processes stored different files under one name. With
+                `shard` it is raised in all processes, also if the block of one process raised an error.
         """
         peers = self._distributed
         if not shard and not peers.is_chief:
             raise ConfigError(
-                f"rank {peers.rank} stores a checkpoint: only rank 0 does, unless all of them store one together by "
-                "shard=True"
+                f"rank {peers.rank} stores a checkpoint: only rank 0 may do this, unless all processes store one "
+                "together with shard=True"
             )
         own = _attempt(lambda: encode_plain(_checked_metadata(metadata), "metadata"))
         problem = own if isinstance(own, Exception) else None
         storage_id = str(uuid.uuid4())
         if shard:
-            storage_id = self._told(storage_id, problem)[0]
+            storage_id = self._exchange(storage_id, problem)[0]
         elif problem is not None:
             raise problem
         target = self.directory / storage_id
@@ -156,7 +156,7 @@ class CheckpointContext:
             digests: Digests = {}
             try:
                 yield temporary / FILES, storage_id
-                digests = _synced(temporary / FILES)
+                digests = _sync_files(temporary / FILES)
             except Exception as error:
                 problem = error
             if shard:
@@ -176,21 +176,21 @@ class CheckpointContext:
         *,
         selector: _Selector | None = None,
     ) -> Iterator[Path]:
-        """Lend the folder with the files of a checkpoint, to be read only, after comparing each with its checksum.
+        """Yield the folder with the files of a checkpoint, for reading only, after checking each file's checksum.
 
         Args:
             storage_id: The checkpoint.
             download_mode: Any `DownloadMode`.
-            selector: Has no effect, and is warned about: the folder has all files. `download` copies selected ones.
+            selector: Has no effect and gives a warning: the folder has all files. `download` copies selected files.
 
         Raises:
-            CheckpointError: It is not there, or a file of it is damaged or missing.
+            CheckpointError: The checkpoint does not exist, or one of its files is damaged or missing.
         """
         DownloadMode(download_mode)
         if selector is not None:
             warnings.warn(
                 "restore_path: the selector has no effect, because the folder has all files; download(selector=…) "
-                "copies selected ones",
+                "copies selected files",
                 UserWarning,
                 # contextlib calls this body from the `with` statement.
                 stacklevel=3,
@@ -207,18 +207,18 @@ class CheckpointContext:
         *,
         selector: _Selector | None = None,
     ) -> None:
-        """Copy the files of a checkpoint into a folder, comparing each with its checksum.
+        """Copy the files of a checkpoint into a folder and check each file's checksum.
 
-        Several processes may do so into the same folder at once: each file appears there whole.
+        Several processes may copy into the same folder at once: each file appears there complete.
 
         Args:
             storage_id: The checkpoint.
-            ckpt_dir: The folder; made if it is not there. Other files in it stay.
+            ckpt_dir: The folder; created if it does not exist. Other files in it are unchanged.
             download_mode: Any `DownloadMode`; every process copies the files that it selects.
-            selector: Is given each path inside of the checkpoint, and says which ones to copy.
+            selector: A function of a path inside of the checkpoint that returns True for the files to copy.
 
         Raises:
-            CheckpointError: It is not there, or a file of it is damaged or missing.
+            CheckpointError: The checkpoint does not exist, or one of its files is damaged or missing.
         """
         DownloadMode(download_mode)
         place, target = self._place(storage_id), Path(ckpt_dir)
@@ -249,10 +249,10 @@ class CheckpointContext:
     def latest(self, where: Callable[[dict[str, Any]], bool] | None = None) -> str | None:
         """Return the id of the checkpoint that was stored last, or None if there is none.
 
-        One that is damaged is passed over, with a warning.
+        Damaged checkpoints are skipped, with a warning.
 
         Args:
-            where: Is given the metadata of each, and says which ones count.
+            where: A function of the metadata that returns True for the checkpoints to consider; None means all.
         """
         found: list[tuple[datetime, str]] = []
         for name in sorted(os.listdir(self.directory)) if self.directory.is_dir() else []:
@@ -277,39 +277,39 @@ class CheckpointContext:
     def _join_shards(
         self, temporary: Path, own: dict[str, Any], digests: Digests, problem: Exception | None, target: Path
     ) -> None:
-        """Bring what all processes have written into the chief's folder, and give it its name."""
+        """Move the files of all processes into the chief's folder, and rename the folder to its final name."""
         chief = self._distributed.is_chief
-        parts = self._told({"at": temporary.name, "files": digests, "metadata": own}, problem)
-        work = _attempt(lambda: _merged(parts))
+        parts = self._exchange({"at": temporary.name, "files": digests, "metadata": own}, problem)
+        work = _attempt(lambda: _merge(parts))
         if not isinstance(work, Exception):
             metadata, owners = work
             home = temporary.with_name(parts[0]["at"]) / FILES
             moves = [name for name, owner in owners.items() if owner == self._distributed.rank and not chief]
-            work = _attempt(lambda: _moved(temporary / FILES, home, moves))
-        self._told(None, work if isinstance(work, Exception) else None)
+            work = _attempt(lambda: _move(temporary / FILES, home, moves))
+        self._exchange(None, work if isinstance(work, Exception) else None)
         everything = {name: StoredFile(*it) for part in parts for name, it in part["files"].items()}
         done = _attempt(lambda: _commit(temporary, metadata, everything, target)) if chief else None
-        self._told(None, done if isinstance(done, Exception) else None)
+        self._exchange(None, done if isinstance(done, Exception) else None)
 
-    def _told(self, told: Any, problem: Exception | None) -> list[Any]:
-        """Return what everyone has to tell; what went wrong in one process goes wrong in all.
+    def _exchange(self, value: Any, problem: Exception | None) -> list[Any]:
+        """Return the values of all processes. An error in one process is raised in all of them.
 
         Raises:
-            CheckpointError: What went wrong in another process. This one's own error is raised as it is.
+            CheckpointError: Another process had an error. An error of this process is raised unchanged.
         """
         everyone = self._distributed.allgather(
-            {"told": told, "problem": None if problem is None else f"{type(problem).__name__}: {problem}"}
+            {"value": value, "problem": None if problem is None else f"{type(problem).__name__}: {problem}"}
         )
         if problem is not None:
             raise problem
         for rank, each in enumerate(everyone):
             if each["problem"] is not None:
                 raise CheckpointError(f"rank {rank} could not store its part of a checkpoint: {each['problem']}")
-        return [each["told"] for each in everyone]
+        return [each["value"] for each in everyone]
 
 
 def storage_directory(storage: _Path | Mapping[str, Any]) -> Path:
-    """Return the folder that a setting of checkpoint storage means.
+    """Return the folder that a setting of checkpoint storage describes.
 
     Args:
         storage: A path, or Determined's mapping: `{"type": "shared_fs", "host_path": …, "storage_path": …}` or
@@ -325,7 +325,7 @@ def storage_directory(storage: _Path | Mapping[str, Any]) -> Path:
     if kind not in ("shared_fs", "directory"):
         raise UnknownNameError("type of checkpoint_storage", str(kind), ("directory", "shared_fs"))
     key = "host_path" if kind == "shared_fs" else "container_path"
-    # The others of Determined's keys say what to do with old checkpoints.
+    # Determined's other keys are rules for the removal of old checkpoints.
     base, below = storage.get(key), storage.get("storage_path") or ""
     if not isinstance(base, str) or not isinstance(below, str):
         raise ConfigError(f"checkpoint_storage: expected '{key}: PATH' with type {kind!r}, got {dict(storage)}")
@@ -345,8 +345,8 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def _leaving_out(source: Path, selector: _Selector) -> Callable[[str, list[str]], list[str]]:
-    """Return what tells `shutil.copytree` which files not to copy."""
+def _make_ignore(source: Path, selector: _Selector) -> Callable[[str, list[str]], list[str]]:
+    """Return the `ignore` function of `shutil.copytree` that leaves out files which the selector rejects."""
 
     def left_out(folder: str, names: list[str]) -> list[str]:
         files = {name: Path(folder, name) for name in names if not Path(folder, name).is_dir()}
@@ -355,8 +355,8 @@ def _leaving_out(source: Path, selector: _Selector) -> Callable[[str, list[str]]
     return left_out
 
 
-def _synced(directory: Path) -> Digests:
-    """Wait until all files in a folder are on the disk, and return what each of them is."""
+def _sync_files(directory: Path) -> Digests:
+    """Sync all files of a folder to the disk and return the size and SHA-256 of each."""
     digests: Digests = {}
     for place, folders, files in os.walk(directory):
         for name in (*files, *folders):
@@ -372,8 +372,8 @@ def _synced(directory: Path) -> Digests:
     return digests
 
 
-def _merged(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return everyone's metadata as one, and whose files the checkpoint takes."""
+def _merge(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the joined metadata of all processes, and the rank that provides each file."""
     metadata: dict[str, Any] = {}
     said: dict[str, int] = {}
     owners: dict[str, int] = {}
@@ -391,7 +391,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[st
     return metadata, owners
 
 
-def _moved(source: Path, target: Path, names: Sequence[str]) -> None:
+def _move(source: Path, target: Path, names: Sequence[str]) -> None:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.rename(source / name, target / name)
@@ -406,7 +406,7 @@ def _commit(temporary: Path, metadata: Mapping[str, Any], digests: Digests, targ
 
 
 def _attempt(work: Callable[[], Any]) -> Any:
-    """Return what some work returns, or the error that it ends with: the other processes must hear of it first."""
+    """Return the result of a function, or its error, so that the other processes receive it before it is raised."""
     try:
         return work()
     except (OSError, DovetailError) as error:
@@ -420,7 +420,7 @@ def _unless_damaged(read: Callable[[Path], StoredFiles], place: Path) -> StoredF
     try:
         return read(place)
     except (CheckpointError, FileNotFoundError) as error:
-        # One that another process has deleted meanwhile is not damaged.
+        # A checkpoint that another process has just deleted is not damaged.
         if place.exists():
-            warnings.warn(f"passed over a damaged checkpoint: {error}", CheckpointWarning, stacklevel=3)
+            warnings.warn(f"skipped a damaged checkpoint: {error}", CheckpointWarning, stacklevel=3)
         return None

@@ -1,4 +1,4 @@
-"""`init`: everything that a script which owns its loop can ask for."""
+"""Core context: the object with which a script that has its own training loop uses this library."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dovetail.info import TrialInfo, get_cluster_info
 
 _MISSING = {
     "experimental": "there is no master that links a trial to a model of its registry",
-    "searcher": "a script runs to its own length here, and reports its metrics by train.report_validation_metrics",
-    "profiler": "torch.profiler writes into train.get_tensorboard_path()",
+    "searcher": "a script decides how long it trains, and reports its metrics with train.report_validation_metrics",
+    "profiler": "use torch.profiler and write to train.get_tensorboard_path()",
 }
 
 
 @dataclass(eq=False, repr=False)
 class Context:
-    """Checkpoints, processes, preemption and reports of a script.
+    """Checkpoints, processes, preemption and reports of a script with its own training loop.
 
-    In a `with` block it receives signals; at the end of the block it restores the handlers and leaves the group of
-    processes. A block that ends with `InvalidHP` is reported as such.
+    In a `with` block it receives signals. At the end of the block it restores the signal handlers and leaves the group
+    of processes. If the block ends with `InvalidHP`, this is reported as the reason of the exit.
 
     Attributes:
-        checkpoint: Keeps the files of the script.
+        checkpoint: Stores the files of the script.
         distributed: The processes of the run.
-        preempt: Whether the script was asked to exit.
-        train: Reports metrics, progress and the like.
+        preempt: Reports whether the script was requested to exit.
+        train: Reports metrics, progress, status and alerts.
         info: The trial that this process was launched for, or None.
 
     Example:
@@ -69,11 +69,11 @@ class Context:
     def alert(
         self, title: str | None = None, description: str | None = None, level: AlertLevel | None = "info"
     ) -> None:
-        """Log an alert and record it, as `train.alert` does."""
+        """Log an alert and record it, like `train.alert`."""
         self.train.alert(title, description, level)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Restore the signal handlers and leave the group; the other processes are told the error, if any."""
+        """Restore the signal handlers and leave the group; the other processes receive the error, if any."""
         self.preempt.close()
         self.distributed.close(error)
 
@@ -85,16 +85,16 @@ def init(
     preempt_mode: PreemptMode = PreemptMode.WorkersAskChief,
     tensorboard_mode: TensorboardMode = TensorboardMode.AUTO,
 ) -> Context:
-    """Return the context of a script that owns its loop.
+    """Return the context of a script with its own training loop.
 
     Args:
-        distributed: The processes of the run; None finds out whether `torchrun` has started this one.
-        checkpoint_storage: Where checkpoints are: a path, or a mapping such as `checkpoint_storage` of Determined's
-            configuration. None means the folder of the trial, if the launcher has set one, else that of
-            `checkpoint_storage` in the configuration, else `checkpoints`. Metrics are in the trial's folder, or else
-            beside the checkpoints.
-        preempt_mode: Which of several processes learn that they should exit.
-        tensorboard_mode: As in Determined; here files stay where they are written.
+        distributed: The processes of the run; None means the processes of `torchrun`, or only this one.
+        checkpoint_storage: The folder of the checkpoints: a path, or a mapping such as `checkpoint_storage` of
+            Determined's configuration. None means the folder of the trial if the launcher has set one, else the
+            `checkpoint_storage` of the configuration, else `checkpoints`. Metrics are written to the trial's folder, or
+            else to the folder of the checkpoints.
+        preempt_mode: Which processes are notified when the script should exit.
+        tensorboard_mode: Accepted for Determined's scripts, without effect: files are never uploaded.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Ranks of the processes of a script that owns its loop, and messages between them."""
+"""Ranks of a script's processes, and messages between them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dovetail.errors import CheckpointError, ConfigError, DataError
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DistributedContext:
-    """The place of this process among those of a run, and messages between them.
+    """The rank of this process in a run, and messages between the processes.
 
     The processes connect when the first message is sent. Messages are numbers, strings, lists, tuples, dicts, tensors
-    and arrays, as in a checkpoint: nothing is pickled. Every method that sends one must be called by all processes of
-    the run, in the same order.
+    and arrays, as in a checkpoint: nothing is pickled. The methods that send messages are collective calls: all
+    processes of the run must make them in the same order.
 
     Args:
         rank: The number of this process, from 0.
-        size: How many there are.
-        local_rank: Its number among those of its machine.
-        local_size: How many there are on its machine.
-        cross_rank: The number of its machine.
-        cross_size: How many machines there are.
-        chief_ip: The address of the machine of rank 0, for processes that no launcher of torch has started; None is
-            enough on one machine. A launcher's `MASTER_ADDR` comes first.
+        size: The number of processes.
+        local_rank: The number of this process on its machine, from 0.
+        local_size: The number of processes on its machine.
+        cross_rank: The number of its machine, from 0.
+        cross_size: The number of machines.
+        chief_ip: The address of the machine of rank 0, for processes that were started without a launcher of torch.
+            None is enough on one machine. A launcher's `MASTER_ADDR` has priority.
         pub_port: The port at that address.
-        pull_port: Has no effect, and is warned about: messages of both directions use one port.
-        port_offset: Is added to the port, so that two runs can share a machine.
+        pull_port: Has no effect and gives a warning: messages of both directions use one port.
+        port_offset: A number that is added to the port, so that two runs can share a machine.
         force_tcp: True or False; messages between processes always use TCP.
 
     Example:
@@ -65,13 +65,13 @@ class DistributedContext:
 
     @classmethod
     def from_torch_distributed(cls, chief_ip: str | None = None) -> DistributedContext:
-        """Return the ranks that `torchrun` or a process group of torch has given to this process.
+        """Return the ranks that `torchrun` or a process group of torch assigned to this process.
 
         Args:
-            chief_ip: Not needed: the processes meet at the launcher's `MASTER_ADDR`.
+            chief_ip: Not needed: the processes connect to the launcher's `MASTER_ADDR`.
 
         Raises:
-            ConfigError: There is neither.
+            ConfigError: The process was not started by `torchrun` and is in no process group.
         """
         if not is_launched():
             raise ConfigError(
@@ -81,7 +81,7 @@ class DistributedContext:
         has_met = dist.is_initialized()
         rank = dist.get_rank() if has_met else _number("RANK")
         size = dist.get_world_size() if has_met else _number("WORLD_SIZE")
-        # Set by hand, without torchrun, these two mean one machine.
+        # These two are not set if the user sets the others by hand; this means one machine.
         local_size = _number("LOCAL_WORLD_SIZE", size)
         return cls(
             rank=rank,
@@ -95,27 +95,27 @@ class DistributedContext:
 
     @classmethod
     def from_environment(cls) -> DistributedContext:
-        """Return the ranks that `torchrun` has given to this process, or those of a single process."""
+        """Return the ranks that `torchrun` assigned to this process, or the ranks of a single process."""
         return cls.from_torch_distributed() if is_launched() else cls()
 
     @classmethod
     def from_horovod(cls, hvd: object, chief_ip: str | None = None) -> NoReturn:
-        """Refuse: Horovod is not used here."""
+        """Raise an error: Horovod is not supported."""
         raise ConfigError(f"from_horovod: {_INSTEAD}")
 
     @classmethod
     def from_deepspeed(cls, chief_ip: str | None = None) -> NoReturn:
-        """Refuse: DeepSpeed's launcher is not used here."""
+        """Raise an error: DeepSpeed's launcher is not supported."""
         raise ConfigError(f"from_deepspeed: {_INSTEAD}")
 
     @classmethod
     def from_tf_config(cls) -> NoReturn:
-        """Raise: TensorFlow is not used here."""
+        """Raise an error: TensorFlow is not supported."""
         raise ConfigError(f"from_tf_config: {_INSTEAD}")
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the first process, which reports and writes for all."""
+        """Whether this is the first process, which reports and writes for all processes."""
         return self.rank == 0
 
     @property
@@ -124,25 +124,25 @@ class DistributedContext:
         return self.local_rank == 0
 
     def get_rank(self) -> int:
-        """Return the number of this process."""
+        """Return the rank of this process."""
         return self.rank
 
     def get_size(self) -> int:
-        """Return how many processes there are."""
+        """Return the number of processes."""
         return self.size
 
     def get_local_rank(self) -> int:
-        """Return the number of this process among those of its machine."""
+        """Return the rank of this process on its machine."""
         return self.local_rank
 
     def get_num_agents(self) -> int:
-        """Return how many machines there are."""
+        """Return the number of machines."""
         return self.cross_size
 
     def shard_batch_size(self, global_batch_size: int) -> int:
-        """Return how many samples of each global batch this process gets.
+        """Return the number of samples of each global batch that this process gets.
 
-        A global batch that does not divide is made smaller, with a warning.
+        If the global batch size is not divisible, it is reduced, with a warning.
 
         Raises:
             ConfigError: There are fewer samples than processes.
@@ -161,17 +161,17 @@ class DistributedContext:
         return share
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return everyone's value in the order of the ranks; None in all processes but the chief."""
+        """Return the values of all processes in the order of the ranks; None in all processes except the chief."""
         everyone = self.allgather(value)
         return everyone if self.is_chief else None
 
     def gather_local(self, value: Any) -> list[Any] | None:
-        """Return the values of this machine's processes; None in all of them but the first."""
+        """Return the values of this machine's processes; None in all of them except the first."""
         everyone = self.allgather_local(value)
         return everyone if self.is_local_chief else None
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return everyone's value, in the order of the ranks."""
+        """Return the values of all processes, in the order of the ranks."""
         return [message["value"] for message in self._exchange(value)]
 
     def allgather_local(self, value: Any) -> list[Any]:
@@ -187,7 +187,7 @@ class DistributedContext:
         return self.allgather_local(value if self.is_local_chief else None)[0]
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group, if this object has joined it; the other processes are told the error, if any."""
+        """Leave the group if this object has joined it; the other processes receive the error, if any."""
         if self._group is not None:
             if error is not None:
                 self._group.tell_failure(error)
@@ -223,7 +223,7 @@ class DistributedContext:
         return self._group
 
     def _place(self) -> tuple[str, int, int]:
-        """Return where processes meet that no launcher has started: the address, the rank and the size."""
+        """Return the address, the rank and the size for processes that were started without a launcher."""
         if self.chief_ip is None and self.local_size != self.size:
             raise ConfigError(
                 f"chief_ip: {self.size} processes on several machines need the address of the machine of rank 0; give "
@@ -236,7 +236,7 @@ _INSTEAD = "expected processes that torch starts; use DistributedContext.from_to
 
 
 def local_device(local_rank: int) -> torch.device:
-    """Return the device of one process of a machine: a card for each of them, or the CPU if there are none."""
+    """Return the device of a process: one graphics card per process of a machine, or the CPU if there are none."""
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Requests to exit that a script polls: SIGTERM, Ctrl-C, or the chief process."""
+"""Preemption: exit requests by SIGTERM, Ctrl-C or the chief process, which a script polls."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from dovetail.runtime.signals import SignalHandler, announce
 
 
 class PreemptMode(enum.Enum):
-    """Which of several processes learn that they should exit."""
+    """Which processes of a run are notified when they should exit."""
 
     ChiefOnly = "CHIEF_ONLY"
-    """Only the chief may ask; the script itself informs the others."""
+    """Only the chief may call `should_preempt`; the script itself informs the others."""
     WorkersAskChief = "WORKERS_ASK_CHIEF"
-    """All processes ask at the same places and get the chief's answer, so they agree."""
+    """All processes call `should_preempt` at the same places and get the chief's result, so they agree."""
     WorkersAskMaster = "WORKERS_ASK_MASTER"
-    """Each process answers for itself: they may differ."""
+    """Each process returns its own result: processes may disagree."""
 
 
 class PreemptContext:
-    """Receives SIGTERM and Ctrl-C, and reports them when the script asks.
+    """Receives SIGTERM and Ctrl-C, and reports them when the script polls `should_preempt`.
 
-    From the first signal on `should_preempt` returns True; the second one acts as without this object. Handlers are
-    installed in the main thread only, and only in place of Python's own: those of the user stay.
+    After the first signal `should_preempt` returns True; a second signal has its usual effect. Handlers are installed
+    in the main thread only, and replace only Python's own handlers: handlers of the user are unchanged.
 
     Args:
         distributed: The processes of the run.
-        mode: Which of them learn of a signal.
+        mode: Which processes are notified of a signal.
 
     Example:
         >>> with PreemptContext(DistributedContext()) as preempt:
@@ -65,29 +65,29 @@ class PreemptContext:
     def should_preempt(self, auto_ack: bool = True) -> bool:
         """Return whether to save and exit.
 
-        With `WorkersAskChief` this is a message: all processes must ask equally often, and get the same answer.
+        With `WorkersAskChief` this is a collective call: all processes must make it equally often.
 
         Args:
-            auto_ack: Whether an answer of True is acknowledged at once, so that the experiment resumes the script
+            auto_ack: Whether a result of True is acknowledged at once, so that the experiment resumes the script
                 later. Otherwise the script calls `acknowledge_preemption_signal`.
 
         Raises:
-            ConfigError: Asked by another process than the chief, where only the chief may.
+            ConfigError: Called by another process than the chief in the mode `ChiefOnly`.
         """
-        heard = self.signal is not None
+        is_requested = self.signal is not None
         if self._mode is PreemptMode.WorkersAskChief:
-            heard = bool(self._distributed.broadcast(heard))
+            is_requested = bool(self._distributed.broadcast(is_requested))
         elif self._mode is PreemptMode.ChiefOnly and not self._distributed.is_chief:
             raise ConfigError(
                 f"should_preempt() was called in rank {self._distributed.rank}: with PreemptMode.ChiefOnly only rank 0 "
-                "asks; PreemptMode.WorkersAskChief is for all"
+                "may call it; PreemptMode.WorkersAskChief is for all processes"
             )
-        if heard and auto_ack:
+        if is_requested and auto_ack:
             self.acknowledge_preemption_signal()
-        return heard
+        return is_requested
 
     def acknowledge_preemption_signal(self) -> None:
-        """Record for the experiment, if there is one, that the script exits because it was asked to."""
+        """Record for the experiment, if there is one, that the script exits because of an exit request."""
         folder = os.environ.get(ATTEMPT)
         if folder is not None and self._distributed.is_chief:
             with suppress(OSError):
@@ -96,4 +96,4 @@ class PreemptContext:
     def _receive(self, number: int) -> None:
         self.signal = number
         self.close()
-        announce(number, ": the script is asked to leave when it looks (again to leave at once)")
+        announce(number, ": exit requested; the script stops at its next check (press again to stop at once)")

@@ -1,4 +1,4 @@
-"""What a script reports about its training: lines of a file that anybody can read while it grows.
+"""Reports of a script's training: metrics, progress and status as lines of a JSON file.
 
 Every report is one line of `metrics.jsonl`, an object with the time and one of
 
@@ -9,8 +9,8 @@ Every report is one line of `metrics.jsonl`, an object with the time and one of
     {"alert": {"title": "slow", "description": "one batch took 90 s", "level": "warn"}}
     {"metadata": {"dataset": "digits"}}
 
-A process that is killed loses the line that it was writing, at most. One that goes on from a checkpoint reports again
-what came after it: of two lines about the same group and step the later one counts.
+A process that is killed loses at most the line that it was writing. A process that resumes from a checkpoint repeats
+the reports after this checkpoint: of two lines with the same group and step the later one is valid.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING
 
 
 class EarlyExitReason(enum.Enum):
-    """Why a trial ends before its time."""
+    """Why a trial ends early."""
 
     INVALID_HP = "INVALID_HP"
-    """Its hyperparameters cannot work: a search replaces it by another."""
+    """The hyperparameters are invalid: a search replaces the trial by another one."""
     USER_REQUESTED_STOP = "USER_REQUESTED_STOP"
-    """It had enough."""
+    """The user's code requested the end of the trial."""
 
 
 ExitedReason = EarlyExitReason
-"""The name that the master's messages have for it."""
+"""The name of `EarlyExitReason` in messages of Determined's master."""
 
 
 class TensorboardMode(enum.Enum):
-    """How Determined uploads TensorBoard's files. Here they stay where they are written, in either mode."""
+    """How Determined uploads TensorBoard files. Here both modes leave the files in the trial's folder."""
 
     AUTO = "AUTO"
     MANUAL = "MANUAL"
 
 
 class TrainContext:
-    """Reports metrics, progress and the like.
+    """Reports metrics, progress, status and alerts of a trial.
 
-    The chief writes; in the other processes every report is checked, and left at that.
+    The chief writes the reports. The other processes only check them.
 
     Args:
-        directory: The trial's folder; made when the first report is written.
-        is_chief: Whether this process is the one that writes.
-        info: What is known about the trial.
+        directory: The trial's folder; created with the first report.
+        is_chief: Whether this process writes the reports.
+        info: The trial that this process was launched for; None means none.
 
     Example:
         >>> import tempfile
@@ -115,9 +115,9 @@ class TrainContext:
         """Report metrics.
 
         Args:
-            group: What they are of.
-            steps_completed: How far training has come.
-            metrics: By name: numbers, tensors, arrays, text, and lists and dicts of them.
+            group: The name of the group, such as `"training"`.
+            steps_completed: The number of steps so far.
+            metrics: Values by name: numbers, tensors, arrays, text, and lists and dicts of them.
 
         Raises:
             ConfigError: A value cannot be written as JSON.
@@ -125,19 +125,19 @@ class TrainContext:
         self._report(group, steps_completed, metrics)
 
     def report_progress(self, progress: float) -> None:
-        """Report how much of the work is done, from 0 to 1."""
+        """Report the completed fraction of the work, from 0 to 1."""
         if not 0 <= progress <= 1:
             raise ConfigError(f"progress: expected a number from 0 to 1, got {progress}")
         self._write({"progress": float(progress)})
 
     def report_early_exit(self, reason: EarlyExitReason) -> None:
-        """Report why the trial ends before its time."""
+        """Report why the trial ends early."""
         self._write({"exited": EarlyExitReason(reason).value})
         if self._is_chief:
             _logger.info("the trial exits early: %s", EarlyExitReason(reason).value)
 
     def set_status(self, status: str) -> None:
-        """Report in a few words what the trial is doing."""
+        """Report the current activity of the trial in a few words."""
         self._write({"status": str(status)})
         if self._is_chief:
             _logger.info("status: %s", status)
@@ -159,26 +159,26 @@ class TrainContext:
             raise UnknownNameError("level of an alert", level, _LEVELS)
         text = {"title": str(title or ""), "description": str(description or ""), "level": level}
         self._write({"alert": text})
-        # Python shows no record below WARNING by default, and only the chief's alerts are in the file, too.
+        # Python hides records below WARNING by default, and alerts of other processes are only in the log.
         severity = _LEVELS[level] if self._is_chief else max(_LEVELS[level], logging.WARNING)
         _logger.log(severity, "alert: %s", ": ".join(filter(None, (text["title"], text["description"]))))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace the metadata of the trial, which any program may use, and return it as it is recorded."""
+        """Replace the trial's metadata, which has no meaning for the library, and return it as it is recorded."""
         plain = _checked(metadata, "metadata")
         self._write({"metadata": plain})
         return plain
 
     def get_metadata(self) -> dict[str, Any] | None:
-        """Return what `set_metadata` has recorded last, also in an earlier run of the trial; None if nothing has."""
+        """Return the last metadata given to `set_metadata`, also in an earlier run of the trial; None if never set."""
         path = self.directory / METRICS
         rows = read_metrics(path) if path.exists() else []
         return next((row["metadata"] for row in reversed(rows) if "metadata" in row), None)
 
     def get_experiment_best_validation(self) -> float | None:
-        """Return the best value of the searcher's metric that this trial has reported; None where there is none.
+        """Return this trial's best value of the searcher's metric so far; None if there is none.
 
-        The metric, and whether smaller is better, are those of `searcher` in the experiment's configuration.
+        The section `searcher` of the experiment's configuration sets the metric and whether smaller is better.
         """
         searcher = self._info.config.get("searcher") if self._info is not None else None
         path = self.directory / METRICS
@@ -191,7 +191,7 @@ class TrainContext:
         return best(numbers, default=None)
 
     def get_tensorboard_path(self) -> Path:
-        """Return the folder for TensorBoard's files, which is there afterwards."""
+        """Return the folder for TensorBoard files; create it if it does not exist."""
         path = self.directory / "tensorboard"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -201,11 +201,11 @@ class TrainContext:
         selector: Callable[[Path], bool] | None = None,
         mangler: Callable[[Path, int], Path] | None = None,
     ) -> None:
-        """Log where the files of TensorBoard are: nothing is uploaded, because they stay in the trial's folder.
+        """Log the folder of the TensorBoard files; nothing is uploaded, because they remain in the trial's folder.
 
         Args:
-            selector: Must be None: all files stay.
-            mangler: Must be None: all files keep their names.
+            selector: Must be None: files cannot be selected.
+            mangler: Must be None: files cannot be renamed.
 
         Raises:
             ConfigError: A selector or a mangler was given.
@@ -215,7 +215,7 @@ class TrainContext:
                 "upload_tensorboard_files: expected neither a selector nor a mangler, because no file is uploaded or "
                 "renamed here: write only the wanted files into get_tensorboard_path()"
             )
-        _logger.info("the files of TensorBoard stay in %s", self.get_tensorboard_path())
+        _logger.info("the TensorBoard files are in %s", self.get_tensorboard_path())
 
     def _report(
         self,
@@ -244,19 +244,19 @@ class TrainContext:
             _end_at_a_line(path)
             self._is_open = True
         line = json.dumps({**row, "time": time.time()}, allow_nan=False) + "\n"
-        # One write, and opened for each: no other process ever sees or inherits half of a line.
+        # One write per line to a newly opened file, so that no other process sees or inherits half of a line.
         with path.open("ab", buffering=0) as file:
             file.write(line.encode())
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the reports in a file, in the order in which they were made.
+    """Return the reports in a file, in the order in which they were written.
 
-    A last line that is not finished is left out. JSON has no NaN and no infinity: as values of metrics the strings
-    `"NaN"`, `"Infinity"` and `"-Infinity"` are read as the numbers.
+    An incomplete last line is left out. JSON has no NaN and no infinity: in metrics the strings `"NaN"`, `"Infinity"`
+    and `"-Infinity"` are read as numbers.
 
     Raises:
-        DataError: A line is none that `TrainContext` writes.
+        DataError: A line is not a report of `TrainContext`.
     """
     *lines, _ = Path(path).read_bytes().split(b"\n")
     rows = []
@@ -274,7 +274,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _end_at_a_line(path: Path) -> None:
-    """Cut off what a killed process has not finished."""
+    """Remove an incomplete last line, which a killed process has left."""
     if path.exists():
         with path.open("r+b") as file:
             content = file.read()
@@ -285,7 +285,7 @@ _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _checked(values: Any, name: str) -> dict[str, Any]:
-    """Return values by name as JSON has them."""
+    """Return values by name in a form that JSON can represent."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name}: expected values by name, got {type(values).__name__}")
     plain: dict[str, Any] = _plain(values, name)
@@ -293,7 +293,7 @@ def _checked(values: Any, name: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value in a form that JSON can represent."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):

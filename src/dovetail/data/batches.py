@@ -1,7 +1,7 @@
-"""Batches of any structure: move them, count and cut their samples, split them into inputs and targets, join outputs.
+"""Operations on batches of any structure: move, count, slice, split into inputs and targets, and join.
 
-A *structure* is a tuple, a named tuple, a list, a mapping or a dataclass instance, nested at will. Anything
-else is a *leaf*: tensors and arrays, and strings, numbers and `None`, which are kept as they are.
+A *structure* is a tuple, a named tuple, a list, a mapping or a dataclass instance, nested to any depth. Everything
+else is a *leaf*: tensors and arrays, and strings, numbers and `None`, which are left unchanged.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _TARGET_KEYS = ("labels", "label", "target", "targets", "y")
 
 
 def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Return `batch` with every tensor on `device`; the very same object when all of them are there already.
+    """Return `batch` with every tensor on `device`; the same object if all tensors are there already.
 
     Args:
-        batch: A tensor, a packed sequence, or a structure that holds some. Other leaves are kept.
-        device: Where the tensors belong.
-        non_blocking: Copy from pinned memory without waiting.
+        batch: A tensor, a packed sequence, or a structure that contains some. Other leaves are left unchanged.
+        device: The target device.
+        non_blocking: Whether to copy from pinned memory without waiting.
 
     Example:
         >>> batch = (torch.zeros(2), {"name": ["a", "b"], "mask": None})
@@ -36,8 +36,8 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     """
     if isinstance(batch, Tensor):
         return batch if batch.device == device else batch.to(device, non_blocking=non_blocking)
-    # Nearly every batch is a flat pair of tensors. Deciding that here, without a further call, keeps the
-    # loop's cost per batch below a microsecond.
+    # Nearly every batch is a flat pair of tensors. Checking this here, without another call, keeps the cost per
+    # batch below a microsecond.
     if type(batch) is list or type(batch) is tuple:
         for item in batch:
             if not isinstance(item, Tensor) or item.device != device:
@@ -54,7 +54,7 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return `batch` with `function` applied to every tensor; the very same object when none of them changed.
+    """Return `batch` with `function` applied to every tensor; the same object if no tensor changed.
 
     Example:
         >>> map_tensors(torch.neg, {"x": torch.ones(2), "name": "a"})
@@ -64,9 +64,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Return `batch` with `function` applied to everything in it that is no structure.
+    """Return `batch` with `function` applied to every leaf.
 
-    The very same object is returned when nothing changed. A packed sequence is one leaf.
+    The same object is returned if no leaf changed. A packed sequence is one leaf.
 
     Example:
         >>> map_leaves(lambda leaf: leaf * 2, {"x": [1, 2], "name": "a"})
@@ -84,8 +84,8 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
 def batch_length(batch: Any) -> int:
     """Return the number of samples in `batch`.
 
-    That is the first size of the first tensor or array, depth first. A batch without any has as many samples
-    as its first flat list or tuple, such as a list of strings, has items.
+    This is the first size of the first tensor or array, depth first. If there is none, it is the number of items of the
+    first flat list or tuple, such as a list of strings.
 
     Raises:
         DataError: Nothing in the batch has a length.
@@ -104,25 +104,25 @@ def batch_length(batch: Any) -> int:
     for length in _list_lengths(batch):
         return length
     raise DataError(
-        f"cannot tell the number of samples in a batch of type {type(batch).__name__}: expected a tensor or "
+        f"cannot find the number of samples in a batch of type {type(batch).__name__}: expected a tensor or "
         "an array with at least one dimension, or a list, somewhere in it"
     )
 
 
 def slice_batch(batch: Any, start: int, stop: int, length: int | None = None) -> Any:
-    """Return the samples from `start` up to `stop` of `batch`, in the same structure.
+    """Return the samples from `start` to `stop` (exclusive) of `batch`, in the same structure.
 
-    Tensors and arrays with one row per sample are cut, and so are lists and tuples with one item per sample in which
-    nothing else can be cut, such as a list of strings. Everything else is whole in every slice: a scale, a name, None.
+    Tensors and arrays with one row per sample are sliced. Lists and tuples with one item per sample are sliced if their
+    items cannot be, such as a list of strings. Other values, such as a number or None, are the same in every slice.
 
     Args:
-        batch: A tensor, an array, or a structure that holds some.
+        batch: A tensor, an array, or a structure that contains some.
         start: The first sample.
-        stop: The one after the last.
-        length: The samples in `batch`; None for `batch_length(batch)`.
+        stop: The sample after the last one.
+        length: The number of samples in `batch`; None means `batch_length(batch)`.
 
     Raises:
-        DataError: Nothing in the batch has one row or item per sample, or it is packed.
+        DataError: No part of the batch has one row or item per sample, or it is a packed sequence.
 
     Example:
         >>> slice_batch({"x": torch.arange(4), "name": ["a", "b", "c", "d"], "scale": 2.0}, 1, 3)
@@ -132,19 +132,18 @@ def slice_batch(batch: Any, start: int, stop: int, length: int | None = None) ->
     cut = _cut(batch, start, stop, length)
     if cut is batch:
         raise DataError(
-            f"cannot cut a batch of type {type(batch).__name__}: expected a tensor, an array or a list with one entry "
-            f"for each of its {length} samples"
+            f"cannot slice a batch of type {type(batch).__name__}: expected a tensor, an array or a list with one "
+            f"entry for each of its {length} samples"
         )
     return cut
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the targets of `batch`; targets are `None` when it has none.
+    """Return the inputs and the targets of `batch`; targets are `None` if it has none.
 
-    A pair is inputs and targets. Of a longer tuple or list the last item is the targets, and the inputs are
-    the tuple of the others. Of a mapping the targets are under "labels", "label", "target", "targets" or "y";
-    when one value is left it is the inputs, otherwise the dictionary of the rest is. Anything else is inputs
-    only.
+    A pair is inputs and targets. In a longer tuple or list the last item is the targets, and the inputs are the tuple
+    of the other items. In a mapping the targets are under "labels", "label", "target", "targets" or "y"; the inputs are
+    the only other value, or the dictionary of the other values. Every other batch is inputs only.
 
     Example:
         >>> split_batch({"image": 1, "label": 2})
@@ -169,11 +168,11 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def concat(outputs: Sequence[Any]) -> Any:
-    """Join the outputs of several batches into one of the same structure; `[]` when there are none.
+    """Join the outputs of several batches into one with the same structure; `[]` if there are none.
 
-    Tensors and arrays are joined along their first dimension, those without one are stacked. Tuples, mappings
-    and dataclasses are joined part by part. A list counts as one item per sample: lists are strung together.
-    Everything else, mappings with different keys among it, is collected in a list.
+    Tensors and arrays are concatenated along their first dimension, or stacked if they have no dimensions. Tuples,
+    mappings and dataclasses are joined part by part. Lists have one item per sample and are concatenated. Other values,
+    and mappings with different keys, are collected in a list.
 
     Example:
         >>> concat([(torch.tensor([1, 2]), ["a", "b"]), (torch.tensor([3]), ["c"])])
@@ -205,7 +204,7 @@ def _cut(batch: Any, start: int, stop: int, length: int) -> Any:
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch[start:stop] if batch.ndim and batch.shape[0] == length else batch
     if isinstance(batch, PackedSequence):
-        raise DataError("cannot cut a packed sequence: pack inside of the step, and give padded tensors and lengths")
+        raise DataError("cannot slice a packed sequence: pack inside of the step, and give padded tensors and lengths")
     parts = _parts(batch)
     cut = [_cut(part, start, stop, length) for part in parts]
     if any(new is not old for new, old in zip(cut, parts, strict=True)):
@@ -216,7 +215,7 @@ def _cut(batch: Any, start: int, stop: int, length: int) -> Any:
 
 
 def _joined(column: Sequence[Any]) -> Any:
-    # An output that a model leaves out stays left out, rather than becoming a list of blanks.
+    # If a model returns None for this part, return None and not a list of None.
     return None if all(item is None for item in column) else concat(column)
 
 
@@ -228,7 +227,7 @@ class _NamedTuple(Protocol):
 
 
 def _parts(batch: Any) -> Sequence[Any]:
-    """Return what a structure is made of; nothing for a leaf."""
+    """Return the parts of a structure; an empty sequence for a leaf."""
     if isinstance(batch, PackedSequence):
         return ()
     if isinstance(batch, (tuple, list)):
@@ -241,12 +240,12 @@ def _parts(batch: Any) -> Sequence[Any]:
 
 
 def _with_parts(batch: Any, parts: Sequence[Any]) -> Any:
-    """Return a structure like `batch` that is made of `parts`."""
+    """Return a structure like `batch` with other parts."""
     if isinstance(batch, Mapping):
         changed = dict(zip(batch, parts, strict=True))
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return changed
-        # Mappings of other libraries carry more than their items.
+        # Mappings of other libraries have attributes besides their items, so copy the object.
         clone = copy.copy(batch)
         clone.update(changed)
         return clone
@@ -263,7 +262,7 @@ def _array_lengths(batch: Any) -> Iterator[int]:
         if batch.ndim:
             yield int(batch.shape[0])
     elif isinstance(batch, PackedSequence):
-        # Its data holds one row per time step; every sample has a first one.
+        # The data of a packed sequence has one row per time step. The first step contains every sample.
         yield int(batch.batch_sizes[0])
     else:
         for part in _parts(batch):

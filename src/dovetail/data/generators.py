@@ -1,4 +1,4 @@
-"""Random generators that datasets, samplers and transforms hold: find them, read their states, restore them."""
+"""Random generators inside of datasets, samplers and transforms: find them, and read and restore their states."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dovetail.errors import CheckpointError
 Source: TypeAlias = "torch.Generator | np.random.Generator | np.random.RandomState | random.Random"
 
 _SOURCES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# The search ends here: a dataset that holds a million objects must not delay every epoch.
+# The search stops after this number of objects: a dataset with a million objects must not delay every epoch.
 _MOST_OBJECTS = 5_000
-# Longer lists and dictionaries are tables of file names or labels, not transforms.
+# Longer lists and dictionaries contain file names or labels, not transforms.
 _MOST_ITEMS = 100
 _LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic, type, types.ModuleType, torch.dtype)
 
 
 def find_generators(**roots: Any) -> dict[str, Source]:
-    """Return the generators that objects hold, by the path of attributes that leads to each.
+    """Return the generators that objects contain, by the path of attributes to each.
 
-    The global generators of Python, NumPy and torch are left out. The search looks into attributes, short lists and
+    The global generators of Python, NumPy and torch are left out. The search includes attributes, short lists and
     dictionaries, `functools.partial`, bound methods and closures.
 
     Args:
@@ -43,7 +43,7 @@ def find_generators(**roots: Any) -> dict[str, Source]:
     """
     found: dict[str, Source] = {}
     waiting = deque(roots.items())
-    # Objects are kept, and not only their ids: an id of a freed object may be given to another one.
+    # Keep the objects and not only their ids: the id of a freed object may be reused.
     seen: dict[int, Any] = {id(each): each for each in _global_sources()}
     while waiting and len(seen) < _MOST_OBJECTS:
         path, value = waiting.popleft()
@@ -51,7 +51,7 @@ def find_generators(**roots: Any) -> dict[str, Source]:
             continue
         seen[id(value)] = value
         if isinstance(value, random.SystemRandom):
-            # The operating system's randomness has no state.
+            # The randomness of the operating system has no state.
             continue
         if isinstance(value, _SOURCES):
             found[path] = value
@@ -66,10 +66,10 @@ def generator_states(found: Mapping[str, Source]) -> dict[str, Any]:
 
 
 def set_generator_states(found: Mapping[str, Source], states: Mapping[str, Any]) -> list[str]:
-    """Restore the states returned by `generator_states`, and return the paths that lead to no generator any more.
+    """Restore the states returned by `generator_states`, and return the paths that no longer have a generator.
 
     Raises:
-        CheckpointError: A state is not one of the generator at its path.
+        CheckpointError: A state does not belong to the type of generator at its path.
     """
     for path, state in states.items():
         if path in found:
@@ -78,7 +78,7 @@ def set_generator_states(found: Mapping[str, Source], states: Mapping[str, Any])
 
 
 def global_states() -> dict[str, Any]:
-    """Return the states of the global generators of this process, as `generator_states` does."""
+    """Return the states of the global generators of this process, in the form of `generator_states`."""
     return {name: _state(source) for name, source in zip(_GLOBAL, _global_sources(), strict=True)}
 
 
@@ -93,7 +93,7 @@ _GLOBAL = ("python", "numpy", "torch")
 
 
 def _global_sources() -> tuple[Source, ...]:
-    # Python and NumPy have no public name for theirs: a bound method leads to it.
+    # Python and NumPy have no public name for their global generators, but a bound method refers to them.
     return (
         random.random.__self__,  # type: ignore[attr-defined]
         np.random.get_state.__self__,  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def _global_sources() -> tuple[Source, ...]:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the objects that `value` holds, with their names."""
+    """Yield the objects inside of `value`, with their names."""
     if isinstance(value, (list, tuple)):
         if len(value) <= _MOST_ITEMS:
             yield from enumerate(value)
@@ -118,7 +118,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
             try:
                 yield name, cell.cell_contents
             except ValueError:
-                # The cell is still empty.
+                # The cell has no value yet.
                 continue
     else:
         for kind in type(value).__mro__:
@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(value: Any) -> Any:
-    """Return what `_plain` was given."""
+    """Return the value that was given to `_plain`."""
     if isinstance(value, Mapping):
         return {name: _arrays(part) for name, part in value.items()}
     if isinstance(value, tuple):

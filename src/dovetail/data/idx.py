@@ -1,4 +1,4 @@
-"""Files in the IDX format, in which MNIST and its relatives come."""
+"""Reader of IDX files, the format of MNIST and similar datasets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CHUNK = 1 << 20
 
 
 def read_idx(path: str | os.PathLike[str]) -> Tensor:
-    """Return the array in an IDX file, which may be compressed: then its name ends in `.gz`.
+    """Return the array in an IDX file. A file whose name ends in `.gz` is decompressed.
 
     Raises:
-        DataError: The file is damaged, or is no such file.
+        DataError: The file is damaged, or not an IDX file.
     """
     path = Path(path)
     try:
@@ -43,12 +43,12 @@ def _read(file: BinaryIO, path: Path) -> Tensor:
     shape = [int(size) for size in np.frombuffer(sizes, dtype=">u4")]
     dtype = np.dtype(_TYPES[head[2]])
     expected = math.prod(shape) * dtype.itemsize
-    # In pieces: a header can promise more than there is memory for.
+    # Read in chunks: a damaged header may state a size beyond the memory.
     content = bytearray()
     while len(content) <= expected and (chunk := file.read(min(_CHUNK, expected + 1 - len(content)))):
         content += chunk
     if len(content) != expected:
         found = f"{len(content)}" if len(content) < expected else "more"
-        raise DataError(f"{path}: its header promises {shape}, which are {expected} bytes, and there are {found}")
+        raise DataError(f"{path}: its header states {shape}, which are {expected} bytes, but there are {found}")
     array = np.frombuffer(content, dtype=dtype).reshape(shape)
     return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))

@@ -1,4 +1,4 @@
-"""A drop-in for torch's `DataLoader` that is faster in memory, sharded by rank, skippable and stateful."""
+"""Replacement of torch's `DataLoader` that is faster in memory, can be sharded by rank, and can skip and resume."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ T_co = TypeVar("T_co", covariant=True)
 class DataLoader(torch_data.DataLoader[T_co]):
     """Torch's `DataLoader`, with the same arguments, the same batches and the same use of random numbers.
 
-    A `TensorDataset` on the CPU, or a `Subset` of one, with torch's own order and collation is cut into
-    batches without touching single samples. `num_workers` means nothing then: no worker is started.
-    Everything else (streams, workers, own samplers and collation) runs through torch as it always did.
+    A `TensorDataset` on the CPU, or a `Subset` of one, with torch's own order and collation is sliced into batches
+    without reading single samples. In this case `num_workers` has no effect: no worker is started. Everything else
+    (streams, workers, custom samplers and collation) is read by torch as usual.
 
-    Each iteration is one epoch, counted from 0, unless `set_epoch` says which one is next.
+    Each iteration is one epoch, counted from 0; `set_epoch` sets the epoch of the next iteration.
 
     Args:
-        dataset: As for torch, like every argument that is not described here.
-        pin_memory: Hand out batches in pinned memory if there is an accelerator; otherwise it has no effect.
+        dataset: As in torch, like every argument that is not described here.
+        pin_memory: Whether batches are in pinned memory if there is an accelerator; otherwise it has no effect.
         generator: Source of the order and of the workers' seeds; None means torch's global one.
         seed: Makes the order of `shuffle` a function of this seed and the epoch alone, and leaves the global
-            random state untouched. What samples draw in workers follows from seed, epoch and batch.
+            random state unchanged. Random numbers that samples draw in workers depend on seed, epoch and batch.
         num_replicas: Number of loaders that share the batches of each epoch.
-        rank: Which of them this is: it gets batches `rank`, `rank + num_replicas`, and so on. Together they
-            hand out exactly the batches of one loader alone; some may get one batch more than others.
+        rank: Rank of this loader: it gets batches `rank`, `rank + num_replicas`, and so on. All ranks together get
+            exactly the batches of a single loader; some ranks may get one batch more than others.
 
     Example:
         >>> loader = DataLoader(torch_data.TensorDataset(torch.arange(5)), batch_size=2, shuffle=True, seed=1)
@@ -64,7 +64,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
     """
 
     _share: _Share
-    # Whether a sampler is none of torch's: it may draw while it is read.
+    # Whether a sampler is not one of torch's: it may draw random numbers while it is read.
     _has_own_order: bool
     _epoch_samplers: list[EpochSampler]
     _generators: list[Generator]
@@ -72,10 +72,10 @@ class DataLoader(torch_data.DataLoader[T_co]):
     _next_start: int
     _pass: _Pass | None
     _workers_seeded: bool
-    # What samples draw in workers is derived from this; None leaves it to torch.
+    # The seed of random numbers that samples draw in workers; None means torch's own seeding.
     _sample_seed: int | None
     _worker_states: WorkerStates
-    # The state of the workers in a pass that is to be continued.
+    # The state of the workers in a pass that is resumed.
     _restored_workers: Mapping[str, Any] | None
 
     def __init__(
@@ -113,8 +113,8 @@ class DataLoader(torch_data.DataLoader[T_co]):
                 raise DataError("DataLoader: expected a seed or a generator, got both")
             generator, order_generator = self._seeded = [Generator(), Generator()]
             if shuffle and sampler is None and batch_sampler is None and not _is_stream(dataset):
-                # The order has a generator of its own: persistent workers draw their seed in the first epoch
-                # only, and the order of an epoch must not depend on whether it was the first.
+                # The order has a separate generator: persistent workers draw their seed only in the first epoch, and
+                # the order of an epoch must not depend on whether it was the first.
                 sampler, shuffle = RandomSampler(cast(Sized, dataset), generator=order_generator), None
         super().__init__(
             dataset,
@@ -124,7 +124,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
             batch_sampler,
             num_workers,
             collate_fn,
-            # Torch warns of what it would leave out.
+            # Without an accelerator torch would warn that pinning has no effect.
             pin_memory and torch.accelerator.is_available(),
             drop_last,
             timeout,
@@ -140,7 +140,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         if isinstance(batch_sampler, BatchSampler):
             samplers.append(batch_sampler.sampler)
         own = [each for each in samplers if type(each) not in _TORCH_SAMPLERS]
-        # At once: torch's class checks every single assignment, which federations with many short loaders notice.
+        # One call of `update`: torch's class checks every assignment, which is slow for federations with many loaders.
         vars(self).update(
             _share=_Share(self.sampler if self.batch_sampler is None else self.batch_sampler, num_replicas, rank),
             _has_own_order=bool(own),
@@ -161,19 +161,19 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def from_torch(
         cls, loader: torch_data.DataLoader[T_co], *, seed: int | None = None, num_replicas: int = 1, rank: int = 0
     ) -> DataLoader[T_co]:
-        """Return a loader of the same batches as `loader`, able to skip and to be shared by ranks.
+        """Return a loader of the same batches as `loader` that can skip batches and be shared by ranks.
 
-        Both draw from the same generators, so use one of them at a time. A loader of this class keeps its seed.
+        Both draw from the same generators, so use only one of them at a time. A loader of this class keeps its seed.
 
         Args:
-            loader: The loader whose batches are wanted.
-            seed: Orders the samples where torch's global generator would; any other source of order is kept. What
-                samples draw in workers follows from seed, epoch and batch.
+            loader: The loader to convert.
+            seed: Orders the samples if torch's global generator would order them; other orders are unchanged. Random
+                numbers that samples draw in workers depend on seed, epoch and batch.
             num_replicas: Number of loaders that share the batches of each epoch.
-            rank: Which of them this is.
+            rank: Rank of this loader.
 
         Raises:
-            DataError: A seed is given, and torch's global generator does more than to shuffle the dataset.
+            DataError: A seed is given, and torch's global generator does more than shuffle the dataset.
 
         Example:
             >>> loader = torch_data.DataLoader(torch_data.TensorDataset(torch.arange(6)), batch_size=2)
@@ -214,12 +214,12 @@ class DataLoader(torch_data.DataLoader[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is running or, between two, the one that comes next."""
+        """The current epoch or, between two epochs, the next one."""
         return self._next_epoch if self._pass is None else self._pass.epoch
 
     @property
     def is_seeded(self) -> bool:
-        """Whether the order of an epoch follows from the seed and the epoch alone, whatever else is drawn."""
+        """Whether the order of an epoch depends on the seed and the epoch alone."""
         if not self._seeded or _is_stream(self.dataset) or type(self.batch_sampler) is not BatchSampler:
             return False
         return type(self.sampler) is SequentialSampler or (
@@ -227,27 +227,27 @@ class DataLoader(torch_data.DataLoader[T_co]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`, and tell a sampler that has a `set_epoch` of its own."""
+        """Set the epoch of the next iteration, also in a sampler that has a method `set_epoch`."""
         self._next_epoch = epoch
         self._pass = None
         for sampler in self._epoch_samplers:
             sampler.set_epoch(epoch)
 
     def skip(self, num_batches: int) -> None:
-        """Start the next iteration, and only that, after its first `num_batches` batches.
+        """Skip the first `num_batches` batches of the next iteration, and of no later one.
 
-        No sample of a skipped batch is read (a stream has to be read all the same). Random numbers are used
-        as if the iteration had started at its beginning, and the order is drawn as soon as `iter` is called.
+        No sample of a skipped batch is read, except from a stream. Random numbers are used as if the iteration had
+        started with its first batch, and the order is drawn as soon as `iter` is called.
         """
         if num_batches < 0:
             raise DataError(f"skip: expected a number of batches that is not negative, got {num_batches}")
         self._next_start = num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what another loader needs to continue where this one is: numbers and tensors only.
+        """Return the state that another loader needs to continue from here: numbers and tensors only.
 
-        The state of torch's global generator is not in it: whoever shuffles with that one restores it as of
-        the start of the epoch before the next call of `iter`.
+        The state of torch's global generator is not included. If this generator shuffles, the caller must restore its
+        state at the start of the epoch before the next call of `iter`.
         """
         running = self._pass or _Pass(
             self._next_epoch, self._next_start, self._workers_seeded, self._random_states(), self._first_states()
@@ -269,10 +269,10 @@ class DataLoader(torch_data.DataLoader[T_co]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with exactly the batches that the loader which gave `state` had not handed out yet."""
+        """Continue with exactly the batches that the loader of `state` had not returned yet."""
         if (state["seed"] is None) != (self.seed is None) or len(state["generators"]) != len(self._generators):
             raise DataError(
-                "the state of a loader fits one with the same source of order only: expected "
+                "the state of a loader fits only a loader with the same source of order: expected "
                 f"{_sources(self.seed, len(self._generators))}, "
                 f"got {_sources(state['seed'], len(state['generators']))}"
             )
@@ -292,7 +292,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class here
         if self._pass is not None:
             self._next_epoch = self._pass.epoch + 1
-            # Persistent workers have read ahead in a pass that was not finished, and have drawn for it.
+            # Persistent workers have read ahead in an unfinished pass and have consumed random numbers for it.
             self._restart_workers()
         start, self._next_start = self._next_start, 0
         running = self._pass = _Pass(
@@ -300,7 +300,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
         )
         rows = rows_in_memory(self)
         for purpose, generator in enumerate(self._seeded):
-            # The first is that of workers, which rows do without.
+            # The first generator is for workers, which `rows` does not use.
             if purpose or rows is None:
                 generator.manual_seed(derive_seed(self.seed or 0, self._next_epoch, purpose, rule="loader"))
         batches = self._torch_batches(start) if rows is None else self._sliced_batches(rows, start)
@@ -321,21 +321,21 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def _random_states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
-    # Through torch
+    # Batches that torch reads
 
     @property
     def _index_sampler(self) -> Any:
-        # This is where torch's iterators, with and without workers, take their indices from, and its length
-        # is the loader's. What is left out here is never read by any process, and `sampler` and
-        # `batch_sampler` stay what the user made them.
+        # Torch's iterators, with and without workers, read their indices and the loader's length from here. Indices
+        # that are left out here are not read by any process, and the user's `sampler` and `batch_sampler` are
+        # unchanged.
         return super()._index_sampler if _is_stream(self.dataset) else self._share
 
     def _torch_batches(self, start: int) -> Iterator[Any]:
         is_stream, generator, share = _is_stream(self.dataset), self.generator, self._share
         restored, self._restored_workers = self._restored_workers, None
         if self._workers_seeded and not self._seeded:
-            # Torch seeds persistent workers once. Those of a loader that continues another one's run are
-            # seeded from elsewhere, since the other one drew nothing for them in this epoch.
+            # Torch seeds persistent workers once. If this loader continues the run of another one, use a separate
+            # generator, because the other loader drew no seed in this epoch.
             self.generator = Generator().manual_seed(self._next_epoch)
         share.start, share.pending = start, deque()
         share.seeds = (self._sample_seed, self._next_epoch) if self._sample_seed is not None else None
@@ -357,7 +357,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
                 assert share.latest is not None
                 (share.latest.skip if start else share.latest.draw)()
             return batches
-        # A stream is read again from the start of the epoch, by workers that draw the same numbers again.
+        # A stream is read again from the start of the epoch, by workers that draw the same random numbers again.
         for _ in islice(batches, start * self.num_replicas):
             pass
         return islice(batches, self.rank, None, self.num_replicas)
@@ -368,18 +368,18 @@ class DataLoader(torch_data.DataLoader[T_co]):
         return self._worker_states.unstamped(batches)
 
     def _seed_samples(self, seed: int | None) -> None:
-        """Derive what samples draw in workers from a seed, the epoch and the batch; None leaves it to torch."""
+        """Derive the workers' random numbers from a seed, the epoch and the batch; None means torch's seeding."""
         self._sample_seed = seed
         self._worker_states = WorkerStates(self.num_workers, keeps_global=seed is None)
 
     def _first_states(self) -> list[dict[str, Any] | None]:
-        """Return the random states that the workers of the next pass start from."""
+        """Return the initial random states of the workers of the next pass."""
         if self._restored_workers is not None:
             return list(self._restored_workers["start"])
         return list(self._worker_states.states) if self.persistent_workers else [None] * self.num_workers
 
     def _fitting_workers(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the state of the workers in a loader's state; None, with a warning, if there were more or fewer."""
+        """Return the workers' state from a loader's state; None, with a warning, if the number of workers differs."""
         # Checkpoints of earlier versions have no states of workers.
         workers: Mapping[str, Any] | None = state.get("workers")
         if workers is None or len(workers["start"]) == self.num_workers:
@@ -397,18 +397,18 @@ class DataLoader(torch_data.DataLoader[T_co]):
         return None
 
     def _restart_workers(self) -> None:
-        """Let the next pass start new workers, also if they are persistent."""
+        """Make the next pass start new workers, even if they are persistent."""
         self._iterator = None
 
-    # In memory
+    # Batches in memory
 
     def _sliced_batches(self, rows: Rows, start: int) -> Iterator[list[Tensor]]:
         assert self.batch_size is not None
-        # Torch draws a seed for its workers even when it has none, and so moves the generator on.
+        # Torch draws a seed for its workers even if there are none, so draw one here, too.
         if not self._workers_seeded and not self._seeded:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        # Torch draws the order when it needs the first index. Its workers need that at once, and a generator
-        # with our seed is ours only until the next iteration starts.
+        # Torch draws the order when it needs the first index. Its workers need it at once. A generator with our seed
+        # must be read before the next iteration seeds it again.
         drawn = [self._draw_order(rows)] if start or self.num_workers or self._seeded else []
         return rows.batches(
             drawn.pop if drawn else partial(self._draw_order, rows),
@@ -427,25 +427,25 @@ class DataLoader(torch_data.DataLoader[T_co]):
         return rows.share(order, self.batch_size, self.num_replicas, self.rank)
 
     def _close_order(self) -> None:
-        # When torch's sampler runs out of indices it draws one more permutation, for an empty remainder.
-        # Whoever gave the generator finds it moved on by that much.
+        # When torch's sampler has no more indices, it draws one more permutation. Draw it here, too, so that the user's
+        # generator ends in the same state.
         if isinstance(self.sampler, RandomSampler) and self.sampler.generator in self._generators:
             torch.randperm(len(self.sampler), generator=self.sampler.generator)
 
 
 def iterate_from(loader: Iterable[T], start: int) -> Iterator[T]:
-    """Iterate over `loader` without its first `start` batches.
+    """Return an iterator over `loader` without its first `start` batches.
 
-    This library's loader, and torch's own over a dataset with indices, do not read what is left out; other
-    iterables do. When `start` is not 0, the random numbers that the order needs are drawn before it returns,
-    as at the beginning of an epoch: the caller may set the random state of batch `start` afterwards.
+    This library's loader, and torch's loader of a dataset with indices, do not read the skipped batches; other
+    iterables do. If `start` is not 0, the random numbers of the order are drawn before this function returns, as at
+    the start of an epoch. The caller may then set the random state of batch `start`.
 
     Example:
         >>> list(iterate_from(["a", "b", "c"], 2))
         ['c']
     """
     if start and isinstance(loader, torch_data.DataLoader):
-        # A class with an iteration of its own must be iterated its own way.
+        # A subclass with its own iteration is iterated as it is.
         if type(loader).__iter__ is torch_data.DataLoader.__iter__:
             loader = DataLoader.from_torch(loader)
         if isinstance(loader, DataLoader):
@@ -459,13 +459,13 @@ def iterate_from(loader: Iterable[T], start: int) -> Iterator[T]:
 
 @dataclass(slots=True)
 class _Pass:
-    """One iteration: where it is, and the random states it started from."""
+    """One iteration: its position, and the random states at its start."""
 
     epoch: int
     position: int
     workers_seeded: bool
     generators: list[Tensor]
-    # Of each worker; None for one that torch seeds, and an empty list without workers.
+    # One state per worker; None for a worker that torch seeds. An empty list without workers.
     workers: list[dict[str, Any] | None]
 
 
@@ -474,15 +474,15 @@ class EpochSampler(Protocol):
     """A sampler whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`."""
+        """Set the epoch of the next pass."""
 
 
 _NO_WORKERS = WorkerStates(0)
 
-# What a seed is mixed with for the random numbers of samples; 0 and 1 are the generators of a loader.
+# The purpose of the seeds of samples in `derive_seed`; 0 and 1 are the purposes of the loader's generators.
 _IN_WORKERS = 2
 
-# They have no epoch, and need not be asked: a look at a protocol takes a while.
+# Samplers without epochs. Listed, because a check of the protocol is slow.
 _TORCH_SAMPLERS = (
     type(None),
     SequentialSampler,
@@ -494,15 +494,15 @@ _TORCH_SAMPLERS = (
 
 
 class _Share(Sampler[Any]):
-    """Every `num_replicas`-th item of a sampler from number `rank` on, without the first `start` of those.
+    """Every `num_replicas`-th item of a sampler from item `rank`, without the first `start` of these.
 
     Attributes:
-        start: Items of this share that are left out at the beginning of the next pass.
-        seeds: The numbers that the random numbers of a batch are derived from, besides the batch's own; None if
-            workers keep the seeds that torch gave them.
-        records: Whether items that were drawn and not handed out yet are recorded in `pending`. A sampler that draws
-            while it is read would draw others if it were read again.
-        pending: These items, in order. The next pass starts with those that are in it.
+        start: Number of items of this share to skip at the start of the next pass.
+        seeds: The seed and the epoch from which, with the number of the batch, the workers' random numbers are derived;
+            None if workers keep the seeds that torch gave them.
+        records: Whether items that were drawn but not returned yet are recorded in `pending`. A sampler that draws
+            while it is read would draw other items if it were read again.
+        pending: These items, in order. The next pass starts with them.
         latest: The iterator of the last pass that was started.
     """
 
@@ -527,9 +527,9 @@ class _Share(Sampler[Any]):
 class _Seeded:
     """The indices of a batch, and the seed of the random numbers that its samples draw.
 
-    It is pickled on the way to a worker, and the worker unpickles it right before it reads the batch. There it seeds
-    the generators and becomes the indices alone. So a sample is cropped in the same way whichever worker reads it, and
-    whatever that worker has read before: also in a run that continues in the middle of an epoch.
+    It is pickled for a worker, and the worker unpickles it immediately before it reads the batch. Unpickling seeds the
+    generators and returns the indices alone. So a sample is, for example, cropped in the same way by every worker,
+    independent of what the worker has read before: also in a run that is resumed in the middle of an epoch.
     """
 
     __slots__ = ("indices", "seed")
@@ -550,7 +550,7 @@ def _seed_worker(indices: Any, seed: int) -> Any:
 
 
 class _Indices(Iterator[Any]):
-    """The items of one pass over a share. It can draw before it is asked for an item."""
+    """Iterator over the items of one pass over a share. It can draw before the first item is requested."""
 
     def __init__(self, share: _Share, whole: Iterable[Any], rank: int, num_replicas: int) -> None:
         self._seeds = share.seeds
@@ -573,11 +573,11 @@ class _Indices(Iterator[Any]):
         return _Seeded(indices, derive_seed(*self._seeds, _IN_WORKERS, number, rule="loader"))
 
     def draw(self) -> None:
-        """Draw the order now, rather than when the first item is requested."""
+        """Draw the order now, not when the first item is requested."""
         self._drawn.extend(islice(self, 1))
 
     def skip(self) -> None:
-        """Draw the items that are left out now."""
+        """Draw the skipped items now."""
         if not self._has_skipped:
             num_skipped, self._num_skipped, self._has_skipped = self._num_skipped, 0, True
             for _ in islice(self._numbered, num_skipped):
@@ -595,7 +595,7 @@ def _generator_of(sampler: object) -> Generator | None:
 
 
 def _seeding(loader: torch_data.DataLoader[Any], seed: int | None) -> tuple[int | None, bool]:
-    """Return the seed of a loader, its own if it has one, and whether the order is shuffled by it."""
+    """Return the seed of a loader, its own if it has one, and whether this seed shuffles the order."""
     if isinstance(loader, DataLoader) and loader.seed is not None:
         return loader.seed, _generator_of(loader.sampler) in loader._seeded
     drawn = None if seed is None or _is_stream(loader.dataset) else _drawn_globally(loader)
@@ -610,7 +610,7 @@ def _seeding(loader: torch_data.DataLoader[Any], seed: int | None) -> tuple[int 
 
 
 def _drawn_globally(loader: torch_data.DataLoader[Any]) -> Sampler[Any] | None:
-    """The sampler of a loader that draws from torch's global generator, if there is one."""
+    """Return the sampler of a loader that draws from torch's global generator, if there is one."""
     batches = loader.batch_sampler
     sampler = batches.sampler if isinstance(batches, BatchSampler) else loader.sampler
     draws = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))

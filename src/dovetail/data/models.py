@@ -1,4 +1,4 @@
-"""Small models for small data: what a datasource proposes to those who bring no model."""
+"""Small models for small datasets: the default models of datasources."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def logistic(features: int = 60, classes: int = 10) -> nn.Module:
 
 
 def mlp(features: int = 784, classes: int = 10, hidden: Sequence[int] = (64,)) -> nn.Module:
-    """Return a perceptron on flattened inputs, with layers of these sizes in between.
+    """Return a multilayer perceptron on flattened inputs, with hidden layers of these sizes.
 
     Example:
         >>> mlp(64, 10, hidden=(64, 32))[-1]
@@ -36,7 +36,7 @@ def mlp(features: int = 784, classes: int = 10, hidden: Sequence[int] = (64,)) -
 
 
 def cnn(channels: int = 1, size: int = 28, classes: int = 10) -> nn.Module:
-    """Return two convolutions with pooling and a linear layer, for square images of `size` pixels, at least 4.
+    """Return a network of two convolutions with pooling and a linear layer, for square images of at least 4 pixels.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Which batches of an epoch are one process's, when several share them."""
+"""Distribution of the batches of an epoch over several processes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dovetail.data.sources import num_batches
 
 @dataclass(frozen=True)
 class Share:
-    """The place of one process among those that share the batches of an epoch, one batch each in every step.
+    """The share of one process in the batches of an epoch. Each process uses one batch in every step.
 
-    The shares of all processes together are exactly the batches of one process alone. Where their number does not
-    divide, some processes have nothing of their own in the last step.
+    The shares of all processes together are exactly the batches of a single process. If the number of batches is not
+    divisible, some processes have no batch in the last step.
 
-    An epoch that was begun by another number of processes is shared anew from where it stood.
+    An epoch that was started with another number of processes is divided again from its current position.
 
     Attributes:
-        num_replicas: How many share.
-        rank: Which of them this is.
-        begun: Steps of the running epoch that were made before it was shared in this way.
+        num_replicas: The number of processes.
+        rank: The rank of this process.
+        begun: Steps of the current epoch that were made before it was divided in this way.
         used: Batches that those steps used.
 
     Example:
@@ -41,41 +41,41 @@ class Share:
     used: int = 0
 
     def position(self, step: int) -> int:
-        """Return how many batches of the epoch all processes have used before a step."""
+        """Return the number of batches of the epoch that all processes have used before a step."""
         return self.used + (step - self.begun) * self.num_replicas
 
     def num_steps(self, total: int) -> int:
-        """Return the steps of an epoch of `total` batches."""
+        """Return the number of steps of an epoch of `total` batches."""
         return self.begun - (self.used - total) // self.num_replicas
 
     def num_own(self, total: int) -> int:
-        """Return the steps, the earlier ones counted in, that this process has a batch of its own for."""
+        """Return the number of steps, including earlier ones, in which this process has a batch."""
         return self.begun + len(range(self.used + self.rank, total, self.num_replicas))
 
     def turn(self, step: int) -> tuple[int, int]:
-        """Return, from a step on: whose turn this process takes, and how many of those batches are behind it."""
+        """Return the rank whose batches this process reads from a step on, and how many of them are already used."""
         done, rank = divmod(self.position(step) + self.rank, self.num_replicas)
         return rank, done
 
 
 def is_shared_already(loader: Any) -> bool:
-    """Whether a loader has a sampler of torch that gives each process its own samples."""
+    """Whether a loader has a sampler of torch that selects samples for each process."""
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
 def shared(loader: Iterable[Any], num_replicas: int, rank: int, seed: int) -> Iterable[Any]:
-    """Return every `num_replicas`-th batch of a loader from number `rank` on, in an order that all processes agree on.
+    """Return every `num_replicas`-th batch of a loader from batch `rank`, in the same order for all processes.
 
     Args:
         loader: Any iterable of batches.
-        num_replicas: How many processes share it.
-        rank: Which of them this is.
-        seed: Where torch's global generator, which differs between processes, would order the samples: the order is a
-            function of this seed and of the epoch instead.
+        num_replicas: The number of processes.
+        rank: The rank of this process.
+        seed: Used if torch's global generator, which differs between processes, would order the samples: the order is
+            then a function of this seed and of the epoch.
 
     Raises:
-        DataError: Torch's global generator does more than to shuffle the dataset.
+        DataError: Torch's global generator does more than shuffle the dataset.
     """
     if isinstance(loader, torch_data.DataLoader) and type(loader).__iter__ in _ITERATIONS:
         return DataLoader.from_torch(loader, seed=seed, num_replicas=num_replicas, rank=rank)
@@ -87,7 +87,7 @@ _ITERATIONS = (torch_data.DataLoader.__iter__, DataLoader.__iter__)
 
 @dataclass(eq=False)
 class _EveryNth:
-    """Every n-th batch of an iterable that has to be read as a whole."""
+    """Every n-th batch of an iterable that must be read completely."""
 
     batches: Iterable[Any]
     num_replicas: int

@@ -1,6 +1,6 @@
-"""Batches of data that lies in memory as tensors, cut without touching single samples.
+"""Batches sliced from tensors in memory, without reading single samples.
 
-What is drawn from which generator, and when, follows torch's samplers exactly.
+Random numbers are drawn from the same generators, and at the same times, as by torch's samplers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch.utils.data as torch_data
 from torch import Generator, Tensor
 from torch.utils.data import Dataset, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler, TensorDataset
 
-# Batches are cut from a copied run of samples. About a megabyte is best by measurement: one copy of a whole
-# epoch of MNIST takes five times as long, since all of its pages are new to the process; one copy per batch
-# takes up to seven times as long when batches are tiny.
+# Batches are slices of a copied run of samples. About a megabyte per copy was fastest in measurements: one copy of
+# a whole epoch of MNIST takes five times as long, because all of its memory pages are new to the process; one copy
+# per batch takes up to seven times as long if batches are tiny.
 _RUN_BYTES = 1 << 20
 _RUN_BATCHES = 128
 _ALIGNMENT = 64
 
 
 def rows_in_memory(loader: torch_data.DataLoader[Any]) -> Rows | None:
-    """Return the samples of `loader` as rows of tensors, or `None` when torch has to read them one by one."""
+    """Return the samples of `loader` as rows of tensors, or `None` if torch has to read them one by one."""
     if loader.batch_size is None or loader.collate_fn is not torch_data.default_collate:
         return None
     sampler = loader.sampler
@@ -56,14 +56,14 @@ class Rows:
 
     Attributes:
         tensors: One tensor per field of a sample.
-        chosen: The rows that are samples; `None` means all of them, as they lie.
+        chosen: The rows that are samples; `None` means all rows in their order.
     """
 
     tensors: tuple[Tensor, ...]
     chosen: Tensor | None
 
     def order(self, sampler: object) -> Tensor | None:
-        """Draw the rows of one epoch as `sampler` would; `None` means all of them, as they lie."""
+        """Draw the rows of one epoch as `sampler` would; `None` means all rows in their order."""
         if not isinstance(sampler, (RandomSampler, SubsetRandomSampler)):
             return self.chosen
         generator = sampler.generator
@@ -73,7 +73,7 @@ class Rows:
         return order if self.chosen is None else self.chosen[order]
 
     def share(self, order: Tensor | None, batch_size: int, num_replicas: int, rank: int) -> Tensor:
-        """Return batches `rank`, `rank + num_replicas`, and so on of `order`, one after the other."""
+        """Return the rows of batches `rank`, `rank + num_replicas`, and so on of `order`."""
         if order is None:
             order = torch.arange(self.tensors[0].size(0))
         num_full, remainder = divmod(len(order), batch_size)
@@ -91,9 +91,9 @@ class Rows:
         start: int,
         pin_memory: bool,
     ) -> Iterator[list[Tensor]]:
-        """Yield the rows in batches, from batch `start` on.
+        """Yield the rows in batches, starting with batch `start`.
 
-        `draw_order` is called for the first batch and returns the rows to use, None for all. `close_order` is called
+        `draw_order` is called for the first batch and returns the rows to use; None means all. `close_order` is called
         after the last full batch.
         """
         order = draw_order()
@@ -111,7 +111,7 @@ class Rows:
             yield self._copied(order, end, count, pin_memory)
 
     def _copied(self, order: Tensor | None, first: int, last: int, pin_memory: bool) -> list[Tensor]:
-        # Always a copy, as torch's collation makes one: who changes a batch must not change the dataset.
+        # Always a copy, like torch's collation: changing a batch in place must not change the dataset.
         if order is None:
             contiguous = torch.contiguous_format
             rows = [tensor[first:last].clone(memory_format=contiguous) for tensor in self.tensors]
@@ -123,9 +123,9 @@ class Rows:
 
 def _cut(run: Tensor, batch_size: int) -> Sequence[Tensor]:
     # Ordinary views share one version counter: changing a batch in place would then break the backward pass of
-    # its neighbours.
+    # other batches.
     batches = torch.unsafe_split(run, batch_size)
-    # Torch's batches begin at a boundary of its allocator. On others, matrix products round differently.
+    # Torch's batches start at an aligned address. With other addresses matrix products round differently.
     if batches and batches[0].nbytes % _ALIGNMENT:
         return [batch.clone() for batch in batches]
     return batches
@@ -137,7 +137,7 @@ def _reads_other(sampler: RandomSampler | SequentialSampler, dataset: Dataset[An
 
 
 def _row_numbers(indices: Sequence[int], dataset: Dataset[Any]) -> Tensor | None:
-    """Return `indices` into `dataset` as a tensor, counted from the front; `None` when they are not numbers."""
+    """Return `indices` into `dataset` as a tensor of non-negative numbers; `None` if they are not whole numbers."""
     numbers = np.array(indices)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         return None

@@ -1,4 +1,4 @@
-"""Turn what a user calls data into batches."""
+"""Conversion of datasets, arrays and iterables to loaders of batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dovetail.errors import DataError
 
 @runtime_checkable
 class SamplerSource(Protocol):
-    """Anything that holds a sampler, such as the sampler objects of Plato."""
+    """An object that contains a sampler, such as the sampler objects of Plato."""
 
     def get(self) -> Any:
-        """Return a sampler of torch, or indices."""
+        """Return a torch sampler, or indices."""
 
 
 @runtime_checkable
 class _Indexed(Protocol):
-    """What torch asks of a dataset, whatever its class."""
+    """The methods that torch needs from a dataset of any class."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +34,7 @@ class _Indexed(Protocol):
 
 @runtime_checkable
 class _Table(Protocol):
-    """What data frames and series have, of pandas and others: in brackets they take names, and no row numbers."""
+    """Data frames and series of pandas and other libraries. Their brackets take names, not row numbers."""
 
     def to_numpy(self) -> Any: ...
 
@@ -53,26 +53,26 @@ def as_loader(
     num_replicas: int = 1,
     rank: int = 0,
 ) -> Iterable[Any]:
-    """Return an iterable of batches for whatever `data` is.
+    """Return an iterable of batches for data of any supported form.
 
     Args:
         data: A torch `Dataset`, or any other object with samples by index, such as one of Hugging Face; a tensor or
             NumPy array; a tuple of them with equal first dimension; or an iterable of batches (any loader, a list),
-            which comes back as it is, none of the options applied.
+            which is returned unchanged, without the options below.
         batch_size: Samples per batch.
-        shuffle: Draw a new order every epoch. A stream, or a sampler of torch, has an order of its own.
-        drop_last: Leave out a last batch that is not full.
-        num_workers: Processes that read samples; none for tensors and arrays.
+        shuffle: Whether to draw a new order every epoch. Ignored for a stream and for a torch sampler.
+        drop_last: Whether to leave out a last batch that is not full.
+        num_workers: Number of processes that read samples; none are used for tensors and arrays.
         seed: Makes the order a function of seed and epoch; see `DataLoader`.
-        sampler: Which samples to use: indices (in this order, unless `shuffle`), a sampler of torch, or an
-            object whose `get()` returns one of these. `None` means all.
-        collate_fn: Makes a batch of a list of samples.
-        pin_memory: Hand out batches in pinned memory, where there is an accelerator.
+        sampler: Which samples to use: indices (in this order, unless `shuffle`), a torch sampler, or an object whose
+            `get()` returns one of these. `None` means all samples.
+        collate_fn: A function that converts a list of samples to a batch.
+        pin_memory: Whether batches are in pinned memory if there is an accelerator.
         num_replicas: Number of ranks that share the batches.
         rank: The rank of this process among them.
 
     Raises:
-        DataError: `data` or `sampler` is of no form listed here, or there is nothing to shuffle.
+        DataError: `data` or `sampler` has none of the forms above, or there are no samples to shuffle.
 
     Example:
         >>> loader = as_loader((torch.zeros(5, 2), torch.arange(5)), batch_size=3, sampler=[4, 2, 0, 1])
@@ -122,14 +122,14 @@ def as_loader(
             rank=rank,
         )
     except ValueError as error:
-        # Torch speaks of a sampler that the user never made.
+        # Torch's message is about a sampler that the user did not create.
         if shuffle and not len(cast(Sized, dataset)):
             raise DataError("data: expected at least one sample, got none") from error
         raise
 
 
 def holds_samples(data: Any) -> bool:
-    """Return whether batches are to be formed of `data`; else it holds batches already, as a list or a loader does.
+    """Return whether `data` consists of samples; otherwise it consists of batches, like a list or a loader.
 
     Example:
         >>> holds_samples(torch.zeros(3)), holds_samples([torch.zeros(3)])
@@ -141,9 +141,9 @@ def holds_samples(data: Any) -> bool:
 
 
 def is_one_shot(data: Any) -> bool:
-    """Return whether `data` is known to give its batches only once, as generators and iterators of Python do.
+    """Return whether `data` can be iterated only once, like Python's generators and iterators.
 
-    An object of another class whose `__iter__` returns the object itself may start again, so it is not one of them.
+    An object of another class whose `__iter__` returns the object itself may restart, so the result is False for it.
 
     Example:
         >>> is_one_shot(iter([1, 2])), is_one_shot([1, 2])
@@ -155,7 +155,7 @@ def is_one_shot(data: Any) -> bool:
 
 
 def num_batches(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches in one pass over `loader`; `None` when it cannot say.
+    """Return the number of batches in one pass over `loader`; `None` if it is unknown.
 
     Example:
         >>> num_batches([1, 2, 3]), num_batches(iter([1, 2, 3]))
@@ -178,13 +178,13 @@ def _tensor_dataset(arrays: Sequence[Any]) -> TensorDataset:
 
 def _tensor(array: Any) -> Tensor:
     if isinstance(array, np.ndarray) and array.dtype.kind in "biufc":
-        # Torch reads no foreign byte order and no negative stride, and warns of arrays that it may not write.
+        # Torch does not support foreign byte orders and negative strides, and warns about read-only arrays.
         native = array.astype(array.dtype.newbyteorder("="), copy=False)
         array = torch.from_numpy(np.require(native, requirements=["C", "W"]))
     if not isinstance(array, Tensor) or not array.ndim:
         raise DataError(
             "data: expected tensors or numeric arrays with samples along their first dimension, "
-            f"got {_shown(array)}; batches that are ready belong in a list"
+            f"got {_shown(array)}; put ready batches into a list"
         )
     return array
 
@@ -193,7 +193,7 @@ def _indices(sampler: Any, dataset: Dataset[Any]) -> Sequence[int]:
     if not isinstance(sampler, (str, bytes)) and isinstance(sampler, (Sequence, np.ndarray, Tensor)):
         indices = np.asarray(sampler)
         if indices.ndim == 1 and (indices.size == 0 or indices.dtype.kind in "iu"):
-            # A dataset need not have a length to be read by indices.
+            # A dataset can have indices without having a length.
             if isinstance(dataset, Sized):
                 beyond = indices[(indices < -len(dataset)) | (indices >= len(dataset))]
                 if beyond.size:

@@ -1,7 +1,7 @@
-"""Random states of a loader's worker processes: recorded with every batch, restored when a pass is continued.
+"""Random states of a loader's worker processes: recorded with every batch, restored when a pass is resumed.
 
-Torch seeds a worker when it starts, and the worker draws on from there. A run that continues in the middle of an epoch
-starts new workers, so their generators must be set to where the workers of the first run had left them.
+Torch seeds a worker when it starts. A run that resumes in the middle of an epoch starts new workers, so their
+generators must be set to the states that the workers of the first run had reached.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ State = dict[str, Any]
 
 
 class WorkerStates:
-    """The random states of the workers of one loader, as of the batches that were handed out.
+    """The random states of the workers of one loader at the last returned batch.
 
-    Workers are counted by their *role*: role r reads the batches r, r + n, r + 2n, … of a pass. When a pass is
-    continued at batch k, torch gives that batch to worker 0, which therefore takes the role k modulo n.
+    Workers are identified by their *role*: role r reads the batches r, r + n, r + 2n, … of a pass. When a pass is
+    resumed at batch k, torch gives that batch to worker 0, which therefore takes the role k modulo n.
 
     Args:
         num_workers: The number of worker processes.
-        keeps_global: False if the global generators are seeded for every batch, so that their states need not be kept.
+        keeps_global: False if the global generators are seeded for every batch, so that their states are not recorded.
 
     Attributes:
-        states: The state of each role; None if torch's own seed still applies.
+        states: The state of each role; None if torch's seed still applies.
         next_role: The role that reads the next batch.
     """
 
@@ -53,16 +53,16 @@ class WorkerStates:
 
     @property
     def is_rotated(self) -> bool:
-        """Whether worker 0 has another role than 0."""
+        """Whether the role of worker 0 is not 0."""
         return self._offset != 0
 
     def start(self, states: Sequence[State | None], first_role: int) -> None:
-        """Set the states that the next workers start from, and the role of worker 0."""
+        """Set the initial states of the next workers, and the role of worker 0."""
         self.states, self._offset, self.next_role = list(states), first_role, first_role
 
     @contextmanager
     def installed(self, loader: torch_data.DataLoader[Any]) -> Iterator[None]:
-        """Make workers that `loader` starts inside restore their states, and send them with every batch."""
+        """Make workers that `loader` starts in the block restore their states, and send them with every batch."""
         collate_fn, worker_init_fn = loader.collate_fn, loader.worker_init_fn
         stamping = _Stamping(collate_fn, self._keeps_global)
         loader.collate_fn = stamping
@@ -73,10 +73,10 @@ class WorkerStates:
             loader.collate_fn, loader.worker_init_fn = collate_fn, worker_init_fn
 
     def unstamped(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of workers that were started inside `installed`, and record their states."""
+        """Yield the batches of workers that were started in `installed`, and record their states."""
         for stamped in batches:
             if not isinstance(stamped, _Stamped):
-                # The loader had started its workers before.
+                # The loader started its workers before `installed`.
                 yield stamped
                 continue
             self.states[stamped.role] = {**(self.states[stamped.role] or {}), **stamped.changes}
@@ -94,7 +94,7 @@ class WorkerStates:
 
 @dataclass(slots=True)
 class _Stamped:
-    """A batch, the role of the worker that read it, and what changed in that worker's random state."""
+    """A batch, the role of the worker that read it, and the changes of that worker's random state."""
 
     batch: Any
     role: int
@@ -102,7 +102,7 @@ class _Stamped:
     lost: list[str]
 
     def pin_memory(self) -> _Stamped:
-        """Pin the batch; torch calls this for objects that it does not know."""
+        """Pin the batch. Torch calls this method for objects of unknown classes."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return _Stamped(pin_memory(self.batch), self.role, self.changes, self.lost)  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ class _Stamping:
     def __call__(self, samples: Any) -> _Stamped:
         batch = self._collate_fn(samples)
         if self._sources is None:
-            # After the first batch, because a dataset may create its generators when it is first read.
+            # Only after the first batch, because a dataset may create its generators when it is first read.
             self._sources = self.find_generators()
         state = global_states() if self._keeps_global else {}
         state |= {_PRIVATE + path: it for path, it in generator_states(self._sources).items()}
@@ -131,22 +131,22 @@ class _Stamping:
         return _Stamped(batch, _worker().id, changes, lost)
 
     def restore(self, state: State) -> None:
-        """Set the generators of this worker, and note those that it does not have."""
+        """Set the generators of this worker, and record the paths without a generator."""
         set_global_states(state)
         private = {name.removeprefix(_PRIVATE): it for name, it in state.items() if name.startswith(_PRIVATE)}
         self.lost = set_generator_states(self.find_generators(), private)
 
     def find_generators(self) -> dict[str, Source]:
-        """Return the generators of this worker's dataset and of its collation."""
+        """Return the generators of this worker's dataset and of its `collate_fn`."""
         return find_generators(dataset=_worker().dataset, collate_fn=self._collate_fn)
 
 
 @dataclass
 class _Initialization:
-    """Gives a worker its role: its seed, the user's `worker_init_fn` and then its random state."""
+    """Initialises a worker: sets its role and seed, calls the user's `worker_init_fn`, restores its random state."""
 
     worker_init_fn: Callable[[int], Any] | None
-    # The same object as the worker's `collate_fn`, also when both are pickled for it.
+    # The same object as the worker's `collate_fn`; pickling both together preserves this.
     stamping: _Stamping
     states: list[State | None]
     offset: int
@@ -166,10 +166,10 @@ _PRIVATE = "private."
 
 
 def _take_role(role: int) -> None:
-    """Make this worker the one that torch would have started under the number `role`."""
+    """Give this worker the number and the seed with which torch would have started worker `role`."""
     worker = _worker()
     base_seed = worker.seed - worker.id
-    # Torch's class forbids assignments, but datasets may derive their own seeds from these two.
+    # Torch's class forbids assignments, but datasets may derive seeds from these two attributes.
     object.__setattr__(worker, "id", role)
     object.__setattr__(worker, "seed", base_seed + role)
     random.seed(base_seed + role)

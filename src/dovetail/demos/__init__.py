@@ -1,4 +1,4 @@
-"""What `dovetail demo` shows: small runs, a minute or less each, that leave something to look at."""
+"""Demos of `dovetail demo`: small runs of at most a minute that write figures, reports or checkpoints."""
 
 from __future__ import annotations
 

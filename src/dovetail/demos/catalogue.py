@@ -1,4 +1,4 @@
-"""Which demos there are, and what each of them says. It starts without torch."""
+"""List of the demos and their descriptions. It does not import torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import cast
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a demo has found and written.
+    """The result of a demo.
 
     Attributes:
-        result: One sentence.
-        files: What is in its folder, by name, and what each of them is; those that could not be made are not there.
-        columns: The headings of a table, if there is one; all columns but the first are numbers.
-        rows: Its cells.
+        result: The result in one sentence.
+        files: Descriptions of the written files and folders by name; files that could not be written are missing.
+        columns: The headings of a table, if there is one; all columns except the first contain numbers.
+        rows: The cells of the table.
     """
 
     result: str
@@ -28,21 +28,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Demo:
-    """A demo before it runs.
+    """The description of a demo.
 
     Attributes:
-        name: Its name, which is that of its module, too.
-        shows: What it shows, in one sentence.
-        goes_on: The next step for the user. `{folder}` stands for the folder of the demo, `{dovetail}` for the command
-            line, and `{code}` for the source file of the demo.
+        name: The name of the demo and of its module.
+        shows: A sentence about what the demo shows.
+        next_step: What to do next; `{folder}` is replaced by the folder of the demo, `{dovetail}` by the command line,
+            and `{code}` by the source file of the demo.
     """
 
     name: str
     shows: str
-    goes_on: str
+    next_step: str
 
     def run(self, folder: Path) -> Outcome:
-        """Run it, and write into an empty folder."""
+        """Run the demo, and write its files into an empty folder."""
         run = cast("Callable[[Path], Outcome]", importlib.import_module(f"dovetail.demos.{self.name}").run)
         return run(folder)
 
@@ -52,28 +52,28 @@ DEMOS: Mapping[str, Demo] = {
     for demo in (
         Demo(
             "classify",
-            "A small convolutional network learns handwritten digits, and stops when it gets no better.",
+            "A small convolutional network learns handwritten digits, and stops when it no longer improves.",
             "{dovetail} checkpoint list {folder}/run",
         ),
         Demo(
             "gan",
-            "Two networks play against each other, each with an optimizer that is stepped by hand.",
+            "Two networks compete, each with an optimizer that is stepped by hand.",
             "read how the program steps two optimizers: {code}",
         ),
         Demo(
             "experiment",
-            "A search for hyperparameters: trials run as processes, and halving ends the worse ones early.",
+            "A hyperparameter search: trials run as processes, and successive halving stops the worse ones early.",
             "edit {folder}/search.yaml, then: "
             "{dovetail} experiment create {folder}/search.yaml {folder}/code --home {folder}/home",
         ),
         Demo(
             "federated",
-            "Ten clients that know two digits each train one model together, once by FedAvg and once by SCAFFOLD.",
+            "Ten clients with two digits each train one model together, once with FedAvg and once with SCAFFOLD.",
             "{dovetail} federate --set algorithm.type=fedprox --results {folder}/fedprox",
         ),
         Demo(
             "resume",
-            "A training process is killed by SIGKILL, goes on, and ends as if nothing had happened, bit for bit.",
+            "A training process is killed by SIGKILL and resumed; the result is the same, bit for bit.",
             "sha256sum {folder}/*/ck_*/tensors.safetensors",
         ),
     )

@@ -1,4 +1,4 @@
-"""`dovetail demo classify`: handwritten digits."""
+"""Demo `dovetail demo classify`: a classifier of handwritten digits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SHOWN = 12
 
 
 def run(folder: Path, *, num_epochs: int = 40) -> Outcome:
-    """Train, test, and draw the learning curves above some digits with what they were taken for."""
+    """Train, test, and draw the learning curves and some test images with their predictions."""
     train, valid, test = digits()
-    print(f"{len(train)} images of 8×8 pixels to learn from, {len(valid)} to validate, {len(test)} to test")
+    print(f"images of 8×8 pixels: {len(train)} for training, {len(valid)} for validation, {len(test)} for testing")
     trainer = Trainer(
         lambda: cnn(channels=1, size=8, classes=10),
         optimizer=partial(AdamW, lr=5e-3),
@@ -46,7 +46,7 @@ def run(folder: Path, *, num_epochs: int = 40) -> Outcome:
     return Outcome(
         f"test accuracy {accuracy:.1%} after {counted(trainer.context.progress.epoch, 'epoch')}",
         {
-            "digits.png": "the learning curves, and digits of the test with what they were taken for",
+            "digits.png": "the learning curves, and test images with their predictions",
             "run": "the newest and the best checkpoint, and the history",
         },
     )
@@ -55,23 +55,23 @@ def run(folder: Path, *, num_epochs: int = 40) -> Outcome:
 def _draw(history: History, images: Tensor, labels: Tensor, scores: Tensor, figure: Any) -> None:
     upper, lower = figure.subfigures(2, 1, height_ratios=[2.3, 1])
     best = history.best("valid_loss")
-    panels = {"loss": ("train", "valid"), "accuracy": ("valid",)}  # of training there is only the loss
+    panels = {"loss": ("train", "valid"), "accuracy": ("valid",)}  # training records only the loss
     for axes, (metric, stages) in zip(upper.subplots(1, 2), panels.items(), strict=True):
         for stage in stages:
             values = history.get_metric_values(f"{stage}_{metric}")
             colour = {"train": BLUE, "valid": ORANGE}[stage]
             axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.8, label=stage)
         if best is not None:
-            axes.axvline(best["epoch"], color=GREY, linewidth=1, linestyle="--", label="the weights that are kept")
+            axes.axvline(best["epoch"], color=GREY, linewidth=1, linestyle="--", label="lowest validation loss")
         tidy(axes, metric if len(stages) > 1 else f"{metric} on the validation data", x="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
     upper.axes[0].legend(frameon=False, fontsize=9, labelcolor=INK)
     upper.axes[0].set_yscale("log")
 
-    # The least probable of the right answers: the mistakes come first.
+    # Sorted by the probability of the right answer, so that mistakes are first.
     hardest = scores.gather(1, labels.unsqueeze(1)).squeeze(1).argsort()[: _SHOWN // 2].tolist()
     others = [index for index in range(len(labels)) if index not in hardest][: _SHOWN // 2]
-    lower.suptitle("images of the test, and what they were taken for: the six hardest, and six others", **_HEADING)
+    lower.suptitle("test images and predictions of the model: the six hardest, and six others", **_HEADING)
     for axes, index in zip(lower.subplots(1, _SHOWN), hardest + others, strict=True):
         axes.imshow(images[index, 0].numpy(), cmap="gray_r")
         axes.set_axis_off()

@@ -1,4 +1,4 @@
-"""`dovetail demo experiment`: a search for hyperparameters."""
+"""Demo `dovetail demo experiment`: a hyperparameter search."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ max_restarts: 0
 
 
 def run(folder: Path, *, settings: tuple[str, ...] = ()) -> Outcome:
-    """Write the code and the file of a search, run it, and report."""
+    """Write the code and the configuration of a search, run it, and write a report."""
     code, file = folder / "code", folder / "search.yaml"
     store = Store.open(folder / "home")
     code.mkdir()
@@ -45,22 +45,22 @@ def run(folder: Path, *, settings: tuple[str, ...] = ()) -> Outcome:
     best = done.best_trial
     if best is None:
         failed = next((trial for trial in done.trials if trial.reason), None)
-        why = "" if failed is None else f": {failed.reason} (the rest is in {failed.directory / 'log.txt'})"
+        why = "" if failed is None else f": {failed.reason} (see {failed.directory / 'log.txt'})"
         raise DovetailError(f"no trial has reported an accuracy{why}")
     written = report(done, folder / "report.html")
     if len(written) == 1:
-        print("no images of the report: matplotlib is not installed: pip install 'dovetail[plot]'")
+        print("the report has no images, because matplotlib is not installed: pip install 'dovetail[plot]'")
     names, num_early = sorted(searched(done)), sum(trial.state == "STOPPED" for trial in done.trials)
     ranked = sorted(done.trials, key=lambda trial: -(trial.best or 0.0))
     return Outcome(
-        f"accuracy {best.best:.1%} by trial {best.number}; {num_early} of {len(done.trials)} trials ended early",
+        f"best accuracy {best.best:.1%} (trial {best.number}); {num_early} of {len(done.trials)} trials stopped early",
         {
-            "report.html": "the report, which needs no network",
-            "report-curves.png": "how accurate each trial was, and when it ended",
+            "report.html": "the report, a single file that needs no network",
+            "report-curves.png": "the accuracy of each trial until it ended",
             "report-parallel.png": "hyperparameters and accuracy side by side",
-            "search.yaml": "the search",
-            "code": "the trial",
-            "home": "the store, the logs and the checkpoints",
+            "search.yaml": "the configuration of the search",
+            "code": "the code of a trial",
+            "home": "the results, logs and checkpoints of all trials",
         },
         ("trial", "accuracy", "batches", *names, "state"),
         [_row(trial, names) for trial in ranked],

@@ -1,4 +1,4 @@
-"""`dovetail demo federated`: clients that know other digits than their neighbours."""
+"""Demo `dovetail demo federated`: clients with different digits train one model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NUM_CLIENTS = 10
 
 
 def run(folder: Path, *, rounds: int = 30) -> Outcome:
-    """Run the same federation by two algorithms, and draw who has what and how good the global model is."""
+    """Run a federation with two algorithms, and draw the clients' data and the accuracy of the global model."""
     train, test = digits(split=(0.8, 0.2))
     labels = train.tensors[1]
     cut = label_quantity(labels, _NUM_CLIENTS, classes_per_client=2)
@@ -45,14 +45,14 @@ def run(folder: Path, *, rounds: int = 30) -> Outcome:
     every_fifth = [number for number in range(1, rounds + 1) if number in (1, rounds) or number % 5 == 0]
     return Outcome(
         f"test accuracy after {counted(rounds, 'round')}: {found}",
-        {"rounds.png": "who has which digits, and the accuracy of both global models round by round"},
+        {"rounds.png": "the digits of each client, and the accuracy of both global models by round"},
         ("round", *accuracies),
         [[str(number), *(f"{values[number - 1]:.1%}" for values in accuracies.values())] for number in every_fifth],
     )
 
 
 def _accuracies(data: PartitionedData, algorithm: Algorithm, rounds: int) -> list[float]:
-    """Return the accuracy of the global model on the server's test data after every round; half the clients work."""
+    """Return the global model's accuracy on the server's test data after each round; half of the clients train."""
     trainer = ComposableTrainer(
         optimizer_strategy=SGDOptimizerStrategy(lr=0.1),
         data_loader_strategy=ShuffleDataLoaderStrategy(),
@@ -74,7 +74,7 @@ def _accuracies(data: PartitionedData, algorithm: Algorithm, rounds: int) -> lis
 def _draw(table: Tensor, accuracies: Mapping[str, Sequence[float]], figure: Any) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.5])
     left.imshow(table.T.numpy(), cmap="Blues", origin="lower", aspect="auto")
-    tidy(left, "how many of each digit a client has", x="client", y="digit")
+    tidy(left, "images per client and digit", x="client", y="digit")
     left.grid(visible=False)
     left.set_xticks(range(len(table)), range(1, len(table) + 1))
     left.set_yticks(range(table.shape[1]))
@@ -87,7 +87,7 @@ def _draw(table: Tensor, accuracies: Mapping[str, Sequence[float]], figure: Any)
 
     for (name, values), colour in zip(accuracies.items(), (BLUE, ORANGE), strict=True):
         right.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.8, marker="o", markersize=4, label=name)
-    tidy(right, "accuracy of the global model, all digits", x="round")
+    tidy(right, "test accuracy of the global model", x="round")
     right.set_ylim(0, 1)
     right.xaxis.get_major_locator().set_params(integer=True)
     right.legend(frameon=False, fontsize=10, labelcolor=INK, loc="lower right")

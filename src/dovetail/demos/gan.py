@@ -1,4 +1,4 @@
-"""`dovetail demo gan`: points in the plane, made of noise."""
+"""Demo `dovetail demo gan`: a generative adversarial network for points in the plane."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ _SHOWN = 1000
 
 
 def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
-    """Train for a multiple of 5 epochs, and draw six times what the generator makes of the same noise."""
-    print(f"{_NUM_CLOUDS} clouds of points on a ring; the generator is never shown one of them")
+    """Train for a multiple of 5 epochs, and draw the generator's output for the same noise at six epochs."""
+    print(f"the data: {_NUM_CLOUDS} clusters of points on a ring; the generator never sees the data itself")
     real = _ring(24576, torch.Generator().manual_seed(0))
-    looks = _Looks(every=num_epochs // 5)
-    trainer = _Adversaries(_networks, "cpu", batch_size=256, num_epochs=num_epochs, callbacks=[looks], seed=0)
+    snapshots = _Snapshots(every=num_epochs // 5)
+    trainer = _Adversaries(_networks, "cpu", batch_size=256, num_epochs=num_epochs, callbacks=[snapshots], seed=0)
     trainer.fit(real)
 
-    picture(folder / "samples.png", (10.5, 7.4), partial(_draw, looks.seen, real[:_SHOWN]))
-    made = [_judged(points) for points in looks.seen.values()]
-    near, found = made[-1]
+    picture(folder / "samples.png", (10.5, 7.4), partial(_draw, snapshots.outputs, real[:_SHOWN]))
+    results = [_evaluate(points) for points in snapshots.outputs.values()]
+    near, found = results[-1]
     rows = [
         [str(epoch), f"{near:.0%}", f"{found} of {_NUM_CLOUDS}"]
-        for epoch, (near, found) in zip(looks.seen, made, strict=True)
+        for epoch, (near, found) in zip(snapshots.outputs, results, strict=True)
     ]
     return Outcome(
-        f"{near:.0%} of the points that are made lie in a cloud, and {found} of {_NUM_CLOUDS} clouds are found",
-        {"samples.png": "what the generator makes of the same noise, at six moments"},
-        ("epoch", "points in a cloud", "clouds found"),
+        f"{near:.0%} of the generated points are in a cluster, and {found} of {_NUM_CLOUDS} clusters are covered",
+        {"samples.png": "the generator's output for the same noise, at six epochs"},
+        ("epoch", "points in a cluster", "clusters covered"),
         rows,
     )
 
 
 class _Adversaries(Trainer):
-    """One step of each player per batch. The step is its own because it calls `context.backward`."""
+    """One step of each network per batch. The step is manual, because it calls `context.backward`."""
 
     def get_optimizer(self, model: Any) -> list[Optimizer]:
         rates = {"discriminator": 4e-3, "generator": 2e-3}
@@ -68,7 +68,7 @@ class _Adversaries(Trainer):
 
         real.requires_grad_()
         scores = discriminator(real)
-        # Flat around real points (Mescheder et al., 2018): without it the generator finds one cloud, and leaves it.
+        # The gradient penalty of Mescheder et al. (2018): without it the generator covers only one cluster at a time.
         (slopes,) = torch.autograd.grad(scores.sum(), real, create_graph=True)
         d_loss = softplus(-scores).mean() + softplus(discriminator(fake.detach())).mean()
         context.backward(d_loss + 0.05 * slopes.square().sum(dim=1).mean())
@@ -80,25 +80,25 @@ class _Adversaries(Trainer):
         return {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
 
 
-class _Looks(Callback):
-    """Keeps what the generator makes of the same noise, at the beginning and every few epochs."""
+class _Snapshots(Callback):
+    """Records the generator's output for the same noise, before training and every few epochs."""
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.seen: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
         self._noise = torch.randn(_SHOWN, _NUM_LATENT, generator=torch.Generator().manual_seed(1))
 
     def on_train_start(self, context: TrainingContext) -> None:
-        self._look(context)
+        self._record(context)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         if context.progress.epoch % self.every == 0:
-            self._look(context)
+            self._record(context)
 
-    def _look(self, context: TrainingContext) -> None:
+    def _record(self, context: TrainingContext) -> None:
         model: Any = context.model
         with torch.inference_mode():
-            self.seen[context.progress.epoch] = model["generator"](self._noise)
+            self.outputs[context.progress.epoch] = model["generator"](self._noise)
 
 
 def _networks() -> nn.Module:
@@ -115,21 +115,21 @@ def _ring(count: int, generator: torch.Generator) -> Tensor:
     return _centres()[cloud] + _SPREAD * torch.randn(count, 2, generator=generator)
 
 
-def _judged(points: Tensor) -> tuple[float, int]:
-    """Return the share of points within three deviations of a centre, and how many centres have a fair share."""
+def _evaluate(points: Tensor) -> tuple[float, int]:
+    """Return the share of points within three deviations of a centre, and the number of covered centres."""
     distance, nearest = torch.cdist(points, _centres()).min(dim=1)
     near = distance < 3 * _SPREAD
     counts = torch.bincount(nearest[near], minlength=_NUM_CLOUDS)
     return float(near.double().mean()), int((counts > len(points) / _NUM_CLOUDS / 4).sum())
 
 
-def _draw(seen: Mapping[int, Tensor], real: Tensor, figure: Any) -> None:
-    for axes, (epoch, points) in zip(figure.subplots(2, 3).flat, seen.items(), strict=True):
+def _draw(outputs: Mapping[int, Tensor], real: Tensor, figure: Any) -> None:
+    for axes, (epoch, points) in zip(figure.subplots(2, 3).flat, outputs.items(), strict=True):
         axes.scatter(*real.T.numpy(), s=6, color=GREY, linewidths=0)
         axes.scatter(*points.T.numpy(), s=6, color=BLUE, alpha=0.45, linewidths=0)
-        near, found = _judged(points)
-        title = f"epoch {epoch}: {found} of {_NUM_CLOUDS} clouds, {near:.0%} inside" if epoch else "before training"
+        near, found = _evaluate(points)
+        title = f"epoch {epoch}: {found} of {_NUM_CLOUDS} clusters, {near:.0%} inside" if epoch else "before training"
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
         axes.set(xlim=(-2.8, 2.8), ylim=(-2.8, 2.8), aspect="equal", xticks=[], yticks=[])
         axes.spines[:].set_color(GREY)
-    figure.supxlabel("grey: the data; blue: what the generator makes, always of the same noise", fontsize=9, color=INK)
+    figure.supxlabel("grey: data; blue: output of the generator, always for the same noise", fontsize=9, color=INK)

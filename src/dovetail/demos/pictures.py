@@ -1,4 +1,4 @@
-"""The pictures of the demos, in one style; without matplotlib there are none."""
+"""Figures of the demos, in one style; not written without matplotlib."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from dovetail.errors import MissingExtraError
 from dovetail.extras import require
 
-# Okabe and Ito's, which colour-blind readers can tell apart.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 GREY = "#B8B8B8"
 
 
 def picture(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
-    """Write an image; where matplotlib is missing, say so and write none."""
+    """Write an image; without matplotlib, print a message and write nothing."""
     try:
         figures = require("matplotlib.figure", "plot")
     except MissingExtraError as error:
-        print(f"no {path.name}: {error}")
+        print(f"{path.name} is not written: {error}")
         return
-    # A Figure of its own, never pyplot: nothing global changes, and no display is needed.
+    # Not pyplot: it would change global state and need a display.
     figure = figures.Figure(figsize=size, dpi=144, layout="constrained")
     draw(figure)
     figure.savefig(path)

@@ -1,8 +1,8 @@
-"""`dovetail demo resume`: a process that is killed, and goes on.
+"""Demo `dovetail demo resume`: a training process is killed and resumed.
 
-`python -m dovetail.demos.resume FOLDER NUM_EPOCHS [BATCH]` is the process: it trains, prints the loss of every batch,
-and goes on from the newest checkpoint of the folder, if there is one. After the batch that is named it waits for its
-end.
+`python -m dovetail.demos.resume FOLDER NUM_EPOCHS [BATCH]` is the training process. It prints the loss of every batch
+and resumes from the newest checkpoint of the folder, if there is one. If BATCH is given, the process waits after this
+batch until it is killed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from dovetail.units import Batches
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-# In which batch the process is killed, and how often it saves: neither at the end of an epoch, nor right after a save.
+# The batch after which the process is killed is neither at the end of an epoch nor directly after a checkpoint.
 _KILLED_AT = 170
 _SAVE_EVERY = 50
 
 
 def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
-    """Train once without a kill and once with one, and compare."""
+    """Train once without an interruption and once with a kill, and compare."""
     straight, killed = folder / "straight", folder / "killed"
-    print("two processes begin the same training, and one of them will be killed", flush=True)
+    print("starting the same training in two processes; one of them will be killed", flush=True)
     with ThreadPoolExecutor() as pool:
-        undisturbed = pool.submit(_watched, straight, num_epochs)
-        before = _watched(killed, num_epochs, kill_at=_KILLED_AT)
+        undisturbed = pool.submit(_run_process, straight, num_epochs)
+        before = _run_process(killed, num_epochs, kill_at=_KILLED_AT)
         saved = checkpoint.latest(killed)
         assert saved is not None
         print(f"killed by SIGKILL after batch {max(before)}; its newest checkpoint is {saved.name}", flush=True)
-        after = _watched(killed, num_epochs)
-        print(f"the same command again went on with batch {min(after)}; final loss {after[max(after)]:.6f}", flush=True)
+        after = _run_process(killed, num_epochs)
+        print(f"the same command resumed with batch {min(after)}; final loss {after[max(after)]:.6f}", flush=True)
         expected = undisturbed.result()
     print(f"the uninterrupted run: {len(expected)} batches, final loss {expected[max(expected)]:.6f}")
 
@@ -58,12 +58,12 @@ def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
     same = [batch for batch, loss in expected.items() if {run[batch] for run in runs if batch in run} == {loss}]
     digests = [_digest(each) for each in (straight, killed)]
     return Outcome(
-        f"bit for bit, {len(same)} of {len(expected)} losses are equal; weights, optimizer and random states at the end"
-        + (" are, too" if digests[0] == digests[1] else " are NOT"),
+        f"{len(same)} of {len(expected)} losses are equal, bit for bit; final weights, optimizer and random states are "
+        + ("equal, too" if digests[0] == digests[1] else "NOT equal"),
         {
             "losses.png": "the losses of both runs, batch by batch",
             "straight": "the checkpoints of the uninterrupted run",
-            "killed": "the checkpoints of the one that was killed",
+            "killed": "the checkpoints of the killed and resumed run",
         },
         ("", "uninterrupted", "killed and resumed"),
         [
@@ -76,31 +76,31 @@ def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
 
 
 def train(folder: Path, num_epochs: int, waits_at: int | None = None) -> None:
-    """Train digits, print the number and the loss of every batch, and go on from a checkpoint, if there is one.
+    """Train on digits, print the number and the loss of every batch, and resume from a checkpoint, if there is one.
 
     Args:
-        folder: Where its checkpoints are.
-        num_epochs: How long to train.
-        waits_at: After this batch it waits until nobody can write to it any more: however slow the one who is to kill
-            it, there is something to kill.
+        folder: The folder of the checkpoints.
+        num_epochs: The number of epochs.
+        waits_at: After this batch the process waits until its input is closed, so that the parent process can kill
+            it at exactly this batch. None means that it does not wait.
     """
     data, _, _ = digits()
     trainer = Trainer(
-        # Dropout, so that every batch needs its randomness to be that of the uninterrupted run.
+        # Dropout needs the right random state in every batch, so a wrongly restored one would be visible.
         lambda: nn.Sequential(nn.Dropout(0.1), cnn(channels=1, size=8, classes=10)),
         optimizer=partial(AdamW, lr=3e-3),
         num_epochs=num_epochs,
         batch_size=64,
         checkpoint_dir=folder,
         keep_last=2,
-        callbacks=[_SayLoss(waits_at)],
+        callbacks=[_PrintLoss(waits_at)],
         verbose=False,
         seed=0,
     )
     trainer.fit(data, checkpoint_period=Batches(_SAVE_EVERY), resume="auto")
 
 
-class _SayLoss(Callback):
+class _PrintLoss(Callback):
     def __init__(self, waits_at: int | None) -> None:
         self.waits_at = waits_at
 
@@ -110,8 +110,8 @@ class _SayLoss(Callback):
             sys.stdin.read()
 
 
-def _watched(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[int, float]:
-    """Run `train` in a process of its own, and return the losses that it has printed, by batch."""
+def _run_process(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[int, float]:
+    """Run `train` in another process, and return the losses that it printed, by batch."""
     command = [sys.executable, "-m", "dovetail.demos.resume", str(folder), str(num_epochs)]
     command += [] if kill_at is None else [str(kill_at)]
     losses: dict[int, float] = {}
@@ -121,14 +121,14 @@ def _watched(folder: Path, num_epochs: int, kill_at: int | None = None) -> dict[
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                # Without its end the line is a word that the kill has cut.
+                # A line without a line end was cut by the kill.
                 if line.endswith("\n"):
                     number, loss = line.split()
                     losses[int(number)] = float.fromhex(loss)
                 if kill_at is not None and kill_at in losses:
                     process.kill()
         except BaseException:
-            # Whatever goes wrong here, no process is left behind.
+            # Do not leave the process running if this function fails.
             process.kill()
             raise
     wanted = 0 if kill_at is None else -signal.SIGKILL
@@ -152,14 +152,14 @@ def _draw(expected: dict[int, float], before: dict[int, float], after: dict[int,
     rings = {"marker": "o", "markersize": 9, "markerfacecolor": "none"}
     for axes, ring, dot in ((whole, {}, {}), (near, rings, {"marker": "o", "markersize": 3.5})):
         axes.plot(*_points(expected), color=GREY, linewidth=6, label="uninterrupted")
-        axes.plot(*_points(before), color=BLUE, linewidth=1.2, label="until it was killed", **ring)
-        axes.plot(*_points(after), color=ORANGE, linewidth=1.2, label="after it was started again", **dot)
+        axes.plot(*_points(before), color=BLUE, linewidth=1.2, label="before the kill", **ring)
+        axes.plot(*_points(after), color=ORANGE, linewidth=1.2, label="resumed", **dot)
         axes.axvline(killed, color=INK, linewidth=1, linestyle="--")
     whole.set_yscale("log")
     tidy(whole, "loss of every batch", x="batch")
     whole.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper right")
 
-    # A little more than what was trained twice.
+    # Slightly more than the batches that were trained twice.
     first, last = resumed - 15, killed + 15
     seen = [loss for batch, loss in expected.items() if first <= batch <= last]
     near.set(xlim=(first, last), ylim=(0, max(seen) * 1.25))

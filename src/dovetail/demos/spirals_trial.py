@@ -1,7 +1,7 @@
-"""Two spirals as a trial: a perceptron whose width, dropout and learning rate are hyperparameters.
+"""Trial of the demo: a perceptron for two spirals, with width, dropout and learning rate as hyperparameters.
 
-`dovetail demo experiment` writes this file as `train.py` and searches them. With a configuration that gives each of
-them one value it runs alone: `python -m dovetail.launch --config const.yaml train.py`.
+`dovetail demo experiment` writes this file as `train.py` and searches its hyperparameters. To run it alone, use a
+configuration with one value for each of them: `python -m dovetail.launch --config const.yaml train.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dovetail import Epochs, pytorch
 
 
 def spirals(number: int, seed: int) -> TensorDataset:
-    """Return points of two arms that wind around each other, and to which arm each of them belongs."""
+    """Return points of two interleaved spirals, labelled with the number of their spiral."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(2, (number,), generator=generator)
     radius = torch.rand(number, generator=generator).sqrt()
@@ -28,7 +28,7 @@ def spirals(number: int, seed: int) -> TensorDataset:
 
 
 class SpiralsTrial(pytorch.PyTorchTrial):
-    """The model, its optimizer, and what is done with a batch.
+    """A model, its optimizer, and the computation for a batch.
 
     Example:
         >>> hparams = {"width": 16, "dropout": 0.1, "learning_rate": 0.1}
@@ -55,7 +55,7 @@ class SpiralsTrial(pytorch.PyTorchTrial):
         )
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Tensor]:
-        """Make one step."""
+        """Make one training step and return the loss."""
         points, arms = batch
         loss = cross_entropy(self.model(points), arms)
         self.context.backward(loss)
@@ -63,7 +63,7 @@ class SpiralsTrial(pytorch.PyTorchTrial):
         return {"loss": loss}
 
     def evaluate_batch(self, batch: Any) -> dict[str, Tensor]:
-        """Measure the accuracy."""
+        """Return the accuracy of a batch."""
         points, arms = batch
         return {"accuracy": (self.model(points).argmax(dim=1) == arms).double().mean()}
 

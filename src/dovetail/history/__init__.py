@@ -1,6 +1,6 @@
-"""What a run has measured: its metrics, event by event, in memory and as lines of a file.
+"""History of a run: its metrics, one row per event, in memory and as lines of a file.
 
-This package starts without torch: a history is read, compared and drawn where no model is.
+This package does not import torch, so that a history can be read, compared and drawn without it.
 """
 
 from dovetail.history.lines import Row

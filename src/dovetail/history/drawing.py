@@ -1,4 +1,4 @@
-"""A history as a picture: one panel per metric, one colour per stage."""
+"""Figures of a history: one panel per metric, one colour per stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.extras import require
 from dovetail.history.lines import CUSTOM, Row
 from dovetail.history.metrics import mode_or_none
 
-# The colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish.
 
 _STAGES = {"train": ("#0072B2", "o"), "valid": ("#D55E00", "s"), "test": ("#009E73", "^")}
 _OTHERS = (("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
@@ -25,7 +25,7 @@ Series: TypeAlias = list[tuple[Row, float]]
 
 
 def draw(series: Mapping[str, Series], path: Path | None) -> Any:
-    """Return a figure of metrics, which a notebook shows, and write it to an image file if there is a path."""
+    """Return a figure of metrics for a notebook, and write it to an image file if a path is given."""
     figures = require("matplotlib.figure", "plot")
     panels: dict[str, dict[str, Series]] = {}
     for name, points in series.items():
@@ -38,7 +38,7 @@ def draw(series: Mapping[str, Series], path: Path | None) -> Any:
 
     columns = min(len(order), 3)
     lines = math.ceil(len(order) / columns)
-    # A Figure of its own, never pyplot: nothing global changes, and no display is needed.
+    # Not pyplot: it would change global state and need a display.
     figure = figures.Figure(figsize=(4.8 * columns, 3.6 * lines), dpi=144, layout="constrained")
     places = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
     for metric, axes in zip(order, places, strict=False):
@@ -48,7 +48,7 @@ def draw(series: Mapping[str, Series], path: Path | None) -> Any:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
-    # Notebooks know how to show the figures of pyplot only.
+    # Notebooks display only figures of pyplot by themselves.
     figure._repr_png_ = partial(_as_png, figure)
     return figure
 
@@ -67,7 +67,7 @@ def _draw_panel(
         x = [row[counter] for row, _ in points] if counter else range(1, len(points) + 1)
         y = [value for _, value in points]
         best = _best_index(metric, y) if stage == "valid" else None
-        # The number stands in the legend: beside its point it would lie on the other curves.
+        # The number is in the legend, because beside its point it would cover other curves.
         label = stage if best is None else f"{stage}, best {y[best]:.4g}"
         marks = {"marker": marker, "markersize": 4.5, "markevery": math.ceil(len(y) / 12)}
         axes.plot(x, y, color=colour, linewidth=1.7, label=label, **marks)
@@ -77,7 +77,7 @@ def _draw_panel(
     if values and min(values) > 0 and max(values) > 30 * min(values):
         axes.set_yscale("log")
     elif values and min(values) == max(values):
-        # A constant shows as one, rather than as the middle of an axis that is all decimals.
+        # Show a constant as a flat line, not on an axis that is all decimals.
         axes.set_ylim(min(0.0, 2 * values[0]), max(0.0, 2 * values[0]) or 1.0)
     axes.margins(x=0.05, y=0.12)
     tidy(axes, metric, x=counter)
@@ -87,7 +87,7 @@ def _draw_panel(
 
 
 def tidy(axes: Any, title: str, x: str = "", y: str = "") -> None:
-    """Set the title and the labels of a plot, and remove what has no information."""
+    """Set the title and the labels of a plot, and remove decoration."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
@@ -99,7 +99,7 @@ def tidy(axes: Any, title: str, x: str = "", y: str = "") -> None:
 
 
 def _split(name: str, stage: str) -> tuple[str, str]:
-    """Return the metric and the stage that a name such as `valid_loss` is made of."""
+    """Return the metric and the stage of a name such as `valid_loss`."""
     if stage != CUSTOM:
         return name.removeprefix(f"{stage}_"), stage
     head, _, metric = name.partition("_")
@@ -108,7 +108,7 @@ def _split(name: str, stage: str) -> tuple[str, str]:
 
 
 def _common_counter(curves: list[Series]) -> str:
-    """Return the coarsest counter that tells the points of every curve apart, or nothing."""
+    """Return the coarsest counter that is different for all points of every curve, or an empty string."""
     for counter in ("epoch", "updates", "batches"):
         columns = [[row.get(counter) for row, _ in points] for points in curves]
         if all(None not in column and len(set(column)) == len(column) for column in columns):
@@ -117,7 +117,7 @@ def _common_counter(curves: list[Series]) -> str:
 
 
 def _best_index(metric: str, values: list[float]) -> int | None:
-    """Return where a metric was best, or None if nobody can say what is good."""
+    """Return the index of the best value, or None if the name of the metric does not show which values are good."""
     comparable = [index for index, value in enumerate(values) if math.isfinite(value)]
     mode = mode_or_none(metric)
     if mode is None or not comparable:

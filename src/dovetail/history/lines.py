@@ -1,4 +1,4 @@
-"""A history as a file: its rows as lines of JSON, and files that are written at once or not at all."""
+"""File format of a history: rows as lines of JSON, and atomic writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def metrics_of(row: Row) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of a row by the names that they have outside of it."""
+    """Yield the metrics of a row with their public names, such as `valid_loss`."""
     prefix = "" if row["stage"] == CUSTOM else f"{row['stage']}_"
     return ((prefix + key, value) for key, value in row.items() if isinstance(value, float))
 
@@ -40,7 +40,7 @@ def loss_rows(losses: array[float]) -> Iterator[dict[str, Any]]:
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON can hold it: what is not finite is spelled out."""
+    """Return a value in a form that JSON can represent: NaN and infinities become strings."""
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -49,7 +49,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(key: str, value: Any) -> Any:
-    """Return the value of a key that `encode` was given."""
+    """Return the original of a value that `encode` returned for a key."""
     if isinstance(value, list):
         return [decode(key, item) for item in value]
     return _NON_FINITE.get(value, value) if isinstance(value, str) and key != "stage" else value
@@ -62,26 +62,26 @@ def as_line(row: Mapping[str, Any]) -> bytes:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file; a last line that a crash cut short is left out."""
+    """Yield the rows of a file; an incomplete last line is left out."""
     header, *lines = path.read_bytes().split(b"\n")
     check_header(path, header)
     for number, line in enumerate(lines, start=2):
         try:
             yield _parse_row(line)
         except ValueError as error:
-            # Every line ends with a newline, so what follows the last one is empty or was cut short.
+            # Every complete line ends with a newline, so the last part is empty or incomplete.
             if number <= len(lines):
                 raise ConfigError(f"{path}, line {number}: {error}") from None
 
 
 def check_header(path: Path, line: bytes) -> None:
-    """Refuse a file that is no history, or one of another format."""
+    """Raise if a file is not a history, or has another format version."""
     try:
         header = json.loads(line)
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or HEADER not in header:
-        raise ConfigError(f'{path}, line 1: not a Dovetail history, which begins with {{"{HEADER}": {VERSION}}}')
+        raise ConfigError(f'{path}, line 1: not a Dovetail history, which starts with {{"{HEADER}": {VERSION}}}')
     if header[HEADER] != VERSION:
         raise ConfigError(
             f"{path}, line 1: a history of format {header[HEADER]!r}, this Dovetail reads format {VERSION}"
@@ -104,7 +104,7 @@ def _parse_row(line: bytes) -> dict[str, Any]:
 
 
 def decode_row(row: Any) -> Row:
-    """Return a row whose values `encode` was given.
+    """Return the original of a row whose values were encoded by `encode`.
 
     Raises:
         ValueError: It is not a row.
@@ -119,7 +119,7 @@ def decode_row(row: Any) -> Row:
 
 
 def _open_alone(path: Path) -> BinaryIO:
-    """Open a file for writing, and wait for other processes that write to it under the same name."""
+    """Open a file for writing, and wait for other processes that write to the same name."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         file = path.open("ab")
@@ -131,24 +131,24 @@ def _open_alone(path: Path) -> BinaryIO:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                # A process that a killed writer has forked keeps the lock for as long as it lives.
+                # A child of a killed writer may hold the lock as long as it runs.
                 path.unlink(missing_ok=True)
             file.close()
             time.sleep(0.01)
             continue
         except OSError:
-            return file  # the file system knows no locks
+            return file  # the file system does not support locks
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        # The other process has given the file its final name.
+        # Meanwhile the other process has renamed the file to its final name.
         file.close()
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all; folders on the way are created."""
+    """Write a file completely or not at all; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One name for all writers: the next one overwrites the file of a killed process.
+    # All writers use the same name, so that the next one overwrites the file of a killed process.
     unfinished = path.with_name(f".{path.name}.tmp")
     file = _open_alone(unfinished)
     try:
@@ -166,7 +166,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
     if os.name == "nt":
         return
-    # The rename itself is on the disk only when the folder is; Windows has no such call.
+    # A rename is on the disk only after the folder is synced; Windows has no such call.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,4 +1,4 @@
-"""Metrics by name, which values of them are good, and the loss of an epoch."""
+"""Metrics by name, whether small or large values are good, and the average loss of an epoch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LARGE_IS_GOOD = frozenset(
 
 
 def mode_of(monitor: str) -> Mode:
-    """Return whether small (`min`) or large (`max`) values of a metric are good, by the words of its name.
+    """Return whether small (`min`) or large (`max`) values of a metric are good, judged by the words in its name.
 
     Raises:
-        ConfigError: The name says neither or both.
+        ConfigError: The name has a word for neither or for both.
 
     Example:
         >>> mode_of("valid_loss"), mode_of("valid_accuracy")
@@ -32,19 +32,21 @@ def mode_of(monitor: str) -> Mode:
     """
     mode = mode_or_none(monitor)
     if mode is None:
-        raise ConfigError(f"monitor {monitor!r}: give mode='min' or mode='max', its name does not say which is good")
+        raise ConfigError(
+            f"monitor {monitor!r}: give mode='min' or mode='max', its name does not show which values are good"
+        )
     return mode
 
 
 def mode_or_none(metric: str) -> Mode | None:
-    """Return which values of a metric are good; None where its name says neither or both."""
+    """Return which values of a metric are good; None if its name has a word for neither or for both."""
     words = set(re.findall(r"[a-z]+1?", metric.lower()))
     falls, rises = bool(words & _SMALL_IS_GOOD), bool(words & _LARGE_IS_GOOD)
     return None if falls == rises else "min" if falls else "max"
 
 
 class RunHistory:
-    """Named metrics, each with every value it has had.
+    """Named metrics with all their values.
 
     Example:
         >>> history = RunHistory()
@@ -62,14 +64,14 @@ class RunHistory:
         return set(self._values)
 
     def get_metric_values(self, name: str) -> list[float]:
-        """Return every value of a metric, oldest first; an unknown metric has none."""
+        """Return every value of a metric, oldest first; an empty list for an unknown metric."""
         return list(self._values.get(name, ()))
 
     def get_latest_metric(self, name: str) -> float:
         """Return the newest value of a metric.
 
         Raises:
-            ValueError: The metric has no value; the message names the nearest one that has.
+            ValueError: The metric has no value; the message has the nearest known name.
         """
         values = self.get_metric_values(name)
         if not values:
@@ -81,7 +83,7 @@ class RunHistory:
         self._values.setdefault(name, []).append(as_number(name, value))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         self._values.clear()
 
     def _unknown(self, name: str) -> ConfigError:
@@ -93,8 +95,8 @@ class RunHistory:
 class LossTracker:
     """The average loss of an epoch, weighted by samples.
 
-    Losses may be tensors with a graph, on any device: the tracker keeps sums of its own without the graph,
-    and nothing waits for the device until a number is read.
+    Losses may be tensors with a graph, on any device: the tracker stores sums without the graph, and does not wait for
+    the device until a number is read.
 
     Example:
         >>> tracker = LossTracker()
@@ -116,10 +118,10 @@ class LossTracker:
             self._last = float(loss)
             self._total = self._total + loss * batch_size
             return
-        # A clone: a step that is replayed as one graph writes the next loss into the same memory.
+        # A clone, because a captured graph writes the next loss into the same memory.
         self._last = last = loss.detach().clone()
         if isinstance(self._total, float):
-            # A bfloat16 sum stops growing after a few hundred batches. Apple's GPUs have no float64.
+            # A sum in bfloat16 stops growing after a few hundred batches. Apple's GPUs have no float64.
             wide = last.float() if last.device.type == "mps" else last.double()
             self._total = wide * batch_size + self._total
         else:
@@ -131,7 +133,7 @@ class LossTracker:
 
     @property
     def average(self) -> float:
-        """The mean loss of all samples; NaN when there were none."""
+        """The mean loss of all samples; NaN if there are none."""
         return self.total_loss / self.running_count if self.running_count else math.nan
 
     @property
@@ -141,15 +143,15 @@ class LossTracker:
 
     @property
     def loss_value(self) -> float:
-        """The loss of the last batch; NaN when there was none."""
+        """The loss of the last batch; NaN if there is none."""
         return float(self._last)
 
 
 def as_number(name: str, value: Tensor | float) -> float:
-    """Return the value of a metric.
+    """Return the value of a metric as a float.
 
     Raises:
-        ConfigError: It is no number, and no tensor with one.
+        ConfigError: It is neither a number nor a tensor with one element.
     """
     if isinstance(value, (int, float)):
         return float(value)

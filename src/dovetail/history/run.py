@@ -1,4 +1,4 @@
-"""The record of a whole run."""
+"""History of a whole run: metrics per event and the loss of every batch."""
 
 from __future__ import annotations
 
@@ -38,23 +38,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_HEADER = 1000
-# Rows that a notebook shows of a history.
+# Number of rows that a notebook shows.
 _SHOWN_ROWS = 20
 _OTHER_FORMATS = (".csv", ".json", ".parquet", ".tsv", ".xlsx")
 
 
 class History(RunHistory):
-    """The record of a whole run: one row per event, and the loss of every training batch.
+    """The history of a whole run: one row per event, and the loss of every training batch.
 
-    A row is a flat dictionary: the `stage`, where training stood (`epoch`, `batches`, `updates`, …, which
-    are whole numbers), and the metrics, which are always floats. The metric names of `RunHistory` are views
-    of the rows: `train_loss` is `loss` in the rows of stage `train`; in stage `custom` a metric goes by its
-    bare name.
+    A row is a flat dictionary: the `stage`, the position of training (`epoch`, `batches`, `updates`, …, which are whole
+    numbers), and the metrics, which are always floats. The metric names of `RunHistory` are views of the rows:
+    `train_loss` is `loss` in the rows of stage `train`; in stage `custom` a metric has its plain name.
 
-    On disk a history is JSON lines: the header `{"dovetail_history": 1}`, then one row per line; lines of
-    stage `batches` hold batch losses. Python writes the shortest decimal that reads back as the same float,
-    so nothing is rounded. JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and
-    `"-Infinity"`.
+    A history file contains JSON lines: the header `{"dovetail_history": 1}`, then one row per line; lines of stage
+    `batches` contain batch losses. Python writes the shortest decimal that is read as the same float, so no precision
+    is lost. JSON has no NaN and no infinity: they are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
 
     Example:
         >>> history = History()
@@ -68,15 +66,15 @@ class History(RunHistory):
         History(2 rows: train_loss=0.5, valid_loss=0.75, valid_accuracy=0.9)
 
     Attributes:
-        rows: Every event, oldest first.
-        losses: The loss of every training batch, oldest first.
+        rows: All events, oldest first.
+        losses: The losses of all training batches, oldest first.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[Row] = []
         self.losses = array("d")
-        # Where losses stand among the rows: (rows before them, losses up to their end).
+        # Positions of losses among the rows: (number of rows before them, number of losses up to their end).
         self._cuts: list[tuple[int, int]] = []
         self._path: Path | None = None
         self._size = 0
@@ -87,34 +85,34 @@ class History(RunHistory):
         """Add one event.
 
         Args:
-            stage: What ran: `train`, `valid`, `test`, or a name of your own.
+            stage: The stage that ran: `train`, `valid`, `test`, or any other name.
             metrics: Numbers, or tensors with one element.
-            **position: Where training stood, in whole numbers: `epoch`, `batches`, `updates`, …
+            **position: The position of training, in whole numbers: `epoch`, `batches`, `updates`, …
         """
         if stage == BATCHES:
             raise ConfigError(f"stage {stage!r} is reserved for batch losses: use extend_losses")
         if taken := metrics.keys() & {"stage", *position}:
             raise ConfigError(
-                f"metric {min(taken)!r} of stage {stage!r} has the name of a position in its row: rename it"
+                f"metric {min(taken)!r} of stage {stage!r} has the same name as a position in its row: rename it"
             )
         row: Row = {"stage": stage}
         row.update((name, operator.index(count)) for name, count in position.items())
         row.update((name, as_number(name, value)) for name, value in metrics.items())
-        # The file first: if the disk is full, neither the file nor the memory has the row.
+        # Write the file first: if the disk is full, neither the file nor the memory has the row.
         self._append(*self._waiting_losses(), row)
         self._cuts += self._open_cut()
         self.rows.append(row)
 
     def extend_losses(self, values: Iterable[float]) -> None:
-        """Add the losses of training batches; an attached file gets them with the next row, or with `sync`."""
+        """Add the losses of training batches; an attached file gets them with the next row or call of `sync`."""
         self.losses.extend(values)
 
     def update_metric(self, name: str, value: Tensor | float) -> None:
-        """Add a row of stage `custom`, whose metric is known by its bare name."""
+        """Add a row of stage `custom`, whose metric has its plain name."""
         self.record(CUSTOM, {name: value})
 
     def reset(self) -> None:
-        """Forget everything; an attached file becomes empty too."""
+        """Remove everything, also from an attached file."""
         self._replace([], array("d"), [])
 
     # Reading
@@ -131,14 +129,14 @@ class History(RunHistory):
         return dict(metrics_of(row))[name]
 
     def best(self, name: str, mode: Mode | None = None) -> Row | None:
-        """Return the row in which a metric was best, the earliest of equals; NaN is never best.
+        """Return the row with the best value of a metric, the first one if several are equal; NaN is never best.
 
         Args:
             name: A metric, such as `valid_loss`.
-            mode: Whether small (`min`) or large (`max`) values are good; None goes by the name, as `mode_of` reads it.
+            mode: Whether small (`min`) or large (`max`) values are good; None means the result of `mode_of(name)`.
 
         Returns:
-            The row, or None if the metric has no value that can be compared.
+            The row, or None if the metric has no comparable value.
         """
         if mode not in (None, "min", "max"):
             raise ConfigError(f"mode: expected 'min', 'max' or None, got {mode!r}")
@@ -149,16 +147,16 @@ class History(RunHistory):
         return pick(points, key=operator.itemgetter(1))[0]
 
     def last(self, name: str) -> Row | None:
-        """Return the newest row that has a metric, or None."""
+        """Return the newest row with a metric, or None."""
         return next((row for row in reversed(self.rows) for known, _ in metrics_of(row) if known == name), None)
 
     def to_dict(self) -> dict[str, list[str | int | float | None]]:
-        """Return the rows as columns of equal length, with None where a row has no such key."""
+        """Return the rows as columns of equal length, with None if a row lacks a key."""
         columns = dict.fromkeys(key for row in self.rows for key in row)
         return {key: [row.get(key) for row in self.rows] for key in columns}
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the rows as a data frame, in which a missing metric is NaN and whole numbers stay whole.
+        """Return the rows as a data frame; missing metrics are NaN, and counters are whole numbers.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -176,7 +174,7 @@ class History(RunHistory):
         return iter(self.rows)
 
     def __eq__(self, other: object) -> bool:
-        # By the encoded form, in which NaN equals NaN.
+        # Compare the encoded form, in which NaN equals NaN.
         return isinstance(other, History) and self._encoded() == other._encoded()
 
     def __repr__(self) -> str:
@@ -190,13 +188,13 @@ class History(RunHistory):
     def _series(self, name: str) -> list[tuple[Row, float]]:
         return [(row, value) for row in self.rows for known, value in metrics_of(row) if known == name]
 
-    # Keeping
+    # Saving and loading
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the whole history to a file of JSON lines, at once or not at all; folders on the way are created.
+        """Write the whole history to a file of JSON lines, completely or not at all; missing folders are created.
 
         Raises:
-            ConfigError: The suffix is one of another format, such as `.csv`.
+            ConfigError: The suffix belongs to another format, such as `.csv`.
         """
         if Path(path).suffix.lower() in _OTHER_FORMATS:
             raise ConfigError(
@@ -207,10 +205,10 @@ class History(RunHistory):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
-        """Return the history of a file; a last line that a crash cut short is left out.
+        """Return the history of a file; an incomplete last line is left out.
 
         Raises:
-            ConfigError: The file is not a history; the message names the line.
+            ConfigError: The file is not a history; the message has the number of the line.
         """
         history = cls()
         for row in read_rows(Path(path)):
@@ -222,11 +220,11 @@ class History(RunHistory):
         return history
 
     def attach(self, path: str | os.PathLike[str]) -> None:
-        """Make a file hold exactly this history, from now on.
+        """Write this history to a file, and append every later row to it.
 
-        What the file held before is replaced: a run that resumes from a checkpoint drops the rows that the
-        lost part of the run had written. Every row that is recorded later is handed to the operating system
-        as one line, which survives a killed process; `sync` makes it survive a power cut.
+        The previous content of the file is replaced: when a run resumes from a checkpoint, the rows after it
+        are removed. Every later row is written as one line, which is not lost if the process is killed; `sync` also
+        protects it from a power failure.
 
         Raises:
             ConfigError: The file exists and is not a history.
@@ -243,11 +241,11 @@ class History(RunHistory):
         self._path, self._size = path, len(content)
 
     def detach(self) -> None:
-        """Leave the attached file as it is and write to it no more."""
+        """Stop writing to the attached file."""
         self._path = None
 
     def sync(self) -> None:
-        """Write what is not written yet and wait until the attached file is on the disk; without one, do nothing."""
+        """Write pending losses and sync the attached file to the disk; without a file, do nothing."""
         self._append(*self._waiting_losses())
         self._cuts += self._open_cut()
         if self._path is not None:
@@ -255,7 +253,7 @@ class History(RunHistory):
                 os.fsync(file.fileno())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as values that JSON can hold, exactly."""
+        """Return everything as values that JSON can represent, without loss of precision."""
         return {**self._encoded(), "cuts": [list(cut) for cut in self._cuts]}
 
     def _encoded(self) -> dict[str, Any]:
@@ -265,7 +263,7 @@ class History(RunHistory):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become the history that `state` was taken from; an attached file follows."""
+        """Replace this history by the one of `state`, also in an attached file."""
         self._replace(
             [decode_row(row) for row in state["rows"]],
             array("d", [float(decode("losses", loss)) for loss in state["losses"]]),
@@ -273,7 +271,7 @@ class History(RunHistory):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Two writers would double every row: a copy, in this process or another, writes nowhere.
+        # A copy, in this process or another, is detached: two writers would write every row twice.
         return {**self.__dict__, "_path": None}
 
     def _replace(self, rows: list[Row], losses: array[float], cuts: list[tuple[int, int]]) -> None:
@@ -282,7 +280,7 @@ class History(RunHistory):
             self.attach(self._path)
 
     def _content(self) -> bytes:
-        # Losses stand where they were written first, so that a run which was killed and resumed leaves the same file.
+        # Losses are placed where they were first written, so that resumed and uninterrupted runs write the same file.
         lines: list[Mapping[str, Any]] = [{HEADER: VERSION}]
         row, loss = 0, 0
         for next_row, next_loss in [*self._cuts, *self._open_cut()]:
@@ -292,7 +290,7 @@ class History(RunHistory):
         return b"".join(map(as_line, lines))
 
     def _open_cut(self) -> list[tuple[int, int]]:
-        """Where the losses since the last cut would stand now; nothing if there are none."""
+        """Return the position of the losses since the last cut; an empty list if there are none."""
         cut = (len(self.rows), len(self.losses))
         return [cut] if cut[1] > self._num_written else []
 
@@ -308,7 +306,7 @@ class History(RunHistory):
             return
         lines = b"".join(map(as_line, rows))
         with self._path.open("rb+") as file:
-            # Half a line that an earlier write to a full disk has left is overwritten, not continued.
+            # Overwrite an incomplete line that an earlier write to a full disk has left.
             file.truncate(self._size)
             file.seek(self._size)
             file.write(lines)
@@ -319,14 +317,14 @@ class History(RunHistory):
     def plot(self, path: str | os.PathLike[str] | None = None, names: Iterable[str] | None = None) -> Any:
         """Draw the learning curves: one panel per metric, one colour per stage.
 
-        The loss comes first, the learning rate (`lr`) last; the best validation loss and accuracy are marked.
+        The loss is first, the learning rate (`lr`) last; the best validation loss and accuracy are marked.
 
         Args:
-            path: The image; its suffix (`.png`, `.svg`, `.pdf`) is the format. None writes no file.
-            names: The metrics to draw, such as `valid_loss`; None draws all.
+            path: The path of the image; its suffix (`.png`, `.svg`, `.pdf`) sets the format. None means no file.
+            names: The metrics to draw, such as `valid_loss`; None means all.
 
         Returns:
-            The figure of matplotlib. A notebook shows it if the call is the last line of a cell.
+            The matplotlib figure. A notebook shows it if the call is the last line of a cell.
 
         Raises:
             MissingExtraError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Trials: a model, its optimizers and its data in one class, trained by the one loop."""
+"""PyTorch trials: one class with a model, its optimizers and its data, trained by the common training loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial on the one loop: the adapter between the two."""
+"""Adapter that trains a PyTorch trial with the training loop."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CheckpointPolicy = Literal["best", "all", "none"]
 Period = TrainUnit | Mapping[str, int] | None
 
 AT_THE_END = Batches(sys.maxsize)
-"""A period that never ends by itself: what it is about still happens at the end of training."""
+"""A period that is never reached: validation or saving then happens only at the end of training."""
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a `fit` of a trial was asked for, beyond what the fit of any trainer is."""
+class FitOptions:
+    """The options of a trial's `fit` that the `fit` of other trainers does not have."""
 
     reporting: TrainUnit = Batches(100)  # noqa: RUF009 - a value
     policy: CheckpointPolicy = "best"
@@ -58,13 +58,13 @@ class Wishes:
 
 
 class TrialTrainer(SingleProcessTrainer):
-    """The adapter between a trial and the loop: its verbs are the trial's methods.
+    """The trainer of a trial: it calls the trial's methods from the training loop.
 
-    `Trainer` puts the layers around it that the context asks for. Any other layer fits, too.
+    `Trainer` adds the layers that the context requests. Other layers may be added as well.
 
     Args:
-        trial: What to train.
-        context: What `pytorch.init` returned; the trial knows the one that it was made with.
+        trial: The trial to train.
+        context: The context that `pytorch.init` returned; used if the trial stored no context.
     """
 
     def __init__(self, trial: PyTorchTrial, context: PyTorchTrialContext) -> None:
@@ -76,7 +76,7 @@ class TrialTrainer(SingleProcessTrainer):
         check_methods(trial)
         self.trial = trial
         self.trial_context = context
-        self.wishes = Wishes()
+        self.fit_options = FitOptions()
         self.trial_callbacks: dict[str, PyTorchCallback] = {}
         self._outputs: list[Mapping[str, Any]] = []
         self._sizes: list[int] = []
@@ -104,11 +104,11 @@ class TrialTrainer(SingleProcessTrainer):
         context.attach(self.context)
 
     def validation_metrics(self) -> dict[str, Any]:
-        """Return the metrics of the last validation, by the trial's own names."""
+        """Return the metrics of the last validation, by the names that the trial uses."""
         return dict(self._metrics)
 
     def report_invalid(self) -> None:
-        """Write down that the trial refused its hyperparameters."""
+        """Record that the hyperparameters of the trial are invalid."""
         folder, chief = self.trial_context.directory, self.trial_context.distributed.is_chief
         if folder is not None and chief:
             TrainContext(folder, is_chief=True).report_early_exit(ExitedReason.INVALID_HP)
@@ -124,7 +124,7 @@ class TrialTrainer(SingleProcessTrainer):
         return [scheduler.bound() for scheduler in self.trial_context.lr_schedulers]
 
     def _loader(self, stage: Stage) -> Any:
-        """Return the batches of a stage: those that were given, or those that the trial builds."""
+        """Return the batches of a stage: the given data, or else the loader that the trial builds."""
         data, build = self.context.run.data, _BUILDERS.get(stage)
         if data.get(stage) is None and build is not None and defines(self.trial, build):
             data[stage] = getattr(self.trial, build)()
@@ -135,13 +135,13 @@ class TrialTrainer(SingleProcessTrainer):
 
     # ------------------------------------------------------------------ verbs
 
-    def plan(self, **wishes: Period) -> Plan:
-        """Return the plan of a fit; what has no period happens at the end."""
-        context, ours = self.context, self.wishes
-        filled = {name: wishes.get(name) or AT_THE_END for name in ("validation_period", "checkpoint_period")}
+    def plan(self, **periods: Period) -> Plan:
+        """Return the plan of a fit. Without a period, validation and saving happen at the end."""
+        context, ours = self.context, self.fit_options
+        filled = {name: periods.get(name) or AT_THE_END for name in ("validation_period", "checkpoint_period")}
         if self.trial_context.directory is None:
             filled["checkpoint_period"] = Batches(0)
-        plan = super().plan(max_length=wishes.get("max_length"), **filled)
+        plan = super().plan(max_length=periods.get("max_length"), **filled)
         if context.run.saver is not None:
             context.run.saver.keep_best = ours.policy == "best"
             context.run.saver.after_validation = ours.policy == "all"
@@ -153,12 +153,12 @@ class TrialTrainer(SingleProcessTrainer):
             )
         if not can_validate:
             self._warn_of_no_validation(
-                {"validation_period": wishes.get("validation_period"), "step_zero_validation": ours.validates_first}
+                {"validation_period": periods.get("validation_period"), "step_zero_validation": ours.validates_first}
             )
         return replace(plan, validate=plan.validate if can_validate else None, validates_first=ours.validates_first)
 
     def setup(self) -> None:
-        """Begin the trial: its callbacks, its data, and a scaler of its own."""
+        """Set up the trial's callbacks, data and gradient scaler."""
         context, trial_context = self.context, self.trial_context
         if trial_context.scaler is not None:
             context.precision = _OwnScaler(trial_context.scaler)
@@ -170,9 +170,9 @@ class TrialTrainer(SingleProcessTrainer):
                 callback.on_trial_startup(batches, name)
             if trial_context.directory is not None and context.process.is_main:
                 self._reports = TrainContext(trial_context.directory, is_chief=True)
-            self._profilers = self._wanted_profilers()
+            self._profilers = self._build_profilers()
             context.callbacks.add(*self._profilers)
-            # Now, so that what its making draws is drawn before the randomness of a checkpoint is restored.
+            # Before the RNG of a checkpoint is restored, because building a loader may consume random numbers.
             self._loader("train")
         super().setup()
 
@@ -191,7 +191,7 @@ class TrialTrainer(SingleProcessTrainer):
             super().teardown(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Add what the trial is, and what its callbacks keep."""
+        """Return the state of the trainer, the trial and its callbacks."""
         state = super().state_dict()
         context = self.trial_context
         view = self._view(state)
@@ -228,15 +228,15 @@ class TrialTrainer(SingleProcessTrainer):
                 callback.load_state_dict(own["callbacks"][name])
 
     def batches(self, stage: Stage) -> Iterable[Any]:
-        """Return the batches of a stage, and count those of an evaluation anew."""
+        """Return the batches of a stage. An evaluation numbers its batches from 0."""
         batches = super().batches(stage)
         if stage == "train":
             return batches
         self._index = count()
-        return islice(batches, 1) if self.wishes.is_test and stage == "valid" else batches
+        return islice(batches, 1) if self.fit_options.is_test and stage == "valid" else batches
 
     def train_epoch(self) -> Mapping[str, float] | None:
-        """Run an epoch between the trial's hooks."""
+        """Run an epoch and call the trial's hooks before and after it."""
         context, callbacks = self.context, self.trial_callbacks.values()
         epoch = context.progress.epoch
         if context.progress.batch == 0:
@@ -253,18 +253,18 @@ class TrialTrainer(SingleProcessTrainer):
         return means
 
     def val_epoch(self) -> Mapping[str, float] | None:
-        """Validate between the trial's hooks, and reduce as it says."""
+        """Validate, call the trial's hooks and return the reduced metrics."""
         reducers = self.trial_context.reducers
         if self._workload.is_between_reports:
-            # Batches that the next training report counts come before and after this validation.
+            # This validation runs inside of a reporting period. Keep the values of the batches before it.
             with reducers.set_aside():
-                return self._validated()
-        metrics = self._validated()
+                return self._validate()
+        metrics = self._validate()
         # Otherwise the next training report would count the updates of this validation.
         reducers.reset("train")
         return metrics
 
-    def _validated(self) -> Mapping[str, float]:
+    def _validate(self) -> Mapping[str, float]:
         """Run a validation, report its metrics and return those that are numbers."""
         callbacks, reducers = self.trial_callbacks.values(), self.trial_context.reducers
         self._outputs, self._sizes = [], []
@@ -293,7 +293,7 @@ class TrialTrainer(SingleProcessTrainer):
     def to_device(self, batch: Any) -> Any:
         if not self.trial_context.experimental.moves_batches:
             return batch
-        # Arrays, and objects with a method `to`, are moved for trials alone.
+        # Trials also get arrays and objects with a method `to` moved.
         return self.trial_context.to_device(super().to_device(batch))
 
     def batch_length(self, batch: Any) -> int:
@@ -311,7 +311,7 @@ class TrialTrainer(SingleProcessTrainer):
         return cast("Mapping[str, Any]", self._scalars({"loss": output} if isinstance(output, Tensor) else output))
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
-        output = self._evaluated(batch)
+        output = self._evaluate(batch)
         if not isinstance(output, Mapping):
             raise ConfigError(f"evaluate_batch: expected metrics by name, got {type(output).__name__}")
         self._outputs.append(output)
@@ -319,10 +319,10 @@ class TrialTrainer(SingleProcessTrainer):
         return output
 
     def predict_step(self, batch: Any) -> Any:
-        return self.trial.predict_batch(batch) if defines(self.trial, "predict_batch") else self._evaluated(batch)
+        return self.trial.predict_batch(batch) if defines(self.trial, "predict_batch") else self._evaluate(batch)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
-        """Sum gradients where the trial wants sums, and clip as it said when it stepped."""
+        """Clip gradients with the trial's function; first rescale them if the optimizer sums over batches."""
         super().clip_gradients(optimizer)
         context = self.trial_context
         window = self.context.run.window
@@ -335,14 +335,14 @@ class TrialTrainer(SingleProcessTrainer):
             clip(_parameters(optimizer))
 
     def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Step schedulers after updates; those that step with the epoch have done so before its validation."""
+        """Step schedulers after updates. Schedulers per epoch were already stepped before the validation."""
         if interval != "epoch":
             super().scheduler_step(interval, metrics)
 
     # ------------------------------------------------------------------ private
 
     def _warn_of_no_validation(self, options: Mapping[str, Any]) -> None:
-        """Warn of options that need a validation, once for each."""
+        """Warn once about each option that has no effect without validation data."""
         for name, value in options.items():
             if value and name not in self._warned_of:
                 self._warned_of.add(name)
@@ -354,7 +354,7 @@ class TrialTrainer(SingleProcessTrainer):
                 )
 
     def _scalars(self, output: Any) -> Any:
-        """Return what `train_batch` returned with every number in a form that a meter averages."""
+        """Convert the numbers in the output of `train_batch` to the form that a meter averages."""
         if not isinstance(output, Mapping):
             return output
         numbers = {name: as_scalar(value) for name, value in output.items()}
@@ -369,12 +369,12 @@ class TrialTrainer(SingleProcessTrainer):
                 )
         return {name: output[name] if number is None else number for name, number in numbers.items()}
 
-    def _evaluated(self, batch: Any) -> Any:
+    def _evaluate(self, batch: Any) -> Any:
         evaluate: Any = self.trial.evaluate_batch
         return evaluate(batch, next(self._index)) if self._takes_index else evaluate(batch)
 
     def _evaluate_all(self) -> dict[str, Any]:
-        """Let one process evaluate all data, and tell the others."""
+        """Evaluate all data in the first process and send the metrics to the other processes."""
         trainer = cast(AnyTrainer, self.context.run.trainer)
         metrics: dict[str, Any] = {}
         if self.context.process.is_main:
@@ -383,11 +383,11 @@ class TrialTrainer(SingleProcessTrainer):
         return cast("dict[str, Any]", self._exchange(metrics)[0])
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Return everyone's value, in the order of the ranks."""
+        """Return the value of every process, in the order of the ranks."""
         return cast(AnyTrainer, self.context.run.trainer).gather([value])
 
     def _report(self, group: str, metrics: Mapping[str, Any]) -> None:
-        """Write metrics down, in the first process."""
+        """Write metrics to the trial's folder, in the first process."""
         context, progress = self.trial_context, self.context.progress
         if self._reports is None:
             return
@@ -399,18 +399,18 @@ class TrialTrainer(SingleProcessTrainer):
                     writer.add_scalar(f"{group}/{name}", float(value), progress.batches)
 
     def _report_progress(self) -> None:
-        """Write down how much of the training is done, in the first process."""
+        """Write the completed fraction of the training, in the first process."""
         context, plan = self.context, self.context.run.plan
         if self._reports is None or plan is None:
             return
         done: float = plan.max_length.count(context.progress)
         if isinstance(plan.max_length, Epochs):
-            # An epoch counts when it is over; most of them are reported inside.
+            # The counter of epochs changes at the end of an epoch, but most reports are made inside of one.
             done += context.progress.batch / (cast(AnyTrainer, context.run.trainer).num_batches("train") or math.inf)
         self._reports.report_progress(min(done / max(plan.max_length.length, 1), 1.0))
 
     def _check_searched(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse a validation without the number that the search, or the best checkpoint, is about."""
+        """Raise if the validation lacks the metric that selects the best checkpoint or guides the search."""
         wanted = self.options.best_metric
         if wanted is not None:
             name = wanted.removeprefix("valid_")
@@ -430,8 +430,8 @@ class TrialTrainer(SingleProcessTrainer):
             )
 
     def _origin(self) -> tuple[int, str | None]:
-        """Return how many batches were trained before this run, and the checkpoint that it goes on from."""
-        source, saver = self.wishes.source, self.context.run.saver
+        """Return the number of batches trained before this run, and the checkpoint to resume from."""
+        source, saver = self.fit_options.source, self.context.run.saver
         if source is not None and str(source) == "auto":
             source = store.latest(saver.directory) if saver is not None and saver.directory.is_dir() else None
         if source is None:
@@ -439,7 +439,7 @@ class TrialTrainer(SingleProcessTrainer):
         return store.inspect(source).step or 0, os.path.abspath(source)
 
     def _view(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state by the names that callbacks of trials know."""
+        """Return a checkpoint's state with the keys that Determined passes to callbacks of trials."""
         models, optimizers = self.trial_context.models, state["optimizers"]
         model = state["model"]
         parts = [model] if len(models) == 1 else [_below(model, f"{number}.") for number in range(len(models))]
@@ -452,23 +452,23 @@ class TrialTrainer(SingleProcessTrainer):
             "scaler_state_dict": state["participants"].get("scaler"),
         }
 
-    def _wanted_profilers(self) -> list[Callback]:
-        context, made = self.trial_context, list[Callback]()
-        if self.wishes.profiles:
-            made.append(Profiler((context.directory or Path()) / "profile"))
+    def _build_profilers(self) -> list[Callback]:
+        context, profilers = self.trial_context, list[Callback]()
+        if self.fit_options.profiles:
+            profilers.append(Profiler((context.directory or Path()) / "profile"))
         if context.profiler_settings is not None:
-            made.append(TorchProfiler(context))
-        return made
+            profilers.append(TorchProfiler(context))
+        return profilers
 
 
 _BUILDERS = {"train": "build_training_data_loader", "valid": "build_validation_data_loader"}
 
 
 class _Workload(Callback):
-    """The batches between two reports: what they averaged is told to the trial's callbacks, and written down."""
+    """Reports the metrics of the batches between two reports, and passes them to the trial's callbacks."""
 
     def __init__(self, trainer: TrialTrainer) -> None:
-        # The context outlives the trainer, whose end it waits for, and holds this callback.
+        # A weak reference: the context outlives the trainer and holds this callback, so a strong one would be a cycle.
         self._trainer: TrialTrainer = weakref.proxy(trainer)
         self._meter = Meter()
         self._batches: list[dict[str, Any]] = []
@@ -479,7 +479,7 @@ class _Workload(Callback):
     def on_train_start(self, context: TrainingContext) -> None:
         plan = context.run.plan
         assert plan is not None
-        units = [unit for unit in (self._trainer.wishes.reporting, plan.validate, plan.save) if unit is not None]
+        units = [unit for unit in (self._trainer.fit_options.reporting, plan.validate, plan.save) if unit is not None]
         self._with_epoch = [unit for unit in units if isinstance(unit, Epochs)]
         self._inside = [unit for unit in units if not isinstance(unit, Epochs) and unit is not AT_THE_END]
         self._begin(context)
@@ -504,7 +504,7 @@ class _Workload(Callback):
         callbacks = self._trainer.trial_callbacks.values()
         if not callbacks:
             return
-        # What they write there stays with the checkpoint, and is theirs to read.
+        # Files that callbacks write here are stored in the checkpoint.
         own = path / USER
         own.mkdir()
         for callback in callbacks:
@@ -517,12 +517,12 @@ class _Workload(Callback):
 
     @property
     def is_between_reports(self) -> bool:
-        """Whether batches were trained that no report has counted yet."""
+        """Whether batches were trained since the last report."""
         context = self._trainer.context
         return context.stage == "train" and context.progress.batches != self._before.batches
 
     def end_epoch(self, context: TrainingContext) -> None:
-        """Report where a period ends with the epoch that is just over."""
+        """Report if a period ends with the epoch that has just ended."""
         plan = context.run.plan
         assert plan is not None
         now = context.progress.copy()
@@ -533,7 +533,7 @@ class _Workload(Callback):
             self._before = now
 
     def _is_followed(self, context: TrainingContext, path: Path) -> bool:
-        """Whether a checkpoint is the best one, and a periodic one of the same batch is written next."""
+        """Whether a checkpoint is the best one and a periodic one of the same batch will be written next."""
         run = context.run
         if run.plan is None or run.saver is None or path != run.saver.best_path:
             return False
@@ -548,9 +548,9 @@ class _Workload(Callback):
     def _end(self, context: TrainingContext) -> None:
         trainer = self._trainer
         if context.progress.batches == self._before.batches:
-            # The last report was about this very batch.
+            # This batch was already reported.
             return
-        # Every process comes here at the same batch, whatever its callbacks are.
+        # A collective call: every process makes it at the same batch, even a process without callbacks.
         averages: dict[str, Any] = dict(cast(AnyTrainer, context.run.trainer).reduce(self._meter).compute())
         averages |= trainer.trial_context.reducers.reduce("train", trainer._exchange)
         trainer._report("training", averages)
@@ -562,21 +562,21 @@ class _Workload(Callback):
 
 
 class _OwnScaler(Precision):
-    """A scaler of the trial's own, which scales losses and updates the scale by itself."""
+    """Precision of a trial with its own scaler: the trial scales losses and updates the scale."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         super().__init__("fp32")
         self.scaler = scaler
 
     def begin(self, *, anew: bool) -> None:
-        """Leave the scaler alone: the trial made it."""
+        """Do nothing: the trial created the scaler."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Leave the loss alone: the trial has scaled it."""
+        """Return the loss unchanged: the trial has scaled it."""
         return loss
 
     def update(self) -> None:
-        """Leave the scale alone: the trial updates it."""
+        """Do nothing: the trial updates the scale."""
 
 
 def _searcher_metric(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -600,10 +600,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _on_host(value: Any) -> Any:
-    """Return a metric as a plain number, if it is one, and otherwise unchanged."""
+    """Return a metric as a Python number if it is one, and otherwise unchanged."""
     scalar = as_scalar(value)
     number = scalar.item() if isinstance(scalar, Tensor) else scalar
-    # The reader of reports takes True for a word, not for the number 1.
+    # Reports store True as a word, not as the number 1.
     return value if number is None else int(number) if isinstance(number, bool) else number
 
 
@@ -612,7 +612,7 @@ def _detached(value: Any) -> Any:
 
 
 def _source(cls: type[Any]) -> dict[str, str]:
-    """Return the text of the file that defines a class, for whoever reads a checkpoint later; it is never run."""
+    """Return the source file of a class by its name. Checkpoints contain it for readers; it is never run."""
     try:
         path = inspect.getsourcefile(cls)
         return {} if path is None else {Path(path).name: Path(path).read_text(encoding="utf-8")}

@@ -1,4 +1,4 @@
-"""A dataset gone through batch by batch in any number of processes, without losing the place."""
+"""Batch inference over a dataset in any number of processes, resumable after an interruption."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _GROUP = "inference"
 
 
 class TorchBatchProcessorContext:
-    """What a processor is given.
+    """The context that a batch processor is built with.
 
     Attributes:
-        device: Where this process computes.
+        device: The device of this process.
         distributed: The processes that share the dataset.
-        max_batches: How many batches each process goes through at most; None for all.
-        output_path: Where the files of `upload_path` go. A run that goes on has the same folder.
+        max_batches: The largest number of batches per process; None means all.
+        output_path: The folder for the files of `upload_path`. A resumed run uses the same folder.
     """
 
     def __init__(self, core_context: core.Context, output_path: Path, max_batches: int | None = None) -> None:
@@ -54,28 +54,28 @@ class TorchBatchProcessorContext:
         self._warned_types: set[type] = set()
 
     def get_hparams(self) -> dict[str, Any]:
-        """Return the hyperparameters that the launcher or the experiment has given.
+        """Return the hyperparameters from the launcher or the experiment.
 
         Raises:
-            ConfigError: There is neither.
+            ConfigError: The script was started without a launcher or an experiment.
         """
         if self._core.info is None:
             raise ConfigError(
-                "get_hparams: there are no hyperparameters, because nothing has launched this script as a trial; use "
+                "get_hparams: there are no hyperparameters, because this script was not launched as a trial; use "
                 "'python -m dovetail.launch --config FILE' or an experiment"
             )
         return self._core.info.hparams
 
     def get_distributed_rank(self) -> int:
-        """Return the number of this process."""
+        """Return the rank of this process."""
         return self.distributed.rank
 
     def get_distributed_size(self) -> int:
-        """Return how many processes share the dataset."""
+        """Return the number of processes that share the dataset."""
         return self.distributed.size
 
     def to_device(self, data: Any, warned_types: set[type] | None = None) -> Any:
-        """Return data of any structure on the device, as `pytorch.to_device` does."""
+        """Return data of any structure on the device, like `pytorch.to_device`."""
         return to_device(data, self.device, self._warned_types if warned_types is None else warned_types)
 
     def prepare_model_for_inference(self, model: nn.Module) -> nn.Module:
@@ -84,7 +84,7 @@ class TorchBatchProcessorContext:
 
     @contextmanager
     def upload_path(self) -> Iterator[Path]:
-        """Lend an empty folder; its files are in `output_path` when the block ends, in place of any of their names."""
+        """Yield an empty folder. When the block ends, its files move to `output_path` and replace files there."""
         self.output_path.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".unfinished-", dir=self.output_path) as folder:
             yield Path(folder)
@@ -95,16 +95,16 @@ class TorchBatchProcessorContext:
                     file.replace(target)
 
     def report_metrics(self, group: str, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report metrics, as `train.report_metrics` of the Core API does: the first process writes them."""
+        """Report metrics like `train.report_metrics` of the Core API: the first process writes them."""
         self._core.train.report_metrics(group, steps_completed, metrics)
 
     def wrap_reducer(
         self, reducer: MetricReducer | Callable[[list[Any]], Any], name: str | None = None
     ) -> MetricReducer:
-        """Keep a reducer, and return it; its metric over all batches is reported at the end, in the group `inference`.
+        """Register a reducer and return it. Its metric over all batches is reported at the end, in group `inference`.
 
-        What it has gathered is part of the progress that is kept: a run that goes on reports what one without an
-        interruption does. Only the order in which a function gets the values is another one then.
+        The values of reducers are stored with the progress, so a resumed run reports the same metrics as an
+        uninterrupted one. Only the order of the values that a function gets may differ.
 
         Args:
             reducer: A `MetricReducer`, or a function of the list of all values.
@@ -116,17 +116,17 @@ class TorchBatchProcessorContext:
         return wrapped
 
     def get_tensorboard_path(self) -> Path:
-        """Return the folder for TensorBoard's files."""
+        """Return the folder for TensorBoard files."""
         return self._core.train.get_tensorboard_path()
 
-    def _gathered(self) -> list[Any]:
-        """Return what each reducer has in each process. All processes call this."""
+    def _gather_values(self) -> list[Any]:
+        """Return the value of each reducer in each process. A collective call: every process must make it."""
         own = [reducer.per_slot_reduce() for reducer in self._wrapped]
         return self.distributed.allgather(own) if own else []
 
 
 class TorchBatchProcessor(ABC):
-    """What to do with each batch. Its constructor loads what it needs, such as a model.
+    """Base class of batch processors. The constructor loads what the processor needs, such as a model.
 
     Example:
         >>> class Sum(TorchBatchProcessor):
@@ -144,15 +144,15 @@ class TorchBatchProcessor(ABC):
         """Process a batch, without gradients.
 
         Args:
-            batch: As the loader made it, on the CPU.
-            batch_idx: Its number among the batches of this process.
+            batch: The batch as the loader returned it, on the CPU.
+            batch_idx: Its index among the batches of this process.
         """
 
-    def on_checkpoint_start(self) -> None:  # noqa: B027  # doing nothing is a good answer
-        """Before progress is kept: what was gathered so far has to be safe when this returns."""
+    def on_checkpoint_start(self) -> None:  # noqa: B027  # an optional hook
+        """Called before progress is stored: results so far must be saved when this returns."""
 
-    def on_finish(self) -> None:  # noqa: B027  # the same
-        """After the last batch, once."""
+    def on_finish(self) -> None:  # noqa: B027  # an optional hook
+        """Called once, after the last batch."""
 
 
 def torch_batch_process(
@@ -164,25 +164,25 @@ def torch_batch_process(
     dataloader_kwargs: Mapping[str, Any] | None = None,
     distributed_context: core.DistributedContext | None = None,
 ) -> None:
-    """Go through a dataset, in one process or in all that were launched.
+    """Process a dataset in batches, in this process or in all launched processes.
 
-    Batches are dealt out in turn: process r of n gets the batches r, r + n, and so on. Progress is kept in the trial's
-    folder, or else in `checkpoints`. The same call after a crash goes on from there; batches since the last checkpoint
-    are processed again. When all is done, the progress is removed, and the same call begins anew.
+    Process r of n gets the batches r, r + n, and so on. Progress is stored in the trial's folder, or else in
+    `checkpoints`. After a crash the same call resumes from the last checkpoint and repeats only the batches since
+    then. When all batches are done, the progress is removed, and the same call starts from the first batch.
 
-    Ctrl-C and SIGTERM are heeded at the next checkpoint.
+    Ctrl-C and SIGTERM stop the run at the next checkpoint.
 
     Args:
-        batch_processor_cls: What to do with each batch.
+        batch_processor_cls: The class that processes each batch.
         dataset: A dataset with indices and a length.
-        batch_size: Samples in a batch; None takes that of `dataloader_kwargs`, else 1.
-        max_batches: How many batches each process goes through at most; None for all.
-        checkpoint_interval: After how many batches of each process progress is kept.
+        batch_size: Samples in a batch; None means the one of `dataloader_kwargs`, or else 1.
+        max_batches: The largest number of batches per process; None means all.
+        checkpoint_interval: Batches per process between two stores of the progress.
         dataloader_kwargs: Further arguments of the `DataLoader`.
-        distributed_context: The processes; None finds out whether this one was launched with others.
+        distributed_context: The processes; None means those that a launcher started, or only this process.
 
     Raises:
-        Interrupted: A signal has ended it.
+        Interrupted: The run was stopped by a signal.
 
     Example:
         >>> import os, tempfile
@@ -201,7 +201,7 @@ def torch_batch_process(
     """
     settings = dict(dataloader_kwargs or {})
     batch_size = _batch_size(batch_size, settings)
-    # A class with the same methods works without the base.
+    # A class with the same methods is accepted without the base class.
     if issubclass(batch_processor_cls, TorchBatchProcessor):
         for name, nearest in misspelled_methods(batch_processor_cls, TorchBatchProcessor):
             sentence = f"{batch_processor_cls.__name__}.{name} is never called: did you mean {nearest}?"
@@ -226,7 +226,7 @@ def torch_batch_process(
         )
         loader.skip(skipped)
         total = len(dataset) // batch_size if loader.drop_last else -(-len(dataset) // batch_size)
-        # As many for everyone, also where batches do not divide: processes that talk must do so equally often.
+        # The same number in every process, also if batches do not divide: otherwise the collective calls below hang.
         num_steps = share.num_steps(total) if max_batches is None else min(share.num_steps(total), max_batches)
         batches = iter(loader)
         for step in range(share.begun, num_steps):
@@ -236,9 +236,9 @@ def torch_batch_process(
             done = step + 1
             if done % checkpoint_interval == 0 or done == num_steps:
                 processor.on_checkpoint_start()
-                # Nothing counts as done before what everyone has gathered of it is safe.
+                # A batch counts as done only after every process has saved its results.
                 peers.allgather(None)
-                progress.keep(done, share.position(done), given._gathered())
+                progress.keep(done, share.position(done), given._gather_values())
                 context.train.report_progress(done / num_steps)
                 if done < num_steps and context.preempt.should_preempt():
                     raise Interrupted(peers.broadcast(context.preempt.signal or signal.SIGTERM))
@@ -253,13 +253,13 @@ def torch_batch_process(
 
 
 class _Progress:
-    """How far the work has come, kept in the folder of the run.
+    """The progress of a batch process, stored as a checkpoint in the folder of the run.
 
     Attributes:
-        steps: How many batches each process has done, in this run and in those that it goes on from.
-        batches: How many batches of the dataset are done, from its beginning on.
+        steps: Batches that each process has done, including earlier runs that this one resumes.
+        batches: Batches of the dataset that are done, counted from its start.
         output: The name of the folder for the files of the processor.
-        earlier: What reducers had gathered in processes that are gone.
+        earlier: Values of the reducers from the processes of earlier runs.
     """
 
     def __init__(self, context: core.Context, work: Mapping[str, Any]) -> None:
@@ -271,17 +271,17 @@ class _Progress:
             if (begun := metadata["batch_process"]) != self._work:
                 raise ConfigError(
                     f"{self._store.directory} has the progress of {_described(begun)}, not of {_described(work)}: "
-                    f"go on with that, or remove {self._store.directory / self._latest}"
+                    f"resume that work, or remove {self._store.directory / self._latest}"
                 )
             self.steps, self.batches = metadata["steps_completed"], metadata["batches"]
             self.output = metadata["output"]
             with self._store.restore_path(self._latest) as path:
                 self.earlier = checkpoint.load(path / _REDUCERS)["slots"]
-            _logger.info("going on after %d batches", self.batches)
+            _logger.info("resuming after %d batches", self.batches)
         self.output = self._peers.broadcast(self.output)
 
     def keep(self, steps: int, batches: int, gathered: list[Any]) -> None:
-        """Keep that every process has done so many steps, and all of them so many batches of the dataset."""
+        """Store that every process has done `steps` batches, and all of them together `batches` of the dataset."""
         if not self._peers.is_chief:
             return
         metadata = {"steps_completed": steps, "batches": batches, "output": self.output, "batch_process": self._work}
@@ -292,13 +292,13 @@ class _Progress:
         self._latest = storage_id
 
     def remove(self) -> None:
-        """Forget it: the work is done."""
-        # Whoever was killed while it kept its progress has left two.
+        """Remove the stored progress when the work is done."""
+        # A run that was killed while it stored its progress has left two checkpoints.
         while self._peers.is_chief and (found := self._found()) is not None:
             self._store.delete(found)
 
     def _found(self) -> str | None:
-        """Return the newest progress of this processor in the folder."""
+        """Return the name of the newest progress of this processor in the folder."""
         name = self._work["processor"]
         return self._store.latest(lambda metadata: metadata.get("batch_process", {}).get("processor") == name)
 
@@ -308,14 +308,14 @@ def _described(work: Mapping[str, Any]) -> str:
 
 
 def _batch_size(given: int | None, settings: dict[str, Any]) -> int:
-    """Return the batch size, and check what else the loader is given."""
+    """Return the batch size and check the other arguments of the loader."""
     for name in _OURS:
         if name in settings:
             raise ConfigError(
-                f"dataloader_kwargs: {name!r} is not accepted: batches are dealt out in the dataset's order"
+                f"dataloader_kwargs: {name!r} is not accepted: batches are processed in the dataset's order"
             )
     if settings.pop("shuffle", False):
-        raise ConfigError("dataloader_kwargs: shuffle=True is not accepted: the place would be lost with the order")
+        raise ConfigError("dataloader_kwargs: shuffle=True is not accepted: a shuffled order cannot be resumed")
     if given is not None and "batch_size" in settings:
         raise ConfigError("batch_size: expected as an argument or in dataloader_kwargs, got both")
     batch_size = settings.pop("batch_size", 1) if given is None else given

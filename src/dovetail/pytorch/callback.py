@@ -1,4 +1,4 @@
-"""Callbacks of a trial: who watches, by the names that trials know."""
+"""Callbacks of PyTorch trials, with the hook names of Determined."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dovetail.errors import ConfigError, UnknownNameError
 
 
 class PyTorchCallback:
-    """Watches a trial. Override the hooks you need; they are listed in the order in which they are called.
+    """Base class of a trial's callbacks. Override the hooks you need; they are listed in call order.
 
-    Every process of a run calls every hook, except those about written checkpoints, which the first one alone calls.
+    Every process of a run calls every hook, except the hooks about written checkpoints, which only the first one calls.
 
     Example:
         >>> class Announce(PyTorchCallback):
@@ -22,79 +22,79 @@ class PyTorchCallback:
     """
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        """Once, before data is made and a checkpoint is loaded.
+        """Called once, before data is built and a checkpoint is loaded.
 
         Args:
-            first_batch_idx: Batches that were trained before.
+            first_batch_idx: Number of batches that were trained before this run.
             checkpoint_uuid: The path of the checkpoint that training resumes from, or None.
         """
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
-        """Before the state of a checkpoint is taken; with what `on_checkpoint_save_start` put there."""
+        """Called before the state of a checkpoint is restored; it contains what `on_checkpoint_save_start` added."""
 
     def on_training_start(self) -> None:
-        """Once, before the first batch, with all state in place."""
+        """Called once, before the first batch, with all state restored."""
 
     def on_training_epoch_start(self, epoch_idx: int) -> None:
-        """Before the first batch of an epoch; not again when an epoch is resumed in its middle."""
+        """Called before the first batch of an epoch, but not if an epoch is resumed in its middle."""
 
     def on_training_epoch_end(self, epoch_idx: int) -> None:
-        """After the last batch of an epoch and the learning rates that change with it, before any validation."""
+        """Called after the last batch of an epoch and its scheduler steps, before any validation."""
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: list[dict[str, Any]]) -> None:
-        """Wherever training metrics are reported: at every reporting period, validation and checkpoint.
+        """Called when training metrics are reported: at every reporting period, validation and checkpoint.
 
         Args:
-            avg_metrics: Means since the last time, over the samples of all processes.
+            avg_metrics: Means since the last report, over the samples of all processes.
             batch_metrics: The metrics of each batch of this process since then.
         """
 
     def on_validation_start(self) -> None:
-        """Before every validation."""
+        """Called before every validation."""
 
     def on_validation_epoch_start(self) -> None:
-        """Before the first batch of a validation."""
+        """Called before the first batch of a validation."""
 
     def on_validation_epoch_end(self, outputs: list[Any]) -> None:
-        """After the last batch of a validation, with what `evaluate_batch` returned for each batch of this process."""
+        """Called after the last batch of a validation, with the outputs of `evaluate_batch` of this process."""
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        """After every validation, with its metrics over all processes."""
+        """Called after every validation, with its metrics over all processes."""
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
-        """Before a checkpoint is written. What is added to the dictionary is kept; what is there is for reading."""
+        """Called before a checkpoint is written. Added entries are stored; changes to existing ones are not."""
 
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
-        """After a checkpoint was written.
+        """Called after a checkpoint was written.
 
         Args:
-            checkpoint_dir: A folder in it, `user`, for files of your own; they go when the checkpoint goes.
+            checkpoint_dir: The folder `user` of the checkpoint, for the callback's files; removed with it.
         """
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
-        """After a checkpoint is where it belongs.
+        """Called after a checkpoint is in its final place.
 
-        It is called once for each batch that a checkpoint belongs to, even if that is written twice, as the periodic
-        and as the best one.
+        It is called once per batch with a checkpoint, also if both the periodic and the best checkpoint are written
+        for this batch.
 
         Args:
-            uuid: The path of the checkpoint, which `fit(latest_checkpoint=…)` accepts. The best one has the same path
-                each time, if no other is written at its batch.
+            uuid: The path of the checkpoint, which `fit(latest_checkpoint=…)` accepts. The best checkpoint always
+                has the same path, unless a periodic one is written at its batch.
         """
 
     def on_trial_shutdown(self) -> None:
-        """Once, at the very end, whether or not training failed."""
+        """Called once at the end, also if training failed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep for this callback; nothing by default."""
+        """Return the state that checkpoints store for this callback; empty by default."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
 
 
 def checked_callbacks(callbacks: Any) -> dict[str, PyTorchCallback]:
-    """Return what `build_callbacks` has returned; raise if it is something else, or has a hook that nothing calls."""
+    """Return the callbacks of `build_callbacks`; raise if one is not a callback or has an unknown hook."""
     if not isinstance(callbacks, Mapping) or not all(isinstance(it, PyTorchCallback) for it in callbacks.values()):
         raise ConfigError(f"build_callbacks: expected PyTorchCallback objects by name, got {callbacks!r}")
     hooks = [name for name in vars(PyTorchCallback) if not name.startswith("_")]
@@ -113,7 +113,7 @@ def checked_callbacks(callbacks: Any) -> dict[str, PyTorchCallback]:
 
 
 def start_epoch(callback: PyTorchCallback, epoch: int) -> None:
-    """Call `on_training_epoch_start`, also one from before it had a parameter."""
+    """Call `on_training_epoch_start`, also the deprecated form without a parameter."""
     hook: Any = callback.on_training_epoch_start
     hook(*[epoch] * _takes_epoch(callback))
 
@@ -122,7 +122,7 @@ def _takes_epoch(callback: PyTorchCallback) -> bool:
     return bool(inspect.signature(callback.on_training_epoch_start).parameters)
 
 
-# What other versions of Determined and other libraries call them.
+# Names of these hooks in other versions of Determined and in other libraries.
 _HOOKS = {
     "on_checkpoint_end": "on_checkpoint_write_end",
     "on_train_epoch_start": "on_training_epoch_start",

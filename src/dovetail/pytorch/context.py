@@ -1,4 +1,4 @@
-"""What a trial's code speaks to: hyperparameters, devices, processes, and the way to the trainer."""
+"""Context of a PyTorch trial: hyperparameters, devices, processes, wrapping and gradient steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.info import TrialInfo, get_cluster_info, note_hparams_read, unnoticed_hparams
 from dovetail.pytorch.data import to_device
-from dovetail.pytorch.hyperparameters import Hyperparameters, TrainingView, filled
+from dovetail.pytorch.hyperparameters import Hyperparameters, TrainingView, with_defaults
 from dovetail.pytorch.lr_scheduler import LRScheduler
 from dovetail.pytorch.reducer import MetricReducer, Reducers
 from dovetail.trainers.randomness import seed_everything
@@ -49,23 +49,23 @@ def init(
     checkpoint_dir: str | Path | None = "auto",
     verbose: bool = True,
 ) -> PyTorchTrialContext:
-    """Seed everything, and return the context that trials are made with. It may be used in a `with` statement.
+    """Seed all generators and return the context that trials are built with. It may be used in a `with` statement.
 
-    What is not given comes from whoever launched the script (`python -m dovetail.launch --config …`, a search), and
-    else from the experiment configuration. Hyperparameters are the other way round: in an experiment every trial must
-    train with what the search chose for it.
+    Arguments that are None come from the launcher (`python -m dovetail.launch --config …`, a search), or else from
+    the experiment configuration. For hyperparameters the launcher has priority over the argument: in an experiment
+    every trial must train with the values that the search chose for it.
 
     Args:
-        hparams: Hyperparameters by name, for a run that nobody launched. Those that a launcher or a search gives win;
-            these fill in what it does not name.
+        hparams: Hyperparameters by name, for a run without a launcher. In a run with a launcher or a search, these
+            are only the defaults of the names that it does not give.
         exp_conf: An experiment configuration, as its YAML file has it.
-        distributed: The processes of the run; None for those that a launcher started, or just this one.
-        aggregation_frequency: Batches that share one update; None for that of the configuration, which is 1 by default.
+        distributed: The processes of the run; None means those that a launcher started, or only this process.
+        aggregation_frequency: Batches per update; None means the value of the configuration, which is 1 by default.
         enable_tensorboard_logging: Whether reported metrics are also written for TensorBoard, if it is installed.
-        seed: Of python, numpy, torch and the order of the data; None for that of the configuration, which is 0 by
-            default: a run is reproducible unless it is told otherwise.
-        checkpoint_dir: Where trials keep their checkpoints, each in a folder of its own; `"auto"` for the place of the
-            launcher or the configuration, else `checkpoints`; None to keep nothing.
+        seed: Seed of python, numpy, torch and the order of the data; None means the configuration's seed, which
+            is 0 by default, so that runs are reproducible.
+        checkpoint_dir: Folder for checkpoints, with one subfolder per trial; `"auto"` means the folder of the
+            launcher or the configuration, or else `checkpoints`; None means that no checkpoint is written.
         verbose: Whether to show progress.
 
     Example:
@@ -78,7 +78,7 @@ def init(
     if hparams is None:
         hparams = {} if info is not None and exp_conf is None else hyperparameters(config)
     if info is not None:
-        hparams = filled(unnoticed_hparams(info), hparams)
+        hparams = with_defaults(unnoticed_hparams(info), hparams)
     if seed is None:
         seed = info.trial_seed if info is not None else None
     if seed is None:
@@ -92,7 +92,7 @@ def init(
         raise ConfigError(f"aggregation_frequency: expected at least 1, got {aggregation_frequency}")
     if "records_per_epoch" in config:
         warnings.warn(
-            "records_per_epoch means nothing here: an epoch is a pass over the training data", UserWarning, stacklevel=2
+            "records_per_epoch is ignored: an epoch is a pass over the training data", UserWarning, stacklevel=2
         )
     context = PyTorchTrialContext(
         hparams=hparams,
@@ -111,17 +111,17 @@ def init(
 
 
 class PyTorchTrialContext:
-    """The one object that a training script and the trials in it speak to.
+    """The interface between a training script, its trials and the trainer.
 
-    Made by `dovetail.pytorch.init`. A script builds trials with it, trains them and predicts. A trial wraps its
-    models, optimizers and schedulers with it, and differentiates and steps through it.
+    `dovetail.pytorch.init` returns it. A script uses it to build trials, train them and predict. A trial uses it to
+    wrap models, optimizers and schedulers, and for backward passes and optimizer steps.
 
     Attributes:
         distributed: The processes of the run.
-        device: Where models and batches are.
-        hparams: Hyperparameters by name; one that is missing is an error that says how to give it.
-        unnoticed_hparams: The same for the library's own use, which does not count as reading by the trial.
-        models: What `wrap_model` was given, and so `optimizers` and `lr_schedulers`.
+        device: The device of models and batches.
+        hparams: Hyperparameters by name; the error for a missing name lists the ways to give it.
+        unnoticed_hparams: The same mapping for internal use; reading it does not count as a read by the trial.
+        models: The models given to `wrap_model`; similarly `optimizers` and `lr_schedulers`.
         experimental: `use_amp()` and other switches.
     """
 
@@ -153,7 +153,7 @@ class PyTorchTrialContext:
         self._clear()
 
     def _clear(self) -> None:
-        """Forget what a trial has wrapped, and who trained it."""
+        """Reset everything that a trial has wrapped, and its trainers."""
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[LRScheduler] = []
@@ -180,20 +180,20 @@ class PyTorchTrialContext:
 
     @property
     def training(self) -> TrainingView:
-        """What a training script asks for first: `context.training.hparams`; not there in a job that does not train."""
+        """Hyperparameters for a training script, as `context.training.hparams`; raises in a job that does not train."""
         if self.info is not None and self.info.kind == "job":
             raise ConfigError(
-                "context.training is not available: this is a job, not a training; see context.config_data"
+                "context.training is not available: this process runs a job, not a training; see context.config_data"
             )
         return TrainingView(self)
 
     @property
     def config_data(self) -> dict[str, Any]:
-        """The `data` of the configuration: anything that the user put there."""
+        """The section `data` of the configuration, with any content."""
         return dict(section(self._config, "data"))
 
     def build_trial(self, trial_class: type[_Trial], **kwargs: Any) -> _Trial:
-        """Return a trial, made with a context of its own and further arguments, if it takes any."""
+        """Return a trial, built with a copy of this context and the keyword arguments of its constructor."""
         context = copy.copy(self)
         context._clear()
         return trial_class(context, **kwargs)
@@ -202,32 +202,32 @@ class PyTorchTrialContext:
         """Train a trial and return the metrics of its last validation.
 
         Args:
-            trial: Made by `build_trial`, or with this context.
+            trial: A trial that `build_trial` returned, or that was built with this context.
             train_data: Training batches in place of those that the trial builds.
             val_data: Validation batches in place of those that the trial builds.
-            settings: What `Trainer.fit` takes: `max_length`, `validation_period`, `checkpoint_period`, ….
+            settings: Arguments of `Trainer.fit`: `max_length`, `validation_period`, `checkpoint_period`, ….
         """
         return self._trainer(trial).fit(train_data=train_data, val_data=val_data, **settings)
 
     train = fit
 
     def predict(self, trial: PyTorchTrial, data: Any) -> Any:
-        """Return what `trial.predict_batch` returns for all of `data`, joined, in its order.
+        """Return the outputs of `trial.predict_batch` for all of `data`, joined, in the order of the data.
 
-        Several processes share the batches, and each gets all predictions. Without `predict_batch`, what
-        `evaluate_batch` returns.
+        Several processes share the batches, and each process returns all predictions. If the trial does not define
+        `predict_batch`, the outputs of `evaluate_batch` are returned.
         """
         return self._trainer(trial).predict(data)
 
     def load_checkpoint_trial(
         self, trial_class: type[_Trial], trial_id: int | None = None, path: str | Path | None = None, **kwargs: Any
     ) -> _Trial:
-        """Return a trial with the weights of a checkpoint: of the best one of a trial, or the one at a path.
+        """Return a trial with the weights of a checkpoint, given by a path or as the best one of a trial.
 
         Args:
-            trial_class: What to make. It is never looked up by a name in a file.
-            trial_id: Whose best checkpoint, else its newest, is loaded from the folder of checkpoints.
-            path: Which checkpoint is loaded.
+            trial_class: The class of the trial. A class name in a file is never imported.
+            trial_id: The trial whose best checkpoint, or else newest checkpoint, is loaded.
+            path: The path of the checkpoint to load.
             kwargs: Further arguments of the trial's constructor.
         """
         from dovetail.pytorch.loading import checkpoint_of, load_into
@@ -241,7 +241,7 @@ class PyTorchTrialContext:
     # ------------------------------------------------------------------ wrapping
 
     def wrap_model(self, model: _Module) -> _Module:
-        """Register a model, and return it on the device. Call it before making optimizers of its parameters."""
+        """Register a model and return it on the device. Call this before creating optimizers of its parameters."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"wrap_model: expected a torch module, got {model!r}")
         if all(known is not model for known in self.models):
@@ -258,11 +258,11 @@ class PyTorchTrialContext:
         """Register an optimizer, and return it.
 
         Args:
-            optimizer: Of the parameters of wrapped models.
-            backward_passes_per_step: Any number works; it need not be said.
-            fp16_compression: Gradients are never compressed here; asking for it is warned about.
-            average_aggregated_gradients: Whether the gradients of batches that share an update are averaged, or with
-                False summed; None for that of the configuration, which averages by default.
+            optimizer: An optimizer of parameters of wrapped models.
+            backward_passes_per_step: Ignored: any number of backward passes works.
+            fp16_compression: Not supported: True gives a warning, and gradients are sent in full precision.
+            average_aggregated_gradients: Whether the gradients of batches that share an update are averaged (True)
+                or summed (False); None means the value of the configuration, which averages by default.
         """
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"wrap_optimizer: expected a torch optimizer, got {optimizer!r}")
@@ -283,13 +283,13 @@ class PyTorchTrialContext:
         return optimizer
 
     def wrap_lr_scheduler(self, lr_scheduler: Any, step_mode: LRScheduler.StepMode, frequency: int = 1) -> LRScheduler:
-        """Register a scheduler of a wrapped optimizer, and return it with its way of stepping.
+        """Register a scheduler of a wrapped optimizer and return it as an `LRScheduler`.
 
         Args:
             lr_scheduler: A scheduler of torch.
-            step_mode: When it steps. Updates are real steps of its optimizer; batches that share an update are caught
-                up at it; an epoch ends with its last update.
-            frequency: Step at every n-th of these.
+            step_mode: When it steps. Per update means per real step of its optimizer. Steps per batch are made at
+                the next update, all at once. Steps per epoch are made after the last update of the epoch.
+            frequency: Step at every n-th epoch, batch or update.
         """
         wrapped = LRScheduler(lr_scheduler, step_mode, frequency)
         if all(known is not wrapped.optimizer for known in self.optimizers):
@@ -298,17 +298,17 @@ class PyTorchTrialContext:
         return wrapped
 
     def wrap_scaler(self, scaler: _Scaler) -> _Scaler:
-        """Register a gradient scaler that the trial uses by itself: it scales losses and updates the scale.
+        """Register a gradient scaler of a trial that scales its losses and updates the scale itself.
 
         `step_optimizer(optimizer, scaler=scaler)` unscales, clips and steps.
         """
         if self.experimental.amp is not None:
-            raise ConfigError("wrap_scaler: experimental.use_amp() has a scaler of its own; use one of the two")
+            raise ConfigError("wrap_scaler: experimental.use_amp() already creates a scaler; use one of the two")
         self.scaler = scaler
         return scaler
 
     def configure_apex_amp(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: Apex is no longer maintained; torch itself has mixed precision."""
+        """Raise an error: Apex is no longer maintained; torch itself has mixed precision."""
         raise ConfigError(
             "configure_apex_amp: Apex is not supported; call context.experimental.use_amp(), or wrap_scaler with a "
             "scaler of torch"
@@ -321,11 +321,11 @@ class PyTorchTrialContext:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Register a metric that is computed over all processes: a `MetricReducer`, or a function of all values.
+        """Register a metric over all processes: a `MetricReducer`, or a function of the list of all values.
 
         Args:
-            reducer: An object, or a function that gets everything that was given to `update` in any process.
-            name: Of the metric; None where the reducer returns several by name.
+            reducer: A `MetricReducer`, or a function that gets all values that any process passed to `update`.
+            name: The name of the metric; None means that the reducer returns a dict of metrics.
             for_training: Whether it is reported with training metrics.
             for_validation: Whether it is reported with validation metrics.
         """
@@ -336,7 +336,7 @@ class PyTorchTrialContext:
     def backward(
         self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False, create_graph: bool = False
     ) -> None:
-        """Differentiate a loss, in the precision and the window of batches that the run has."""
+        """Compute gradients of a loss, with the precision and the accumulation of the run."""
         if gradient is None and not retain_graph and not create_graph:
             self._run("backward").backward(loss)
         else:
@@ -350,14 +350,14 @@ class PyTorchTrialContext:
         auto_zero_grads: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Clip and step an optimizer, when the batches that share an update are complete; before, do nothing.
+        """Clip and step an optimizer if the current batch completes an update; otherwise do nothing.
 
         Args:
-            optimizer: A wrapped one.
+            optimizer: A wrapped optimizer.
             clip_grads: Called with the parameters once their gradients are complete, averaged and unscaled, such as
                 `lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0)`.
             auto_zero_grads: Whether gradients are cleared after the step.
-            scaler: The wrapped scaler, where the trial scales by itself.
+            scaler: The wrapped scaler, if the trial scales its losses itself.
         """
         if scaler is not self.scaler:
             raise ConfigError(
@@ -368,33 +368,33 @@ class PyTorchTrialContext:
         self._run("step_optimizer").step(optimizer, zero_grad=auto_zero_grads)
 
     def to_device(self, data: Any) -> Any:
-        """Return data of any structure on the device, as `pytorch.to_device` does."""
+        """Return data of any structure on the device, like `pytorch.to_device`."""
         return to_device(data, self.device, self._warned_types)
 
     def is_epoch_start(self) -> bool:
-        """Whether the running batch is the first of its epoch."""
+        """Whether the current batch is the first of its epoch."""
         return self._run("is_epoch_start").progress.batch == 0
 
     def is_epoch_end(self) -> bool:
-        """Whether the running batch is the last of its epoch, where the data has a length."""
+        """Whether the current batch is the last of its epoch; False if the data has no length."""
         context = self._run("is_epoch_end")
         trainer = context.run.trainer
         return trainer is not None and context.progress.batch + 1 == trainer.num_batches("train")
 
     def current_train_epoch(self) -> int:
-        """The running epoch, from 0."""
+        """Return the index of the current epoch, from 0."""
         return self._run("current_train_epoch").progress.epoch
 
     def current_train_batch(self) -> int:
-        """Batches that training has done."""
+        """Return the number of batches trained so far."""
         return self._run("current_train_batch").progress.batches
 
     def get_initial_batch(self) -> int:
-        """Batches that were done when this training began."""
+        """Return the number of batches that were trained before this run."""
         return self._initial_batch
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Request that training ends after the running update, in every process.
+        """Request that training ends after the current update, in every process.
 
         A request before training, such as one in the constructor of a trial, ends it after the first update.
         """
@@ -403,19 +403,19 @@ class PyTorchTrialContext:
         if self._training is None or self._training.run.trainer is None:
             self._stops_early = stop_requested
         elif stop_requested:
-            self._training.stop("the trial asked for it")
+            self._training.stop("requested by the trial")
         elif self.get_stop_requested():
-            raise ConfigError("set_stop_requested: a request to stop cannot be taken back")
+            raise ConfigError("set_stop_requested: a stop request cannot be withdrawn")
 
     def get_stop_requested(self) -> bool:
-        """Whether training is asked to end."""
+        """Whether a stop of the training was requested."""
         if self._training is None or self._training.run.trainer is None:
             return self._stops_early
         run = self._training.run
         return self._stops_early or run.stop_reason is not None or run.stop_request is not None
 
     def apply_early_stop(self) -> None:
-        """Request the stop that was requested before training, if there was one; the trainer calls this in a step."""
+        """Apply a stop request that was made before training. The trainer calls this in each training step."""
         if self._stops_early:
             self._stops_early = False
             self.set_stop_requested(True)
@@ -424,7 +424,7 @@ class PyTorchTrialContext:
 
     @property
     def hparams(self) -> Hyperparameters:
-        """Hyperparameters by name; one that is missing is an error that says how to give it."""
+        """Hyperparameters by name; the error for a missing name lists the ways to give it."""
         note_hparams_read()
         return self.unnoticed_hparams
 
@@ -445,34 +445,34 @@ class PyTorchTrialContext:
         return self._config
 
     def get_data_config(self) -> dict[str, Any]:
-        """Return the `data` of the experiment configuration."""
+        """Return the section `data` of the experiment configuration."""
         return self.config_data
 
     def get_global_batch_size(self) -> int:
-        """Return the hyperparameter `global_batch_size`: samples of all processes in one batch each."""
+        """Return the hyperparameter `global_batch_size`: the samples of one batch per process, over all processes."""
         size = self.hparams["global_batch_size"]
         check_count("global_batch_size", size)
         return int(size)
 
     def get_per_slot_batch_size(self) -> int:
-        """Return the share of one process in the global batch size."""
+        """Return the batch size of this process: its share of the global batch size."""
         return self.distributed.shard_batch_size(self.get_global_batch_size())
 
     def get_trial_seed(self) -> int:
-        """Return what everything was seeded with."""
+        """Return the seed of this trial."""
         return self._seed
 
     def get_trial_id(self) -> int:
-        """Return the number of this trial; 0 for a script on its own."""
+        """Return the number of this trial; 0 in a script without a launcher."""
         return self.info.trial_id if self.info is not None else 0
 
     def get_experiment_id(self) -> int:
-        """Return the number of the experiment; 0 for a script on its own."""
+        """Return the number of the experiment; 0 in a script without a launcher."""
         return (self.info.experiment_id if self.info is not None else None) or 0
 
     @property
     def directory(self) -> Path | None:
-        """Where this trial keeps its checkpoints and metrics; None where nothing is kept."""
+        """The folder for the checkpoints and metrics of this trial; None means that nothing is written."""
         if self.info is not None and self.info.directory is not None:
             return Path(self.info.directory)
         return None if self.checkpoint_root is None else self.checkpoint_root / f"trial_{self.get_trial_id()}"
@@ -483,7 +483,7 @@ class PyTorchTrialContext:
         return (self.directory or Path()) / "tensorboard" / (f"rank_{rank}" if rank else "")
 
     def get_tensorboard_writer(self) -> Any:
-        """Return the `SummaryWriter` of this process, in the folder of `get_tensorboard_path`."""
+        """Return the `SummaryWriter` of this process. It writes to `get_tensorboard_path()`."""
         if self._writer is None:
             require("tensorboard", "tensorboard")
             tensorboard = require("torch.utils.tensorboard", "tensorboard")
@@ -495,28 +495,28 @@ class PyTorchTrialContext:
         return self.logs_tensorboard
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
-        """Say whether reported metrics are written for TensorBoard."""
+        """Enable or disable writing reported metrics for TensorBoard."""
         self.logs_tensorboard = enable_tensorboard_logging
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
-        """Profile training with `torch.profiler.profile(*args, **kwargs)`, which goes one step on with every batch.
+        """Profile training with `torch.profiler.profile(*args, **kwargs)`, with one profiler step per batch.
 
-        Without an `on_trace_ready`, traces are written where TensorBoard finds them.
+        Without an `on_trace_ready`, traces are written to the folder of `get_tensorboard_path`.
         """
         self.profiler_settings = (args, kwargs)
 
     # ------------------------------------------------------------------ for the trainer
 
     def attach(self, training: TrainingContext) -> None:
-        """Route `backward` and its like to a run."""
+        """Connect `backward`, `step_optimizer` and similar methods to a run."""
         self._training = training
 
     def note_start(self) -> None:
-        """Remember where the run begins."""
+        """Store the number of batches that were trained before this run."""
         self._initial_batch = self._run("get_initial_batch").progress.batches
 
     def close_writer(self) -> None:
-        """Write out what TensorBoard was given; a later run goes on in a new file."""
+        """Close the TensorBoard writer; a later run writes a new file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -524,23 +524,23 @@ class PyTorchTrialContext:
     def _trainer(self, trial: PyTorchTrial) -> Trainer:
         from dovetail.pytorch.trainer import Trainer
 
-        # With the trial's own context, and not this one: a script may forget those of its trials that it is done with.
+        # Stored in the trial's context, not here: otherwise this context would keep every trial alive.
         trainers = (trial.made_with or self)._trainers
         for known, trainer in trainers:
             if known is trial:
                 return trainer
-        made = Trainer(trial, self)
-        trainers.append((trial, made))
-        return made
+        built = Trainer(trial, self)
+        trainers.append((trial, built))
+        return built
 
     def _run(self, wanted: str) -> TrainingContext:
         if self._training is None:
-            raise ConfigError(f"{wanted}: only while a trial trains")
+            raise ConfigError(f"{wanted}: only available while a trial trains")
         return self._training
 
 
 TrialContext = PyTorchTrialContext
-"""The name that trials annotate with, whatever their framework is."""
+"""The name that Determined uses for the context of a trial of any framework."""
 
 
 class Experimental:
@@ -552,25 +552,25 @@ class Experimental:
         self.moves_batches = True
 
     def use_amp(self, precision: PrecisionName = "auto") -> None:
-        """Train in mixed precision, with loss scaling where it is needed.
+        """Train in mixed precision, with loss scaling if the precision needs it.
 
         Args:
             precision: `auto`, `bf16`, `fp16` or `fp32`.
         """
         if self._context.scaler is not None:
-            raise ConfigError("use_amp: the trial has wrapped a scaler of its own; use one of the two")
+            raise ConfigError("use_amp: the trial has already wrapped a scaler; use one of the two")
         self.amp = precision
 
     def disable_auto_to_device(self) -> None:
-        """Leave batches where they are; the trial moves them with `context.to_device`."""
+        """Do not move batches to the device; the trial moves them with `context.to_device`."""
         self.moves_batches = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Do nothing: any loader is welcome here."""
+        """Do nothing: every loader is accepted."""
 
 
 def checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: Mapping[str, Any]) -> Path | None:
-    """Return the folder with the folders of trials; None means that nothing is kept."""
+    """Return the folder that contains the trials' folders; None means that nothing is written."""
     if given is None:
         return None
     if given != "auto":
@@ -581,7 +581,7 @@ def checkpoint_root(given: str | Path | None, info: TrialInfo | None, config: Ma
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the settings that a configuration has under a name; none where that is missing or empty."""
+    """Return a section of a configuration; an empty mapping if it is missing or empty."""
     found = config.get(name)
     if found is None:
         return {}
@@ -591,7 +591,7 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def current_checkpoint(context: PyTorchTrialContext, given: Literal["auto"] | str | Path | None) -> str | Path | None:
-    """Return what a run goes on from: what the caller said, or else what the launcher said."""
+    """Return the checkpoint to resume from: the caller's choice, or else the launcher's."""
     if given is not None:
         return given
     return context.info.latest_checkpoint if context.info is not None else None

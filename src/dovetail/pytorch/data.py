@@ -1,4 +1,4 @@
-"""Data of trials: the loader that a trial builds, and what a batch is."""
+"""Data of PyTorch trials: the loader that a trial builds, and moving batches to a device."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ TorchData = Union[Tensor, NDArray[Any], dict[str, Any], list[Any], tuple[Any, ..
 
 
 data_length = data.batch_length
-"""The number of samples in a batch, by the name that it has in Determined."""
+"""Return the number of samples in a batch; Determined's name for `batch_length`."""
 
 
 def to_device(data: Any, device: torch.device | str, warned_types: set[type] | None = None) -> Any:
-    """Return data of any structure on a device: arrays as tensors there, and whatever else has a method `to`.
+    """Return data of any structure on a device: arrays become tensors, objects with a method `to` are moved.
 
-    What cannot be moved stays, with a log record for every type of it. Text, Python's numbers and None have no device.
+    Values that cannot be moved are unchanged, with one log record per type. Text, numbers and None have no device.
 
     Args:
-        data: A tensor, an array, or a structure that holds some.
+        data: A tensor, an array, or a structure that contains some.
         device: The device.
-        warned_types: The types that have their log record already; new ones are added. None means none of them has.
+        warned_types: The types that were already logged; new ones are added. None means an empty set.
 
     Example:
         >>> to_device({"image": np.zeros(2), "name": "a"}, "cpu")
@@ -55,20 +55,20 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
             return move(target)
         if not isinstance(leaf, _WITHOUT_DEVICE) and type(leaf) not in known:
             known.add(type(leaf))
-            _logger.warning("a %s in the data cannot be moved to the device, and stays", type(leaf).__name__)
+            _logger.warning("a %s in the data cannot be moved to the device and is left unchanged", type(leaf).__name__)
         return leaf
 
     return map_leaves(moved, data)
 
 
-# Empty structures are leaves, too.
+# The containers are here because an empty structure is a leaf.
 _WITHOUT_DEVICE = (str, bytes, int, float, complex, np.generic, type(None), list, tuple, dict)
 
 
 class DataLoader(data.DataLoader[T_co]):
-    """The loader of a trial: torch's, with the same arguments, that a trainer can share, skip in and reproduce.
+    """A data loader with torch's arguments that a trainer can split over processes, skip in and reproduce.
 
-    Where `shuffle` is on and neither a seed nor a generator is given, the trainer orders the samples of each epoch by
+    If `shuffle` is on and neither a seed nor a generator is given, the trainer orders the samples of each epoch with
     the seed of the trial. Everything else is as in `dovetail.data.DataLoader`.
 
     Example:
@@ -86,11 +86,11 @@ class DataLoader(data.DataLoader[T_co]):
         """Return a loader of this process's batches.
 
         Args:
-            repeat: Go on for ever, each epoch in its own order; the batches of all epochs are dealt out in turn, so
-                that all processes are equally far. Otherwise one epoch is one pass, and dealt out by itself.
-            skip: Batches of this process to leave out, of the first pass only.
-            num_replicas: How many processes share the batches.
-            rank: Which of them this is.
+            repeat: Repeat the epochs without end, each in its own order. The batches of all epochs are distributed
+                in turn, so that all processes make equal progress. If False, the loader ends after one epoch.
+            skip: Number of batches of this process to leave out of the first pass.
+            num_replicas: Number of processes that share the batches.
+            rank: Rank of this process.
         """
         if num_replicas > 1 and _is_unseeded(self):
             raise DataError(
@@ -105,8 +105,8 @@ class DataLoader(data.DataLoader[T_co]):
     def seeded(self, seed: int) -> DataLoader[T_co]:
         """Return the same loader with an order that is a function of `seed` and the epoch alone.
 
-        That is this very loader where the order depends on no global random state: it does not shuffle, or has a
-        seed, a generator or a sampler of its own. A loader of a subclass stays what it is, too.
+        This is the same object if the order does not depend on global random state: the loader does not shuffle, or it
+        has a seed, a generator or a sampler. A loader of a subclass is returned unchanged as well.
 
         Example:
             >>> loader = DataLoader(range(8), batch_size=8, shuffle=True).seeded(7)
@@ -122,13 +122,13 @@ class DataLoader(data.DataLoader[T_co]):
 
 
 class EndlessLoader:
-    """A loader that begins its next epoch whenever one is through. Its length is that of one epoch.
+    """A loader that repeats its epochs without end. Its length is the length of one epoch.
 
     Args:
-        loader: What to repeat.
-        skip: Batches of this process to leave out at the beginning.
-        num_replicas: How many processes share the batches of all epochs, in turn.
-        rank: Which of them this is.
+        loader: The loader to repeat.
+        skip: Number of batches of this process to leave out at the start.
+        num_replicas: Number of processes that share the batches of all epochs, in turn.
+        rank: Rank of this process.
 
     Example:
         >>> shares = [EndlessLoader(DataLoader(range(3)), num_replicas=2, rank=rank) for rank in range(2)]
@@ -173,11 +173,11 @@ class EndlessLoader:
         begun, index = divmod(first, total)
         if self._whole.seed is None:
             for _ in range(begun):
-                # Whoever gave a generator finds it where these epochs would have left it; no sample is read.
+                # Advance the user's generator as if these epochs had been read; no sample is loaded.
                 self._whole.skip(total)
                 yield from self._whole
         for epoch in count(begun):
-            # Where the number of batches does not divide, the turns of the next epoch begin elsewhere.
+            # If the number of batches is not divisible, the next epoch starts with another rank.
             start, turn = divmod(index, num_replicas)
             if turn not in shares:
                 shares[turn] = data.DataLoader.from_torch(self._whole, num_replicas=num_replicas, rank=turn)
@@ -191,7 +191,7 @@ _EMPTY = "a loader without batches cannot be repeated"
 
 
 def _is_unseeded(loader: data.DataLoader[Any]) -> bool:
-    """Whether a loader orders its samples by torch's global generator, and would by a seed as well."""
+    """Whether torch's global generator orders the samples, so that a seed may replace it."""
     sampler = loader.sampler
     return (
         type(sampler) is RandomSampler

@@ -1,7 +1,7 @@
-"""`python -m dovetail.pytorch.entrypoint module:Class`: a trial class, trained with the settings of its experiment.
+"""Command `python -m dovetail.pytorch.entrypoint module:Class`: trains a trial class with its experiment's settings.
 
-`python -m dovetail.launch module:Class` runs it in as many processes as there are slots, and `entrypoint: module:Class`
-in the file of an experiment does so for every trial.
+`python -m dovetail.launch module:Class` runs it in one process per slot, and `entrypoint: module:Class` in the file of
+an experiment does so for every trial.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REPORTING = 100
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train a trial class, and return the exit code: 2 if there is no such class."""
+    """Train a trial class and return the exit code: 2 if there is no such class."""
     try:
         if len(arguments) != 1:
             raise ConfigError(f"expected one trial class such as model_def:MyTrial, got {' '.join(arguments)!r}")
@@ -72,7 +72,7 @@ def load_trial_class(name: str) -> type[PyTorchTrial]:
 
 
 def fit_trial_class(trial_class: type[PyTorchTrial]) -> dict[str, Any]:
-    """Train a class with the settings of its experiment, and return the metrics of the last validation.
+    """Train a class with the settings of its experiment and return the metrics of the last validation.
 
     `Trainer.fit` reads the periods, the checkpoint policy and the checkpoint to resume from the configuration.
     """

@@ -1,4 +1,4 @@
-"""Hyperparameters of a trial, whose missing names are explained."""
+"""Hyperparameters of a trial, with helpful errors for missing names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class MissingHyperparameterError(UnknownNameError, KeyError):
-    """A hyperparameter that a trial reads is missing."""
+    """Raised when a trial reads a hyperparameter that was not given."""
 
     __str__ = Exception.__str__
 
 
 class Hyperparameters(dict[str, Any]):
-    """A dictionary whose missing keys are explained.
+    """A dictionary of hyperparameters. The error for a missing name lists the ways to give it.
 
     Example:
         >>> Hyperparameters(learning_rate=0.1)["learning_rat"]
@@ -36,15 +36,15 @@ class Hyperparameters(dict[str, Any]):
         raise error
 
 
-def filled(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with those of the defaults that they lack, also inside mappings of both.
+def with_defaults(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `hparams` completed with the missing names of `defaults`, also in nested mappings.
 
     Example:
-        >>> filled({"net": {"width": 8}}, {"net": {"depth": 2}, "seed": 1})
+        >>> with_defaults({"net": {"width": 8}}, {"net": {"depth": 2}, "seed": 1})
         {'net': {'depth': 2, 'width': 8}, 'seed': 1}
     """
     nested = {
-        name: filled(value, defaults[name])
+        name: with_defaults(value, defaults[name])
         for name, value in hparams.items()
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping)
     }
@@ -52,7 +52,7 @@ def filled(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
 
 
 class TrainingView:
-    """What a training script asks for first, as `context.training`."""
+    """The hyperparameters of a training script, as `context.training`."""
 
     def __init__(self, context: PyTorchTrialContext) -> None:
         self._context = context

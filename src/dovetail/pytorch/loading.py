@@ -1,4 +1,4 @@
-"""Trials from checkpoints."""
+"""Loading PyTorch trials from checkpoints."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def load_trial_from_checkpoint_path(
     trial_kwargs: Mapping[str, Any] | None = None,
     torch_load_kwargs: Mapping[str, Any] | None = None,
 ) -> _Trial:
-    """Return a trial with the hyperparameters and the weights of a checkpoint, to look at or to predict with.
+    """Return a trial with the hyperparameters and the weights of a checkpoint, for inspection or prediction.
 
     Args:
         path: The checkpoint.
-        trial_class: The class of the trial. It has to be given: names in files are never imported.
+        trial_class: The class of the trial. It is required: names in files are never imported.
         trial_kwargs: Further arguments of its constructor.
-        torch_load_kwargs: Nothing is loaded by `torch.load` here, so they are refused.
+        torch_load_kwargs: Not accepted, because checkpoints are not read with `torch.load`.
     """
     if torch_load_kwargs:
-        raise ConfigError("torch_load_kwargs: checkpoints are not read by torch.load here, so there is nothing to say")
+        raise ConfigError("torch_load_kwargs: expected None, because checkpoints are not read with torch.load here")
     state = store.load(path)
     own = _own(state, Path(path))
     if trial_class is None:
@@ -44,15 +44,15 @@ def load_trial_from_checkpoint_path(
     context = PyTorchTrialContext(
         hparams=own["hparams"], config=own["experiment_config"], distributed=DistributedContext(), verbose=False
     )
-    return _made(context, trial_class, Path(path), state, trial_kwargs or {})
+    return _build(context, trial_class, Path(path), state, trial_kwargs or {})
 
 
 def checkpoint_of(root: Path | None, trial_id: int) -> Path:
-    """Return the best checkpoint of a trial, or else its newest.
+    """Return the best checkpoint of a trial, or else its newest checkpoint.
 
     Args:
-        root: Where folders of trials are, if the program knows; those of experiments are looked at, too.
-        trial_id: Which trial.
+        root: The folder that contains the trials' folders, if known. Folders of experiments are searched as well.
+        trial_id: The number of the trial.
     """
     home = Path(os.environ.get("DOVETAIL_HOME") or ".dovetail")
     places = [] if root is None else [root / f"trial_{trial_id}"]
@@ -60,7 +60,7 @@ def checkpoint_of(root: Path | None, trial_id: int) -> Path:
     folder = next((place for place in places if place.is_dir()), None)
     if folder is None and root is None:
         raise ConfigError(
-            "trial_id: there is no folder of checkpoints to look in: init(checkpoint_dir=…), or give a path"
+            "trial_id: there is no folder of checkpoints to search: init(checkpoint_dir=…), or give a path"
         )
     if folder is None:
         raise CheckpointError(
@@ -74,16 +74,16 @@ def checkpoint_of(root: Path | None, trial_id: int) -> Path:
 
 
 def load_into(context: PyTorchTrialContext, trial_class: type[_Trial], path: Path, kwargs: Mapping[str, Any]) -> _Trial:
-    """Make a trial, with the hyperparameters of a checkpoint where the context has none, and give it the weights."""
+    """Build a trial and load its weights from a checkpoint. A context without hyperparameters uses the checkpoint's."""
     state = store.load(path)
     if not context.unnoticed_hparams:
-        # A copy: the next checkpoint has hyperparameters of its own.
+        # Copy the context: the next checkpoint may have other hyperparameters.
         context = copy.copy(context)
         context.unnoticed_hparams = Hyperparameters(_own(state, path)["hparams"])
-    return _made(context, trial_class, path, state, kwargs)
+    return _build(context, trial_class, path, state, kwargs)
 
 
-def _made(
+def _build(
     context: PyTorchTrialContext,
     trial_class: type[_Trial],
     path: Path,

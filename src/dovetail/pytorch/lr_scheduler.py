@@ -1,4 +1,4 @@
-"""A learning-rate scheduler, and when it steps."""
+"""Learning-rate schedulers of PyTorch trials and their step modes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dovetail.trainers.context import BoundScheduler, Interval
 
 
 class LRScheduler:
-    """A scheduler of torch and the mode in which it steps, as `context.wrap_lr_scheduler` returns it.
+    """A torch scheduler and its step mode, as `context.wrap_lr_scheduler` returns it.
 
     Args:
         scheduler: Any scheduler of torch.
-        step_mode: When it steps. `ReduceLROnPlateau` needs a metric, so it is stepped by hand.
-        frequency: Step at every n-th epoch, batch or optimizer step; nothing to a scheduler that is stepped by hand.
+        step_mode: When it steps. `ReduceLROnPlateau` needs a metric, so its mode is MANUAL_STEP.
+        frequency: Step at every n-th epoch, batch or optimizer step. Ignored in the mode MANUAL_STEP.
 
     Example:
         >>> import torch
@@ -33,8 +33,8 @@ class LRScheduler:
 
         Attributes:
             STEP_EVERY_EPOCH: After every `frequency` epochs.
-            STEP_EVERY_BATCH: After every `frequency` batches; what lies between two updates is caught up at the next.
-            MANUAL_STEP: When the trial calls `step`, and never else.
+            STEP_EVERY_BATCH: After every `frequency` batches; batches before an update are counted at the update.
+            MANUAL_STEP: Only when the trial calls `step`.
             STEP_EVERY_OPTIMIZER_STEP: After every `frequency` real steps of its optimizer.
         """
 
@@ -60,16 +60,16 @@ class LRScheduler:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer whose rate it moves."""
+        """The optimizer whose learning rate it changes."""
         optimizer: Optimizer = self.scheduler.optimizer
         return optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the scheduler, with whatever it takes: nothing, or a metric."""
+        """Step the scheduler with the arguments that it takes: none, or a metric."""
         self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        """Return the rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         rates: list[Any] = self.scheduler.get_last_lr()
         return rates
 
@@ -79,11 +79,11 @@ class LRScheduler:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         self.scheduler.load_state_dict(state_dict)
 
     def bound(self) -> BoundScheduler:
-        """Return the scheduler as the loop steps it."""
+        """Return the scheduler with the interval at which the loop steps it."""
         return BoundScheduler(self.scheduler, _INTERVALS[self.step_mode], self.frequency)
 
 

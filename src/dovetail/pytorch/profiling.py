@@ -1,4 +1,4 @@
-"""The profiler of torch around the batches of a trial."""
+"""Torch profiler for PyTorch trials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TorchProfiler(Callback):
-    """A profiler of torch, as the trial has set it up."""
+    """Runs a torch profiler with the settings of `context.set_profiler`."""
 
     def __init__(self, context: PyTorchTrialContext) -> None:
         self._context = context

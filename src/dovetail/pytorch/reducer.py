@@ -1,7 +1,7 @@
-"""Metrics over all slots of a run: reduced by a known rule, or by a reducer of the user's own.
+"""Metrics over all processes of a run, reduced by a standard rule or by a user-defined reducer.
 
-A slot is one process of the run. `exchange` stands for whatever brings the slots together: it takes this slot's value
-and returns every slot's, in the order of the ranks.
+A slot is one process of the run. `exchange` is a collective call: it takes the value of this slot and returns the
+values of all slots, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Exchange = Callable[[Any], list[Any]]
 
 
 class Reducer(Enum):
-    """How the values that `evaluate_batch` returns for each batch become one metric.
+    """How the values that `evaluate_batch` returns per batch are reduced to one metric.
 
     Attributes:
-        AVG: The mean over samples: each batch weighs as many as it has.
+        AVG: The mean over samples: each batch is weighted by its number of samples.
         SUM: The sum over batches.
         MAX: The largest value of any batch.
         MIN: The smallest value of any batch.
@@ -44,10 +44,10 @@ class Reducer(Enum):
 
 
 class MetricReducer(ABC):
-    """A metric of your own over whole passes and all slots. Give it to `context.wrap_reducer`.
+    """Base class of user-defined metrics over a whole pass and all slots. Give it to `context.wrap_reducer`.
 
-    Your steps feed it in any way you like. `reset` is called before each report period of training and before each
-    validation; at its end `per_slot_reduce` on every slot, then `cross_slot_reduce` with what all of them gave.
+    Training and evaluation steps add values in any way. `reset` is called before each reporting period of training
+    and before each validation. At the end every slot calls `per_slot_reduce`, then `cross_slot_reduce` with all values.
 
     Example:
         >>> class Mean(MetricReducer):
@@ -69,25 +69,25 @@ class MetricReducer(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget every value."""
+        """Remove all values."""
 
     @abstractmethod
     def per_slot_reduce(self) -> Any:
-        """Return what this slot has to tell the others: numbers, text, tensors, and lists, tuples and dicts of them."""
+        """Return the value of this slot: numbers, text, tensors, and lists, tuples and dicts of them."""
 
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """Return the metric, or a dict of metrics where the reducer was wrapped without a name.
+        """Return the metric, or a dict of metrics if the reducer was wrapped without a name.
 
         Args:
-            per_slot_metrics: What every slot's `per_slot_reduce` returned, in the order of the ranks.
+            per_slot_metrics: The results of `per_slot_reduce` of all slots, in the order of the ranks.
         """
 
 
 class FunctionReducer(MetricReducer):
-    """Collects values, and gives those of all slots to a function as one flat list.
+    """Collects values and passes the values of all slots to a function, as one flat list.
 
-    The list is in the order of the batches, as one slot alone would have it, where every batch has one value.
+    If every batch has one value, the list has the same order as in a run with one slot.
 
     Args:
         function: Takes the list and returns the metric.
@@ -105,7 +105,7 @@ class FunctionReducer(MetricReducer):
         self._values: list[Any] = []
 
     def update(self, value: Any) -> None:
-        """Take in a value. Tensors are detached."""
+        """Add a value. Tensors are detached."""
         self._values.append(map_tensors(Tensor.detach, value))
 
     def reset(self) -> None:
@@ -115,7 +115,7 @@ class FunctionReducer(MetricReducer):
         return self._values
 
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        # Batches are dealt out to the slots in turn.
+        # Slots got the batches in turn, so taking their values in turn restores the order of the batches.
         turns = chain.from_iterable(zip_longest(*per_slot_metrics, fillvalue=_NOTHING))
         return self._function([value for value in turns if value is not _NOTHING])
 
@@ -144,9 +144,9 @@ class Reducers:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Store a reducer, and return it, as `PyTorchTrialContext.wrap_reducer` describes.
+        """Register a reducer and return it, as `PyTorchTrialContext.wrap_reducer` describes.
 
-        A function becomes an object with `update(value)`.
+        A function is wrapped in an object with the method `update(value)`.
         """
         if not isinstance(reducer, MetricReducer):
             if not callable(reducer) or (isinstance(reducer, type) and issubclass(reducer, MetricReducer)):
@@ -155,17 +155,17 @@ class Reducers:
         for other in self._wrapped:
             meets = (for_training and other.for_training) or (for_validation and other.for_validation)
             if meets and name is not None and name == other.name:
-                raise ConfigError(f"wrap_reducer: expected a name of its own for each reducer, got {name!r} twice")
+                raise ConfigError(f"wrap_reducer: expected a different name for each reducer, got {name!r} twice")
         self._wrapped.append(_Wrapped(reducer, name, for_training, for_validation))
         return reducer
 
     def reset(self, stage: Stage) -> None:
-        """Let the reducers of a stage forget every value."""
+        """Remove all values from the reducers of a stage."""
         for wrapped in self._of(stage):
             wrapped.reducer.reset()
 
     def reduce(self, stage: Stage, exchange: Exchange) -> dict[str, Any]:
-        """Return the metrics of a stage's reducers, over all slots. Every slot must call this."""
+        """Return the metrics of a stage's reducers over all slots. Every slot must call this."""
         chosen = self._of(stage)
         if not chosen:
             return {}
@@ -174,15 +174,15 @@ class Reducers:
         for wrapped, per_slot in zip(chosen, zip(*slots, strict=True), strict=True):
             for name, value in wrapped.cross_slot_reduce(list(per_slot)).items():
                 if name in metrics:
-                    raise ConfigError(f"expected a name of its own for each metric, got {name!r} from two reducers")
+                    raise ConfigError(f"expected a different name for each metric, got {name!r} from two reducers")
                 metrics[name] = value
         return metrics
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Restore the values of all reducers after a block, whatever the block adds to them or resets."""
+        """Restore the values of all reducers after a block, even if the block adds values or resets them."""
         kept = [dict(vars(it.reducer)) for it in self._wrapped]
-        # The block works on the copies, so that what a reducer refers to is the same object again afterwards.
+        # The block works on copies, so that afterwards a reducer refers to the same objects as before.
         for it in self._wrapped:
             vars(it.reducer).update(copy.deepcopy(vars(it.reducer)))
         try:
@@ -198,7 +198,7 @@ class Reducers:
 
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
-    """A reducer, and what is to become of its result."""
+    """A registered reducer, the name of its metric and its stages."""
 
     reducer: MetricReducer
     name: str | None
@@ -241,14 +241,14 @@ def reduce_validation(
     """Return the metrics of a validation over the batches of all slots. Every slot must call this.
 
     Args:
-        batch_metrics: What `evaluate_batch` returned for each batch of this slot, which may have had none.
-        sizes: The samples in each of these batches. A batch without any counts for nothing.
-        how: One rule for all metrics, or a rule by name; a metric without one is averaged.
-        exchange: Brings the slots together; called once.
+        batch_metrics: The output of `evaluate_batch` for each batch of this slot; may be empty.
+        sizes: The number of samples in each of these batches. A batch without samples is ignored.
+        how: One rule for all metrics, or rules by name; a metric without a rule is averaged.
+        exchange: The collective call; it is called once.
 
     Raises:
         DataError: No slot had a batch, batches have different metrics, or a value is not a scalar.
-        ConfigError: `how` is no rule, or for a metric that there is not.
+        ConfigError: `how` is not a rule, or has a rule for an unknown metric.
 
     Example:
         >>> batches = [{"loss": 1.0, "worst": 1.0}, {"loss": 4.0, "worst": 7.0}]
@@ -282,7 +282,7 @@ def reduce_validation(
 def _columns(
     batch_metrics: Sequence[Mapping[str, Any]], sizes: Sequence[int]
 ) -> tuple[dict[str, list[float]], list[int]]:
-    """Return the values of each metric, and the samples behind each of them."""
+    """Return the values of each metric and the number of samples of each batch."""
     columns: dict[str, list[float]] = {}
     weights: list[int] = []
     first = 0
@@ -313,15 +313,15 @@ def _folded(rule: Reducer, values: list[float], weights: list[int]) -> float:
 
 
 def _fold(rule: Reducer, column: Tensor) -> float:
-    # Torch's largest and smallest value is NaN where any is.
+    # torch.max and torch.min return NaN if any value is NaN.
     folds = {Reducer.MAX: torch.max, Reducer.MIN: torch.min}
     return float(folds.get(rule, torch.sum)(column))
 
 
 def as_scalar(value: Any) -> Tensor | float | None:
-    """Return the one number that a metric of a trial is; None means that it is none.
+    """Return a metric as one number; None means that the value is not a single number.
 
-    A tensor stays on its device, as a tensor without dimensions, so that the caller does not wait for the device.
+    A tensor is returned as a tensor without dimensions on its device, so that the caller does not wait for the device.
 
     Example:
         >>> as_scalar(np.float32(0.5)), as_scalar(torch.tensor([3])), as_scalar(torch.ones(2)), as_scalar("text")
@@ -336,7 +336,7 @@ def as_scalar(value: Any) -> Tensor | float | None:
 
 
 def described(value: Any) -> str:
-    """Return what a value is, in a few words for an error message."""
+    """Return a short description of a value for an error message."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {reprlib.repr(value)}"

@@ -1,7 +1,7 @@
-"""Samplers to build on: each takes another one and repeats, shares, skips or shuffles what it gives.
+"""Composable samplers: each wraps another sampler and repeats, shares, skips or shuffles its items.
 
-The order that is right for training is shuffle, batch, repeat, share, skip. A batch sampler gives lists of indices,
-one per batch, and is given to a loader as `batch_sampler`.
+The right order for training is shuffle, batch, repeat, share, skip. A batch sampler yields lists of indices, one list
+per batch; pass it to a loader as `batch_sampler`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class _Wrapper(Sampler[T]):
-    """A sampler over another one, which it tells the epoch."""
+    """Base class of samplers that wrap another sampler and forward the epoch to it."""
 
     def __init__(self, sampler: Sampler[T] | Iterable[T]) -> None:
         self.sampler = sampler
@@ -41,7 +41,7 @@ class _Wrapper(Sampler[T]):
         return len(cast(Sized, self.sampler))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`, for a shuffle somewhere below."""
+        """Set the epoch of the next pass in the nearest wrapped sampler that has epochs."""
         sampler: object = self.sampler
         while isinstance(sampler, BatchSampler) and not isinstance(sampler, EpochSampler):
             sampler = sampler.sampler
@@ -50,10 +50,10 @@ class _Wrapper(Sampler[T]):
 
 
 class RepeatSampler(_Wrapper[T]):
-    """Begins anew, endlessly, whenever a sampler is through. Its length is that of one pass.
+    """Repeats a sampler without end. Its length is the length of one pass.
 
     Args:
-        sampler: What to repeat.
+        sampler: The sampler to repeat.
 
     Example:
         >>> list(islice(RepeatSampler(range(3)), 7))
@@ -83,14 +83,14 @@ class RepeatBatchSampler(RepeatSampler[list[Any]]):
 
 
 class DistributedSampler(_Wrapper[T]):
-    """Gives every `num_workers`-th item of a sampler from number `rank` on.
+    """Yields every `num_workers`-th item of a sampler, starting with item `rank`.
 
-    All ranks together give exactly what the sampler gives. Where that does not divide, the first ranks get one more.
+    All ranks together yield each item exactly once. If the items do not divide evenly, the first ranks get one more.
 
     Args:
-        sampler: What to share; the same in every process.
-        num_workers: How many share it.
-        rank: Which of them this is.
+        sampler: The sampler to share; it must be the same in every process.
+        num_workers: Number of processes.
+        rank: Rank of this process.
 
     Example:
         >>> [list(DistributedSampler(range(5), num_workers=2, rank=rank)) for rank in range(2)]
@@ -125,11 +125,11 @@ class DistributedBatchSampler(DistributedSampler[list[Any]]):
 
 
 class SkipSampler(_Wrapper[T]):
-    """Leaves out the first items of the first pass over a sampler, and of no other. Its length is that of a whole pass.
+    """Skips the first items of the first pass over a sampler only. Its length is the length of a whole pass.
 
     Args:
-        sampler: What to begin in the middle of.
-        skip: Items to leave out.
+        sampler: The sampler to skip items of.
+        skip: Number of items to skip.
 
     Example:
         >>> sampler = SkipSampler(range(4), skip=3)
@@ -162,13 +162,13 @@ class SkipBatchSampler(SkipSampler[list[Any]]):
 
 
 class ReproducibleShuffleSampler(_Wrapper[T]):
-    """Shuffles what a sampler gives, in an order that is a function of the seed and the epoch alone.
+    """Shuffles the items of a sampler, in an order that is a function of the seed and the epoch alone.
 
-    Each pass is one epoch, counted from 0, unless `set_epoch` says which one is next. Where the sampler gives the
-    indices of a dataset, the order is that of `DataLoader(dataset, shuffle=True, seed=seed)`.
+    Each pass is one epoch, counted from 0; `set_epoch` sets the epoch of the next pass. If the sampler yields the
+    indices of a dataset, the order is the same as in `DataLoader(dataset, shuffle=True, seed=seed)`.
 
     Args:
-        sampler: What to shuffle; it must end.
+        sampler: The sampler to shuffle; it must be finite.
         seed: Any whole number.
 
     Example:
@@ -198,7 +198,7 @@ class ReproducibleShuffleSampler(_Wrapper[T]):
 class ReproducibleShuffleBatchSampler(ReproducibleShuffleSampler[list[Any]]):
     """`ReproducibleShuffleSampler` for the batches of a batch sampler.
 
-    The samples of a batch stay together; shuffling samples before they are batched mixes better.
+    The samples of a batch remain together; shuffling samples before they are batched mixes better.
 
     Example:
         >>> batches = BatchSampler(range(5), 2, drop_last=False)

@@ -1,4 +1,4 @@
-"""A writer for TensorBoard that needs no context of a trial."""
+"""TensorBoard writer that needs no trial context."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dovetail.pytorch.context import PyTorchTrialContext, checkpoint_root
 
 
 class TorchWriter:
-    """Writes into the folder of the trial, which an experiment or a launcher names, else into `checkpoints/trial_0`.
+    """Writes to the trial's folder that an experiment or a launcher sets, or else to `checkpoints/trial_0`.
 
-    Determined deprecates it. `context.get_tensorboard_writer()` also follows `init(checkpoint_dir=…)`.
+    Deprecated in Determined. Prefer `context.get_tensorboard_writer()`, which also uses `init(checkpoint_dir=…)`.
 
     Attributes:
-        writer: The `SummaryWriter` of torch.
+        writer: The torch `SummaryWriter`.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class TorchWriter:
         self.writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Wait until everything is in the file."""
+        """Write all buffered values to the file."""
         self.writer.flush()
 
     def reset(self) -> None:
-        """Close the file; what is written later goes into a new one."""
+        """Close the file; later values are written to a new file."""
         self.writer.close()

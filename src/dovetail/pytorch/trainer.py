@@ -1,4 +1,4 @@
-"""Whoever trains a trial: settings in, the trial's trainer in its layers, metrics out."""
+"""Trainer of PyTorch trials, with the arguments of Determined's `Trainer.fit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError, InvalidHP
 from dovetail.info import TEST_MODE
-from dovetail.pytorch.adapter import AT_THE_END, CheckpointPolicy, Period, TrialTrainer, Wishes
+from dovetail.pytorch.adapter import AT_THE_END, CheckpointPolicy, FitOptions, Period, TrialTrainer
 from dovetail.pytorch.context import PyTorchTrialContext, current_checkpoint, section
 from dovetail.pytorch.trial import PyTorchTrial
 from dovetail.trainers.base import Trainer as AnyTrainer
@@ -22,8 +22,8 @@ class Trainer:
     """Trains a trial.
 
     Args:
-        trial: What to train.
-        context: What `pytorch.init` returned.
+        trial: The trial to train.
+        context: The context that `pytorch.init` returned.
 
     Example:
         >>> import torch
@@ -51,7 +51,7 @@ class Trainer:
 
     @property
     def layers(self) -> AnyTrainer:
-        """The trial's trainer as it runs: in the precision and the processes that the context asks for."""
+        """The trial's trainer in the layers for the precision and the processes of the context."""
         trainer: AnyTrainer = self.adapter
         if self.context.distributed.size > 1:
             trainer = DDPTrainer(trainer)
@@ -62,11 +62,11 @@ class Trainer:
         """Profile every `fit` from now on, as its `profiling_enabled` does.
 
         Args:
-            enabled: Whether.
-            settings: Those of Determined's own profiler, which is not here: each is warned about.
+            enabled: Whether to profile.
+            settings: Settings of Determined's system profiler, which does not exist here: each gives a warning.
         """
         for name in settings:
-            warnings.warn(f"configure_profiler: {name} means nothing here", UserWarning, stacklevel=2)
+            warnings.warn(f"configure_profiler: {name} is ignored", UserWarning, stacklevel=2)
         self._profiles = enabled
 
     def fit(
@@ -86,26 +86,26 @@ class Trainer:
         train_data: Any = None,
         val_data: Any = None,
     ) -> dict[str, Any]:
-        """Train, and return the metrics of the last validation; none where the trial does not validate.
+        """Train and return the metrics of the last validation; an empty dict if the trial does not validate.
 
-        What is None comes from the experiment configuration, by the same name, where it has it.
+        None means the value of the same name in the experiment configuration, if it has one.
 
         Args:
-            checkpoint_period: How often a checkpoint is written, such as `Epoch(1)`; None for at the end.
-            validation_period: How often to validate; None for at the end.
-            max_length: How long to train in all; None for `searcher.max_length` of the configuration.
+            checkpoint_period: How often a checkpoint is written, such as `Epoch(1)`; None means at the end.
+            validation_period: How often to validate; None means at the end.
+            max_length: The length of the whole training; None means `searcher.max_length` of the configuration.
             reporting_period: How often training metrics are averaged and reported.
-            checkpoint_policy: `best` keeps the checkpoint of the best validation, too, by the metric of the searcher;
+            checkpoint_policy: `best` also stores the checkpoint of the best validation, by the searcher's metric;
                 `all` writes one after every validation; `none` does neither. `best` by default.
-            latest_checkpoint: The checkpoint to go on from, or `"auto"` for the newest of the trial; None for what a
-                launcher says, which is none for a script on its own.
-            step_zero_validation: Whether to validate before the first batch; not by default.
-            test_mode: Only one batch of training, one of validation and one checkpoint; `experiment create --test` asks
-                for it, too.
-            profiling_enabled: Whether the first steps are profiled, into the trial's folder; None for
-                `profiling.enabled` of the configuration, which is False by default.
-            min_checkpoint_period: `checkpoint_period` by another name.
-            min_validation_period: `validation_period` by another name.
+            latest_checkpoint: The checkpoint to resume from, or `"auto"` for the newest one of the trial; None
+                means the launcher's checkpoint. A script without a launcher then starts from scratch.
+            step_zero_validation: Whether to validate before the first batch; False by default.
+            test_mode: Run only one training batch, one validation batch and one checkpoint; `experiment create
+                --test` sets this, too.
+            profiling_enabled: Whether to profile the first steps and write the result to the trial's folder; None
+                means `profiling.enabled` of the configuration, which is False by default.
+            min_checkpoint_period: Another name of `checkpoint_period`.
+            min_validation_period: Another name of `validation_period`.
             train_data: Training batches in place of those that the trial builds.
             val_data: Validation batches in place of those that the trial builds.
         """
@@ -118,8 +118,8 @@ class Trainer:
             length, validation, saving = Batches(1), None, None
         if length is None:
             raise ConfigError(
-                "max_length: how long to train is not said: give fit(max_length=Epoch(10)), or searcher.max_length in "
-                "the configuration"
+                "max_length: the length of the training is missing: give fit(max_length=Epoch(10)), or "
+                "searcher.max_length in the configuration"
             )
         policy = checkpoint_policy or config.get("checkpoint_policy", "best")
         if policy not in ("best", "all", "none"):
@@ -129,7 +129,7 @@ class Trainer:
         if profiling_enabled is None:
             profiling_enabled = bool(section(config, "profiling").get("enabled", False))
         source = current_checkpoint(self.context, latest_checkpoint)
-        self.adapter.wishes = Wishes(
+        self.adapter.fit_options = FitOptions(
             reporting=parse_unit(reporting_period or AT_THE_END, "reporting_period"),
             policy=policy,
             validates_first=step_zero_validation,
@@ -157,7 +157,7 @@ class Trainer:
 
 
 def _either(period: Period, other: Period, name: str, config: Mapping[str, Any]) -> Period:
-    """Return a period by either of its names, or that of the configuration; 0 there is none at all."""
+    """Return a period by either of its names, or the one of the configuration, where 0 means no period."""
     if period is not None and other is not None:
         raise ConfigError(f"{name} and min_{name} are the same: give one of them")
     found = period if period is not None else other

@@ -1,4 +1,4 @@
-"""What a trial is: a model, its optimizers and its data in one class."""
+"""Base class of PyTorch trials: a model, its optimizers and its data in one class."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class PyTorchTrial(ABC):
-    """A model, its optimizers and its data, and what is computed for a batch.
+    """Base class of trials: a model, its optimizers, its data and the computation for a batch.
 
-    The constructor wraps models and optimizers with the context. `train_batch` computes a loss and says
-    `context.backward(loss)` and `context.step_optimizer(optimizer)`. Everything else is optional.
+    The constructor wraps models and optimizers with the context. `train_batch` computes a loss and calls
+    `context.backward(loss)` and `context.step_optimizer(optimizer)`. All other methods are optional.
 
     Args:
-        context: Knows the hyperparameters, wraps models and optimizers, and differentiates and steps.
+        context: Contains the hyperparameters, wraps models and optimizers, and makes gradient steps.
 
     Example:
         >>> import torch, dovetail
@@ -58,7 +58,7 @@ class PyTorchTrial(ABC):
     made_with: PyTorchTrialContext
 
     def __new__(cls, context: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Remember the context, so that whoever trains the trial finds what it has wrapped."""
+        """Store the context, so that the trainer finds the models and optimizers that the trial wraps."""
         trial = super().__new__(cls)
         trial.made_with = context
         return trial
@@ -70,37 +70,37 @@ class PyTorchTrial(ABC):
     def train_batch(self, batch: TorchData, epoch_idx: int, batch_idx: int) -> Tensor | Mapping[str, Any]:
         """Train on one batch and return its loss, or metrics by name.
 
-        A step that calls neither `context.backward` nor `context.step_optimizer` is optimised by the loop, which needs
-        a loss.
+        If a step calls neither `context.backward` nor `context.step_optimizer`, the loop does both. The step must then
+        return a loss.
 
         Args:
-            batch: On the device already.
-            epoch_idx: The running epoch, from 0.
-            batch_idx: Batches since training began.
+            batch: The batch, already on the device.
+            epoch_idx: The index of the current epoch, from 0.
+            batch_idx: Number of batches trained before this one.
         """
 
     def build_training_data_loader(self) -> Iterable[Any]:
-        """Return the training batches; not called where the caller gives them."""
+        """Return the training batches; not called if the caller passes training data."""
         raise NotImplementedError
 
     def build_validation_data_loader(self) -> Iterable[Any]:
-        """Return the validation batches; not called where the caller gives them."""
+        """Return the validation batches; not called if the caller passes validation data."""
         raise NotImplementedError
 
     def evaluate_batch(self, batch: TorchData) -> Mapping[str, Any]:
-        """Return the metrics of one batch of validation. It may take the number of the batch as a second argument."""
+        """Return the metrics of one validation batch. It may take the index of the batch as a second argument."""
         raise NotImplementedError
 
     def evaluate_full_dataset(self, data_loader: Iterable[Any]) -> Mapping[str, Any]:
-        """Return the metrics of all validation data, in place of `evaluate_batch`; called in one process only."""
+        """Return the metrics of all validation data, instead of `evaluate_batch`; called in one process only."""
         raise NotImplementedError
 
     def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
-        """Return how the metrics of batches become one: the same for all, or by name. A mean, weighted by samples."""
+        """Return the rule that reduces metrics of batches, for all or by name. The default is a mean over samples."""
         return Reducer.AVG
 
     def predict_batch(self, batch: TorchData) -> Any:
-        """Return the predictions for one batch; without it, `context.predict` returns what `evaluate_batch` does."""
+        """Return the predictions for one batch. Without it, `context.predict` uses `evaluate_batch`."""
         raise NotImplementedError
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
@@ -108,7 +108,7 @@ class PyTorchTrial(ABC):
         return {}
 
     def get_batch_length(self, batch: TorchData) -> int:
-        """Return how many samples a batch holds; override it for batches of a form of your own."""
+        """Return the number of samples in a batch; override it for batches of another structure."""
         return batch_length(batch)
 
 
@@ -133,7 +133,7 @@ def check_methods(trial: PyTorchTrial) -> None:
 
 
 def takes_index(trial: PyTorchTrial) -> bool:
-    """Whether `evaluate_batch` wants the number of the batch, too."""
+    """Whether `evaluate_batch` takes the index of the batch as a second argument."""
     parameters = inspect.signature(trial.evaluate_batch).parameters.values()
     positional = [it for it in parameters if it.kind in (it.POSITIONAL_ONLY, it.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 1 or any(it.kind is it.VAR_POSITIONAL for it in parameters)

@@ -1,1 +1,1 @@
-"""Processes, signals, cores, seeds and the Ray connection: one of each, for every package above."""
+"""Processes, signals, cores, seeds and the connection to Ray, shared by all packages."""

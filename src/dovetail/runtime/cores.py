@@ -1,4 +1,4 @@
-"""Cores, graphics cards and threads that this process may use."""
+"""CPU cores, graphics cards and threads that this process may use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -27,5 +27,5 @@ def graphics_cards() -> list[str]:
 
 
 def threads_per_process(num_processes: int) -> int:
-    """Return how many threads each of several processes gets; more threads than cores wait for each other, spinning."""
+    """Return the number of threads per process, so that all processes together do not use more threads than cores."""
     return max(1, num_cores() // num_processes)

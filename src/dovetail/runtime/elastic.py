@@ -1,4 +1,4 @@
-"""Processes on this machine that are started, watched and restarted together, by torch's own elastic agent."""
+"""Worker processes on this machine that are started, monitored and restarted together by torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from dovetail.runtime.signals import preserved_handlers
 
 __all__ = ["RunResult", "run_workers"]
 
-# Seconds that workers have to finish what they are doing and to save when they are told to leave.
+# Seconds in which workers finish their update and save after a stop request.
 _GRACE = 30
 
 
 def run_workers(
     arguments: Sequence[str], num_processes: int, folder: str | os.PathLike[str], max_restarts: int = 0
 ) -> RunResult | int:
-    """Run Python in several processes that form one group, to their end.
+    """Run Python in several worker processes that form one group, until they end.
 
-    They meet on the loopback. When one fails, all are ended, and started again as often as is allowed. Signals that
-    end this process go to all of them.
+    The workers connect over the loopback interface. When one fails, all are stopped and restarted, at most
+    `max_restarts` times. Signals that end this process are sent to all workers.
 
     Args:
-        arguments: What Python is given: a script and its arguments, or `-m`, a module and its arguments.
-        num_processes: How many processes.
-        folder: A temporary folder of this run; its name names the group.
-        max_restarts: How often a group that lost a process is started again.
+        arguments: The arguments of Python: a script and its arguments, or `-m`, a module and its arguments.
+        num_processes: The number of processes.
+        folder: A temporary folder of this run; its name is the name of the group.
+        max_restarts: How often a group with a failed process is restarted.
 
     Returns:
-        What became of them, or the signal that ended them.
+        The result of the workers, or the signal that ended them.
     """
     spec = WorkerSpec(
         role="dovetail",
@@ -58,15 +58,15 @@ def run_workers(
         try:
             return cast(RunResult, agent.run())
         except SignalException as error:
-            # A second signal comes while the agent waits for the workers: they are told again, to leave at once. After
-            # the first one alone there is nobody left to tell.
+            # A second signal arrives while the agent waits for the workers: they receive it, too, and exit at once.
+            # After the first signal alone, all workers have ended by now.
             with suppress(SignalException):
                 agent._shutdown(error.sigval, timeout=_GRACE)
             return int(error.sigval)
 
 
 class _Loopback(RendezvousHandler):
-    """A meeting point on this machine alone, a new one for every attempt."""
+    """A rendezvous on this machine only, with a new store for every attempt."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -77,11 +77,11 @@ class _Loopback(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers meet at the launcher's store, which outlives any of them."""
+        """True: workers connect to the launcher's store, which outlives all of them."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open a store for the next attempt: the one before holds the addresses of the dead."""
+        """Open a store for the next attempt: the previous store contains the addresses of ended processes."""
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it, but not to mypy
@@ -90,14 +90,14 @@ class _Loopback(RendezvousHandler):
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
-        """Never: nobody else comes."""
+        """Return False: no other machine joins."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to tell anybody."""
+        """Do nothing: there are no other machines to notify."""
 
     def num_nodes_waiting(self) -> int:
-        """None: there is one machine."""
+        """Return 0: there is only one machine."""
         return 0
 
     def get_run_id(self) -> str:
@@ -110,8 +110,8 @@ class _Loopback(RendezvousHandler):
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Keep the agent's log lines from the terminal, and put back the signal handlers that it replaces."""
-    # Each of its modules has a logger with a level of its own.
+    """Hide the agent's log lines, and restore the signal handlers that it replaces."""
+    # Each module of the agent has its own logger and level.
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     with quiet(*names, level=logging.CRITICAL), preserved_handlers(*signals):

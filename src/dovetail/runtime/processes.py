@@ -1,4 +1,4 @@
-"""End of a worker process: with its parent, and in words."""
+"""Exit of worker processes: together with their parent, and described for messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: int) -> Callable[[], None]:
-    """Return a function that a new process calls so that the kernel ends it with its parent, even if it is busy.
+    """Return a function that makes the kernel end a new process when its parent ends, even if it is busy.
 
-    The kernel does so on Linux only, and when the thread ends that has started the process. The function can be the
-    `preexec_fn` of a `Popen`: everything is loaded before the fork.
+    It works on Linux only. The process ends when the thread ends that started it. The function can be the `preexec_fn`
+    of a `Popen`: it loads nothing after the fork.
     """
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def run() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, number)
-        # The parent may have died before.
+        # The parent may have ended before this call.
         if os.getppid() != parent:
             os._exit(1)
 
@@ -31,11 +31,11 @@ def end_with_parent(parent: int, number: int) -> Callable[[], None]:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Return how a process ended, for the end of a sentence.
+    """Return the second half of a sentence about how a process ended.
 
     Args:
-        exit_code: Negative for a signal, as `subprocess` and `multiprocessing` have it; or 128 + signal, as shells and
-            `Interrupted` have it.
+        exit_code: Negative for a signal, as in `subprocess` and `multiprocessing`; or 128 + signal, as in shells and
+            `Interrupted`.
 
     Example:
         >>> describe_exit(-15), describe_exit(3)

@@ -17,14 +17,14 @@ NAMESPACE = "dovetail"
 
 
 def connect(address: str) -> ModuleType:
-    """Connect this process to a cluster, or start one that is `local`, and return Ray.
+    """Connect this process to a Ray cluster, or start one on this machine for `local`, and return the module `ray`.
 
     Raises:
-        ConfigError: There is none at the address.
+        ConfigError: There is no cluster at the address.
         MissingExtraError: Ray is not installed.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray replaces the handlers. Its own would end a runner at SIGTERM, before the trials have saved.
+    # Ray replaces the signal handlers. Its own would end a runner at SIGTERM, before the trials have saved.
     with preserved_handlers(signal.SIGINT, signal.SIGTERM):
         ray = require("ray", "ray")
         if ray.is_initialized():

@@ -1,4 +1,4 @@
-"""Between processes: how torch computes there, what can be brought back, and errors as if they had been raised here."""
+"""Settings, values and errors that pass between a process and its worker processes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dovetail.runtime.cores import threads_per_process
 
 
 class TrainingProcessError(DovetailError):
-    """Training in a process of its own brought no result; where the child could tell why, a note has its traceback."""
+    """Training in another process failed; if the process could report its error, a note has the traceback."""
 
 
 def share_of_threads(limit: int) -> int:
-    """Return the threads of torch for each of `limit` processes: a share of the cores, at most as many as here."""
+    """Return the number of torch threads for each of `limit` processes: a share of the cores, at most as now."""
     return min(torch.get_num_threads(), threads_per_process(limit))
 
 
 def arithmetic() -> dict[str, Any]:
-    """Return how torch computes here, as plain values, for `set_arithmetic` in another process."""
+    """Return torch's numeric settings as plain values, for `set_arithmetic` in another process."""
     return {
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -40,12 +40,12 @@ def arithmetic() -> dict[str, Any]:
 
 
 def set_arithmetic(found: Mapping[str, Any], num_threads: int) -> None:
-    """Compute as another process does, with so many threads."""
-    # For what is started from here; torch has read it when it was imported.
+    """Apply the numeric settings of another process, and use `num_threads` threads."""
+    # For processes that are started from here; torch itself has already read the variable.
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     torch.set_num_threads(num_threads)
     torch.set_default_dtype(getattr(torch, found["dtype"]))
-    # It imports a compiler, which is not done for nothing.
+    # Only if it changes something: this call imports a compiler, which is slow.
     if any(found[name] != value for name, value in arithmetic().items() if name in ("deterministic", "warn_only")):
         torch.use_deterministic_algorithms(found["deterministic"], warn_only=found["warn_only"])
     torch.set_float32_matmul_precision(found["precision"])
@@ -57,13 +57,13 @@ def circumstances(num_processes: int) -> dict[str, Any]:
 
 
 def set_circumstances(found: Mapping[str, Any]) -> None:
-    """Import from where another process does, and compute as it does."""
+    """Apply the module path and the numeric settings of another process."""
     sys.path[:] = found["path"]
     set_arithmetic(found["arithmetic"], found["num_threads"])
 
 
 def is_storable(name: str, value: Any) -> bool:
-    """Whether a value can be brought back."""
+    """Whether a value can be sent to another process in the format of checkpoints."""
     try:
         encode({name: value})
     except CheckpointError:
@@ -101,7 +101,7 @@ def load_error(path: Path) -> dict[str, Any]:
 
 
 def rebuilt(described: Mapping[str, Any]) -> Exception:
-    """Return the child's error: of its own type where that is Python's or ours and says the same again."""
+    """Return the error of a worker process, with its original type if that is built into Python or Dovetail."""
     module, name, message = described["module"], described["name"], described["message"]
     known = {"builtins": builtins, "dovetail.errors": errors}.get(module)
     kind = vars(known).get(name) if known is not None else None
@@ -109,14 +109,14 @@ def rebuilt(described: Mapping[str, Any]) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         error = _saying(message, kind, described["args"])
     if error is None:
-        error = TrainingProcessError(f"training in a process of its own failed: {module}.{name}: {message}")
+        error = TrainingProcessError(f"training in a separate process failed: {module}.{name}: {message}")
     for note in (*described["notes"], f"In the training process:\n{described['traceback']}"):
         add_note(error, note)
     return error
 
 
 def _saying(message: str, kind: type[Exception], arguments: list[Any]) -> Exception | None:
-    # KeyError shows its argument's repr, and UnknownNameError makes its sentence from several: no one way suits all.
+    # KeyError shows the repr of its argument, and UnknownNameError builds its message from several: try both ways.
     for given in (arguments, [message]):
         with suppress(Exception):
             error = kind.__new__(kind, *given)

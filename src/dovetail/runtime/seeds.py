@@ -7,16 +7,16 @@ from hashlib import blake2b, sha256
 from typing import Literal
 
 Rule = Literal["text", "loader", "poisson", "trial", "rank", "sized_batches"]
-"""A formula of `derive_seed`. Each name but the first stands for one place, whose numbers must not change."""
+"""A formula of `derive_seed`. Each name except the first is used in one place, whose numbers must not change."""
 
 _64_BITS = 2**64 - 1
 
 
 def derive_seed(*parts: int | str, rule: Rule = "text") -> int:
-    """Return the seed that belongs to a row of numbers and words.
+    """Return a seed that is a function of numbers and words.
 
-    It is the same in every process and on every machine. New code uses the default rule. The others reproduce formulas
-    that were in use before: existing results and checkpoints depend on their numbers.
+    It is the same in every process and on every machine. New code uses the default rule. The other rules reproduce
+    older formulas, because existing results and checkpoints depend on their numbers.
 
     Args:
         parts: Numbers or words; the first one is the seed of the whole run.
@@ -41,13 +41,13 @@ def derive_seed(*parts: int | str, rule: Rule = "text") -> int:
 
 
 def _tuple_hash(numbers: Sequence[int]) -> int:
-    """Return what `hash` returns for a tuple of integers in 64-bit CPython 3.8 to 3.14 (xxHash), as an unsigned number.
+    """Return the hash of a tuple of integers in 64-bit CPython 3.8 to 3.14 (xxHash), as an unsigned number.
 
-    `hash` itself may change with the interpreter.
+    The built-in `hash` is not used, because it may change with the interpreter.
     """
     state = 2870177450012600261
     for number in numbers:
-        # The hash of an integer is its remainder by a prime; -1 stands for an error.
+        # The hash of an integer is its remainder by a prime. CPython never returns -1, which marks an error.
         lane = (abs(number) % (2**61 - 1)) * (-1 if number < 0 else 1)
         state = (state + (-2 if lane == -1 else lane) * 14029467366897019727) & _64_BITS
         state = ((state << 31) | (state >> 33)) & _64_BITS

@@ -14,13 +14,13 @@ _DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.S
 
 
 class Interrupted(KeyboardInterrupt, SystemExit):
-    """Training was ended by a signal, after the running update and with a checkpoint where there is a place for one.
+    """Raised when a signal ends training, after the current update and a checkpoint, if the run has a place for one.
 
-    Left alone it ends the program with the exit code 128 + signal (130 for Ctrl-C, 143 for SIGTERM) and no traceback.
+    If it is not caught, the program exits with the code 128 + signal (130 for Ctrl-C, 143 for SIGTERM), no traceback.
 
     Args:
         number: The signal.
-        at_once: Whether it was the second one, so that training broke off where it was and nothing was saved.
+        at_once: Whether it was the second signal, so that training stopped immediately and nothing was saved.
     """
 
     def __init__(self, number: int, *, at_once: bool = False) -> None:
@@ -31,13 +31,13 @@ class Interrupted(KeyboardInterrupt, SystemExit):
 
 
 class SignalHandler:
-    """Calls a function for every SIGINT and SIGTERM, from `start` to `close`, which restores the previous handlers.
+    """Calls a function for every SIGINT and SIGTERM, from `start` until `close` restores the previous handlers.
 
-    Python allows handlers in the main thread only; in any other thread nothing is replaced.
+    Python allows handlers in the main thread only; in other threads this class does nothing.
 
     Args:
         receive: Called with the number of the signal. It may call `close`, so that a second signal acts as before.
-        replaces_all: Replace also handlers that the user has set; otherwise only Python's own.
+        replaces_all: Whether to replace also handlers that the user has set; otherwise only Python's own.
 
     Example:
         >>> received = []
@@ -81,17 +81,17 @@ class SignalHandler:
 
 def announce(number: int, sentence: str) -> None:
     """Write a line about a signal to the terminal, from inside of a handler."""
-    # Not print: the signal may have come while the program was writing to the same stream.
+    # Not `print`: the signal may arrive while the program writes to the same stream.
     with suppress(OSError):
         os.write(2, f"\n{signal.Signals(number).name}{sentence}\n".encode())
 
 
 @contextmanager
 def collect_signals(sentences: Sequence[str]) -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list instead of ending the process; in other threads than the main one, nothing.
+    """Collect SIGINT and SIGTERM in a list instead of ending the process. Only in the main thread.
 
     Args:
-        sentences: What to announce after the first signal, the second one, …; the last sentence is repeated.
+        sentences: Messages for the first signal, the second signal, …; the last one is repeated.
     """
     received: list[int] = []
 
@@ -105,7 +105,7 @@ def collect_signals(sentences: Sequence[str]) -> Iterator[list[int]]:
 
 @contextmanager
 def preserved_handlers(*numbers: int) -> Iterator[None]:
-    """Restore the handlers that a library has replaced meanwhile; in other threads than the main one, nothing."""
+    """Restore signal handlers that a library replaces inside of the block. Only in the main thread."""
     previous = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
@@ -116,7 +116,7 @@ def preserved_handlers(*numbers: int) -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """Ignore SIGINT in a worker process: Ctrl-C reaches all processes of a terminal, and the caller ends them."""
+    """Ignore SIGINT in a worker process: Ctrl-C reaches all processes of a terminal, and the parent stops workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -127,11 +127,11 @@ class Stoppable(Protocol):
     """A run that a signal can stop."""
 
     def stop(self, reason: str, signal: int | None = None) -> None:
-        """Request the end of the run after the running update."""
+        """Request the end of the run after the current update."""
 
 
 class _RunSignals:
-    """Stops the current run at the first signal, and ends it at once at the second; between runs, acts as Python."""
+    """Stops the current run at the first signal, and ends it at once at the second; between runs, acts like Python."""
 
     def __init__(self) -> None:
         self.run: Stoppable | None = None
@@ -142,12 +142,12 @@ class _RunSignals:
             signal.signal(number, _DEFAULTS[number])
             signal.raise_signal(number)
         elif self.is_stopping:
-            announce(number, " again: leaving at once")
+            announce(number, " again: stopping at once")
             raise Interrupted(number, at_once=True)
         else:
             self.is_stopping = True
             self.run.stop(f"interrupted by {signal.Signals(number).name}", number)
-            announce(number, ": finishing the running update, then leaving (again to leave at once)")
+            announce(number, ": finishing the current update, then stopping (press again to stop at once)")
 
 
 _run_signals: _RunSignals | None = None
@@ -155,9 +155,9 @@ _run_signals: _RunSignals | None = None
 
 @contextmanager
 def listening() -> Iterator[_RunSignals | None]:
-    """Install the handlers once for all runs inside: for each run it would take longer than a small batch of a client.
+    """Install the signal handlers once for all runs in the block; doing so per run is slower than a small batch.
 
-    Handlers of the user stay, and so do all of them outside of the main thread.
+    Handlers of the user are unchanged. Outside of the main thread no handler is installed.
     """
     global _run_signals
     if threading.current_thread() is not threading.main_thread():
@@ -179,7 +179,7 @@ def stop_on_signals(run: Stoppable) -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into a stop of the run, and the second into its immediate end."""
     with listening() as signals:
         if signals is None or signals.run is not None:
-            # A run inside another one: the signal stops the outer one.
+            # A run inside of another run: the signal stops the outer run.
             yield
             return
         signals.run, signals.is_stopping = run, False

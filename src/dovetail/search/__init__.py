@@ -1,4 +1,4 @@
-"""Experiments: a YAML file, many trials, one store."""
+"""Hyperparameter search: an experiment from a YAML file, its trials, and the store of their results."""
 
 from __future__ import annotations
 

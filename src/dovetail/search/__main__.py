@@ -1,4 +1,4 @@
-"""`python -m dovetail.search HOME EXPERIMENT`: run an experiment in this process."""
+"""Command `python -m dovetail.search HOME EXPERIMENT`: runs an experiment in this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The pictures of a report: each knows how to be an SVG inside a page, and how to be drawn by matplotlib.
+"""Charts of a report, as SVG for a page or drawn with matplotlib.
 
-Colour says how good a trial is, in every picture alike: from `BAD` to `GOOD`. In a page the two are variables of its
-style sheet, so that it can be light or dark.
+The colour shows the quality of a trial, from `BAD` to `GOOD`, in the same way in every chart. In a page the two colours
+are variables of its style sheet, so that the page can be light or dark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 14.0, 44.0
 
 
 def shown(value: Any) -> str:
-    """Return a value as people read it: numbers with at most four digits that count.
+    """Return a value for display: numbers with at most four significant digits.
 
     Example:
         >>> [shown(value) for value in (0.123456, 64, True, "relu", None)]
@@ -40,7 +40,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """How the numbers of an axis become places between 0 and 1.
+    """Maps the numbers of an axis to positions between 0 and 1.
 
     Example:
         >>> scale = Scale.of([1e-4, 1e-1])
@@ -54,38 +54,38 @@ class Scale:
 
     @classmethod
     def of(cls, values: Sequence[float], is_log: bool | None = None) -> Scale:
-        """Return the scale of some finite values.
+        """Return the scale for some finite values.
 
         Args:
             values: The values that the axis shows.
-            is_log: Whether it is logarithmic, if it can be; None for where the values are of several magnitudes.
+            is_log: Whether it is logarithmic, if possible; None means yes if the values span several magnitudes.
         """
-        # Integers may differ by less than a float can tell.
+        # Different integers may be equal as floats.
         low, high = float(min(values, default=0.0)), float(max(values, default=1.0))
-        # Half of the smallest float is none.
+        # Half of the smallest float is 0.
         if low / 2 == high / 2:
             margin = abs(low) / 2 or 1.0
             return cls(low - margin, high + margin)
         return cls(low, high, low > 0 and (high > 30 * low if is_log is None else is_log))
 
     def __call__(self, value: float) -> float:
-        """Return the place of a value."""
+        """Return the position of a value."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = map(math.log, (low, high, value))
-        # Halved, because the difference of two huge numbers may be none.
+        # Use halves, because the difference of two huge numbers may overflow.
         return (value / 2 - low / 2) / (high / 2 - low / 2)
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Return about `count` round numbers of the axis."""
+        """Return about `count` round numbers on the axis."""
         if self.is_log:
             first, last = math.floor(math.log10(self.low)), math.floor(math.log10(self.high) + 1e-9)
             stride = max(1, math.ceil((last - first + 1) / (count + 1)))
-            # A range of few powers of ten has room for numbers between them.
+            # If the range has few powers of ten, show also 2 and 5 times each.
             factors = (1, 2, 5) if last - first <= 2 else (1,)
             ticks = [float(f"{factor}e{power}") for power in range(first, last + 1, stride) for factor in factors]
             return [tick for tick in ticks if -1e-9 < self(tick) < 1 + 1e-9]
-        # Halves of different numbers differ, other parts of them may not.
+        # The difference of halves cannot overflow.
         rough = max(self.high / 2 - self.low / 2, sys.float_info.min) / count * 2
         unit = 10.0 ** math.floor(math.log10(rough))
         step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= 0.7 * rough)
@@ -98,9 +98,9 @@ class Line:
     """The curve or the dots of one trial, or of all trials.
 
     Attributes:
-        label: The text that is shown under the pointer.
-        points: Finite numbers.
-        quality: From 0 for the worst to 1 for the best.
+        label: The text of the tooltip.
+        points: Finite coordinates.
+        quality: From 0 for the worst trial to 1 for the best.
         trial: The number of the trial, or None.
         style: A line, stairs, or dots alone.
     """
@@ -127,12 +127,12 @@ class LineChart:
     lines: tuple[Line, ...]
 
     def svg(self) -> str:
-        """Return the picture as an element of a page."""
+        """Return the chart as an SVG element of a page."""
         x_scale, y_scale = self._scales()
         right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
         def place(point: tuple[float, float]) -> tuple[float, float]:
-            # A little above the axis, where the lowest line can be seen.
+            # Slightly above the axis, so that the lowest line is visible.
             return _LEFT + x_scale(point[0]) * (right - _LEFT), bottom - 8 - y_scale(point[1]) * (bottom - 8 - _TOP)
 
         parts = []
@@ -140,7 +140,7 @@ class LineChart:
             y = place((x_scale.low, tick))[1]
             parts.append(f'<line class="grid" x1="{_LEFT:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(_text(_LEFT - 8, y + 4, f"{tick:.4g}", "end"))
-        # Batches and trials are counted: there is nothing between two of them.
+        # Batches and trials are whole numbers, so ticks are, too.
         parts += [
             _text(place((tick, y_scale.low))[0], bottom + 18, f"{tick:.6g}", "middle")
             for tick in x_scale.ticks(6)
@@ -155,7 +155,7 @@ class LineChart:
         return _svg(f"{self.y} over {self.x}", _WIDTH, _HEIGHT, parts)
 
     def draw(self, figure: Any) -> None:
-        """Draw it into a figure of matplotlib."""
+        """Draw the chart into a matplotlib figure."""
         axes = figure.subplots()
         for line in sorted(self.lines, key=lambda line: line.quality):
             x, y = [point[0] for point in line.points], [point[1] for point in line.points]
@@ -183,7 +183,7 @@ class LineChart:
         way = f"M{first[0]:.1f} {first[1]:.1f}"
         for x, y in others:
             way += f"H{x:.1f}V{y:.1f}" if line.style == "stairs" else f"L{x:.1f} {y:.1f}"
-        # The wide twin cannot be seen: it is there for pointers, which hardly hit two pixels.
+        # The wide invisible copy makes the thin line easy to reach with a pointer.
         return f'<path class="reach" d="{way}"/><path d="{way}"/>'
 
 
@@ -192,8 +192,8 @@ class Dimension:
     """One axis of parallel coordinates.
 
     Attributes:
-        name: What it is of.
-        labels: Places from 0 to 1, and what is written there.
+        name: The name of the hyperparameter or metric.
+        labels: Positions from 0 to 1, and the text at each of them.
     """
 
     name: str
@@ -204,7 +204,7 @@ class Dimension:
 class ParallelChart:
     """Parallel coordinates: one vertical axis per hyperparameter, the metric last.
 
-    The points of a line are the numbers of the axes, and its places on them from 0 to 1.
+    The points of a line are the numbers of the axes, and its positions on them from 0 to 1.
 
     Example:
         >>> axes = (Dimension("lr", ((0, "0.01"), (1, "0.1"))), Dimension("loss", ((0, "0.5"), (1, "2"))))
@@ -217,7 +217,7 @@ class ParallelChart:
     lines: tuple[Line, ...]
 
     def svg(self) -> str:
-        """Return the picture as an element of a page."""
+        """Return the chart as an SVG element of a page."""
         side, num_gaps = 110.0, max(1, len(self.dimensions) - 1)
         width = max(1000.0, 2 * side + 150.0 * num_gaps)
         gap = (width - 2 * side) / num_gaps
@@ -239,7 +239,7 @@ class ParallelChart:
         return _svg("Parallel coordinates", width, _HEIGHT, [*parts, *axes], min_width=2 * side + 120.0 * num_gaps)
 
     def draw(self, figure: Any) -> None:
-        """Draw it into a figure of matplotlib."""
+        """Draw the chart into a matplotlib figure."""
         figure.set_size_inches(max(7.0, 1.7 * len(self.dimensions)), 3.6)
         axes = figure.subplots()
         for line in sorted(self.lines, key=lambda line: line.quality):
@@ -258,7 +258,7 @@ class ParallelChart:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Shares of one, as bars.
+    """A bar chart of shares of one.
 
     Example:
         >>> BarChart((("lr", 0.75), ("depth", 0.25))).svg().count("<rect")
@@ -268,7 +268,7 @@ class BarChart:
     bars: tuple[tuple[str, float], ...]
 
     def svg(self) -> str:
-        """Return the picture as an element of a page."""
+        """Return the chart as an SVG element of a page."""
         left, height = 190.0, 30.0
         parts = []
         for index, (name, share) in enumerate(self.bars):
@@ -282,7 +282,7 @@ class BarChart:
         return _svg("Importance of hyperparameters", _WIDTH, 16 + height * len(self.bars), parts)
 
     def draw(self, figure: Any) -> None:
-        """Draw it into a figure of matplotlib."""
+        """Draw the chart into a matplotlib figure."""
         figure.set_size_inches(7.0, 0.8 + 0.32 * len(self.bars))
         axes = figure.subplots()
         names = [_plain(_cut(name, 26)) for name, _ in self.bars]
@@ -298,7 +298,7 @@ class BarChart:
 
 
 def _svg(label: str, width: float, height: float, parts: Sequence[str], min_width: float = 400.0) -> str:
-    # Below this width, as on a phone, the page scrolls the picture sideways.
+    # If the page is narrower, as on a phone, the chart is scrolled sideways.
     opening = (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}" '
         f'style="min-width:{min_width:.0f}px;max-width:{1.2 * width:.0f}px">'
@@ -312,7 +312,7 @@ def _group(label: str, quality: float, trial: int | None, marks: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", look: str = "tick", title: str = "") -> str:
-    # The whole of what was cut is said where a pointer rests on it.
+    # The tooltip contains the whole text if it was cut.
     more = f"<title>{escape(title)}</title>" if title and title != text else ""
     return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{more}{escape(text)}</text>'
 
@@ -322,7 +322,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text that matplotlib does not take for a formula."""
+    """Return a text that matplotlib does not parse as a formula."""
     return printable(text).replace("$", r"\$")
 
 

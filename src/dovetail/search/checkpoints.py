@@ -1,4 +1,4 @@
-"""Checkpoints of trials: which one is the newest, and which ones are removed."""
+"""Checkpoints of trials: finding the newest one, and removing surplus ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class StoredCheckpoint:
 
     Attributes:
         path: Its folder.
-        steps: After how many batches it was written, where it says so.
-        is_files: Whether a script has stored it by `core.checkpoint`: it asks for it by its name.
+        steps: The number of batches at which it was written, if known.
+        is_files: Whether a script stored it with `core.checkpoint`; such a script refers to it by its name.
     """
 
     path: Path
@@ -31,18 +31,18 @@ class StoredCheckpoint:
 
     @property
     def reference(self) -> str:
-        """The text by which a trial resumes from it: a name or a path."""
+        """The text with which a trial resumes from it: a name or a path."""
         return self.path.name if self.is_files else str(self.path)
 
 
 def checkpoints_of(trial: Path) -> list[StoredCheckpoint]:
-    """Return the checkpoints in the folder of a trial, oldest first; those that say nothing sensible are left out."""
+    """Return the checkpoints in the folder of a trial, oldest first; unreadable ones are left out."""
     infos, _ = scan(trial)
     return [*_stored_files(trial), *(StoredCheckpoint(info.path, info.step) for info in infos)]
 
 
 def latest_checkpoint(trial: Path) -> StoredCheckpoint | None:
-    """Return the newest checkpoint in the folder of a trial of which every byte is as it was written, or None."""
+    """Return the newest intact checkpoint in the folder of a trial, or None."""
     return next(filter(_is_intact, reversed(checkpoints_of(trial))), None)
 
 
@@ -57,10 +57,10 @@ def remove_surplus(
 ) -> list[Path]:
     """Remove the checkpoints of trials that no rule keeps, and return their folders.
 
-    `trials` has the folders of all trials with their metric by batches; only those in `ended` lose checkpoints. The
-    numbers are how many checkpoints each rule keeps. A damaged checkpoint does not count, and stays for the user.
+    `trials` has the folders of all trials with their metric by batches; checkpoints are removed only from trials in
+    `ended`. The numbers are how many checkpoints each rule keeps. Damaged checkpoints are not counted and not removed.
     """
-    # A link in place of a trial's folder would lead out of the experiment.
+    # If a trial's folder were a link, files outside of the experiment could be removed.
     own = [trial for trial in trials if not trial.is_symlink()]
     found = {checkpoint.path: (trial, checkpoint) for trial in own for checkpoint in checkpoints_of(trial)}
     measured = [
@@ -73,7 +73,7 @@ def remove_surplus(
         candidates = [each for each in measured if each.id not in damaged]
         kept = experiment_retention(candidates, experiment_best, trial_best, trial_latest, smaller_is_better)
         lost = [path for path, (trial, _) in found.items() if trial in ended and path not in kept | damaged]
-        # Nothing is removed before the checkpoints that stay are verified.
+        # Verify the checkpoints that are kept before removing others.
         losing = {found[path][0] for path in lost}
         unseen = [path for path in found if path in kept and path not in intact and found[path][0] in losing]
         if not unseen:
@@ -99,13 +99,13 @@ def _is_intact(checkpoint: StoredCheckpoint) -> bool:
 
 
 def _stored_files(trial: Path) -> list[StoredCheckpoint]:
-    """Return the checkpoints that a script has stored by `core.checkpoint`, oldest first."""
+    """Return the checkpoints that a script stored with `core.checkpoint`, oldest first."""
     found = []
     for name in sorted(os.listdir(trial)) if trial.is_dir() else []:
         place = trial / name
         if is_temporary(name) or not is_stored_files(place):
             continue
-        # Another kind of checkpoint, a damaged one, or a file of the same name of another program.
+        # Another kind of checkpoint, a damaged one, or a file of another program with the same name.
         with suppress(CheckpointError, OSError):
             content = read_stored_files(place)
             steps = content.metadata.get("steps_completed")

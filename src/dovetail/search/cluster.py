@@ -1,11 +1,11 @@
 """Trials on a Ray cluster.
 
-Every attempt has a keeper: a named actor on a node with free slots, which outlives the process that has started it.
-The keeper starts the attempt on its node as `LocalBackend` does here, so the files of an attempt are the same as on one
-machine; all nodes share the folder of the experiment. Ray reports what files cannot: that a node is gone.
+Every attempt has a keeper: a named actor on a node with free slots, which outlives the process that started it. The
+keeper starts the attempt on its node as `LocalBackend` does on this machine, so the files of an attempt are the same as
+on one machine; all nodes share the folder of the experiment. Ray also reports that a node is lost, which files cannot.
 
     runner ── RayBackend ──▷ keeper (actor) ──▷ sh ──▷ the script
-                                └ guard: kills the rest of the attempt when the keeper is dead
+                                └ guard: kills the rest of the attempt if the keeper dies
 
 A trial whose slots are on several nodes has a keeper without a slot: see `dovetail.search.spread`.
 """
@@ -32,7 +32,7 @@ from typing import Any
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.runtime.ray_cluster import NAMESPACE, connect
 from dovetail.search.checkpoints import latest_checkpoint
-from dovetail.search.failures import tell_log
+from dovetail.search.failures import append_to_log
 from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend
 from dovetail.search.secrets import masked_url, write_private
 from dovetail.search.spread import is_spreadable, spread
@@ -57,17 +57,17 @@ class ClusterLostError(DovetailError):
 class RayBackend(Backend):
     """Runs trials on the nodes of a Ray cluster.
 
-    A slot is a graphics card where the cluster has any, else a core of a processor. The folder of experiments, the code
-    and Python's packages have the same path on all nodes. A process that is connected to a cluster stays with that one.
+    A slot is a graphics card if the cluster has any, else a CPU core. The folder of experiments, the code and Python's
+    packages have the same path on all nodes. A process stays connected to its first cluster.
 
     Args:
-        address: `local` starts a cluster on this machine that ends with this process. `ray` or `auto` is the one that
-            this machine is a node of, `host:port` names it, and `ray://host:port` reaches one from outside.
-        storage: Where copies of checkpoints are kept, as `dovetail.search.storage` does it: a URL that fsspec knows.
+        address: `local` starts a cluster on this machine that ends with this process. `ray` or `auto` is the cluster
+            that this machine is a node of, `host:port` is its address, and `ray://host:port` connects from outside.
+        storage: The URL, for fsspec, to which checkpoints are copied as in `dovetail.search.storage`; None means none.
 
     Raises:
         ConfigError: There is no cluster at the address.
-        ClusterLostError: Methods raise it when the cluster is there no more.
+        ClusterLostError: Raised by methods when the cluster no longer exists.
         MissingExtraError: Ray, or the package for such a URL, is not installed.
 
     Example:
@@ -99,9 +99,9 @@ class RayBackend(Backend):
         return max(1, whole or sum(rooms) // slots)
 
     def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
-        """Start an attempt; one that has started before is left alone.
+        """Start an attempt; do nothing if it was started before.
 
-        If no node has so many slots, Ray Train spreads the processes of the trial over several.
+        If no node has enough slots, Ray Train spreads the processes of the trial over several nodes.
 
         Raises:
             ConfigError: The command cannot be spread.
@@ -109,11 +109,11 @@ class RayBackend(Backend):
         rooms = self._slots_of_nodes()
         wanted = {self._resource: slots}
         if max(rooms, default=0) < slots and (slots <= sum(rooms) or is_spreadable(command)):
-            # Also if nodes are still to join: no single node may ever have so many slots.
+            # Also if nodes may still join, because no single node may ever have enough slots.
             wanted, command = {}, spread(command, slots, self._resource)
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         if slots > sum(rooms):
-            tell_log(attempt.trial, f"waits for {slots} slots: the cluster has {sum(rooms)}")
+            append_to_log(attempt.trial, f"waiting for {slots} slots: the cluster has {sum(rooms)}")
         options = {
             "name": _name(attempt),
             "namespace": NAMESPACE,
@@ -131,12 +131,12 @@ class RayBackend(Backend):
     def poll(self, attempt: Attempt) -> Ended | None:
         """Return how an attempt ended; None while it runs or starts.
 
-        One that has ended without an exit code was killed, or its node is lost; the log of the trial says so.
+        An attempt that ended without an exit code was killed, or its node was lost; the trial's log has the reason.
         """
         self._see_head()
         ended: Ended | None = Ended(attempt.exit_code)
         if attempt.exit_code != 0 or self._storage is not None:
-            # The keeper answers later than the file appears: after the last process of a group has exited, and after
+            # The keeper's result arrives later than the file: after the last process of a group has exited, and after
             # the last checkpoint is copied.
             ended = self._ended(attempt)
         if ended is None:
@@ -156,7 +156,7 @@ class RayBackend(Backend):
         if keeping is None:
             return
         if not (attempt.folder / "wrapper").exists():
-            # It is still waiting for free slots, and would do so until other trials end.
+            # It still waits for free slots, and would continue to wait until other trials end.
             self._ray.kill(keeping.keeper)
         elif keeping.stopping is None or self._is_ready(keeping.stopping):
             keeping.stopping = keeping.keeper.stop.remote(kill)
@@ -167,7 +167,7 @@ class RayBackend(Backend):
     # ------------------------------------------------------------------ inside
 
     def _see_head(self) -> None:
-        """Raise if the head is unreachable, before a call of Ray waits for it and then ends this process."""
+        """Raise if the head is unreachable; otherwise a call of Ray would wait for it and then end this process."""
         if time.monotonic() - self._head_seen < _REMEMBERED:
             return
         host, _, port = self._head.rpartition(":")
@@ -179,8 +179,8 @@ class RayBackend(Backend):
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise ClusterLostError(
-                        f"cluster: the head of the cluster at {self._head} has not answered for {_ABSENCE:.0f} s: "
-                        "resume the experiment when there is a cluster again"
+                        f"cluster: the head of the cluster at {self._head} has not responded for {_ABSENCE:.0f} s: "
+                        "resume the experiment when a cluster is available again"
                     ) from error
             time.sleep(_EVERY)
         self._head_seen = time.monotonic()
@@ -203,7 +203,7 @@ class RayBackend(Backend):
         if not written.exists():
             trial.mkdir(parents=True, exist_ok=True)
             unfinished = trial / "storage.tmp"
-            # A URL may hold a password.
+            # A URL may contain a password.
             write_private(unfinished, f"{self._storage.rstrip('/')}/{trial.name}-{token_hex(4)}")
             unfinished.replace(written)
         return written.read_text()
@@ -225,7 +225,7 @@ class RayBackend(Backend):
         keeping = self._keeping(attempt)
         if keeping is None:
             if attempt.exit_code is None and attempt.asked is None:
-                tell_log(attempt.trial, f"the cluster does not know attempt {attempt.number} any more")
+                append_to_log(attempt.trial, f"attempt {attempt.number} no longer exists on the cluster")
             return Ended(None)
         if not self._is_ready(keeping.over):
             return None
@@ -240,7 +240,7 @@ class RayBackend(Backend):
             if keeping.lost_at is None:
                 keeping.lost_at = time.monotonic()
                 if attempt.exit_code is None and attempt.asked is None:
-                    tell_log(attempt.trial, _reason(attempt, error))
+                    append_to_log(attempt.trial, _reason(attempt, error))
             return Ended(None) if time.monotonic() - keeping.lost_at > _SETTLING else None
         return ended
 
@@ -250,7 +250,7 @@ class RayBackend(Backend):
 
 @dataclass
 class _Keeping:
-    """A keeper and its pending answers: `over` is ready when the attempt has ended or the keeper is dead."""
+    """A keeper and its pending results: `over` is ready when the attempt has ended or the keeper is dead."""
 
     keeper: Any
     over: Any
@@ -285,7 +285,7 @@ class _Keeper:
         if self._work is None:
             self._work = work
             self._leaving.cancel()
-            # Python may have another path on this node.
+            # Python may have a different path on this node.
             command = [sys.executable if word == work.python else word for word in work.command]
             env = {**work.env, "RAY_ADDRESS": _cluster_address()}
             self._guard = guarded(self._attempt)
@@ -308,22 +308,22 @@ class _Keeper:
         return ended
 
     def stop(self, kill: bool) -> None:
-        """Let the command have SIGTERM, or end all processes at once."""
+        """Send SIGTERM to the command, or kill all processes at once."""
         self._backend.stop(self._attempt, kill)
 
     async def _copy(self, storage: str | None) -> None:
-        """Copy new checkpoints; an error is logged, and the next call tries again."""
+        """Copy new checkpoints; log an error, so that the next call tries again."""
         if storage is None:
             return
         async with self._copying:
             try:
                 await asyncio.to_thread(push, self._attempt.trial, storage)
-            except Exception as error:  # every kind of place has its own
+            except Exception as error:  # each kind of storage has its own errors
                 why = f"{type(error).__name__}: {masked_url(str(error))}"
-                tell_log(self._attempt.trial, f"checkpoints could not be copied: {why}")
+                append_to_log(self._attempt.trial, f"checkpoints could not be copied: {why}")
 
     def _leave_after(self, seconds: float) -> threading.Timer:
-        # A runner kills the keepers of attempts that are over. The keepers of a dead runner would hold their slots.
+        # A runner kills the keepers of ended attempts. The keepers of a dead runner would otherwise hold their slots.
         timer = threading.Timer(seconds, os._exit, [0])
         timer.daemon = True
         timer.start()
@@ -333,7 +333,7 @@ class _Keeper:
 def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[bytes]:
     """Start a process that kills an attempt, or a group of processes, as soon as this process is dead.
 
-    It exits without doing so when anything is written to it.
+    It exits without killing anything if something is written to it.
     """
     command = [sys.executable, "-m", "dovetail.search.cluster", str(attempt.folder), str(group or 0)]
     guard = subprocess.Popen(  # noqa: S603 - this program
@@ -344,11 +344,11 @@ def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[byte
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be the process that `guarded` starts, with the folder of an attempt and a group of processes or 0."""
-    # Forked twice, because Ray kills the children of an actor together with it.
+    """Run the process that `guarded` starts, with the folder of an attempt and a group of processes or 0."""
+    # Fork twice, because Ray kills the children of an actor together with it.
     if os.fork():
         return 0
-    # The kernel closes the other end.
+    # The kernel closes the other end of the pipe when the parent ends.
     if not sys.stdin.read():
         folder, group = arguments
         if int(group):
@@ -373,7 +373,7 @@ def _name(attempt: Attempt) -> str:
 def _reason(attempt: Attempt, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if not attempt.has_begun:
-        return f"attempt {attempt.number} could not begin on its node: {lines[-1]}"
+        return f"attempt {attempt.number} could not start on its node: {lines[-1]}"
     why = next((line for line in lines if re.match("The actor (died|is dead) because", line)), lines[-1])
     return f"the node of attempt {attempt.number} was lost ({why.partition(' because ')[2].partition('. ')[0] or why})"
 

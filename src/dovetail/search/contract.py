@@ -1,4 +1,4 @@
-"""What every searcher must do, as tests for your own: `SearcherContract`, which `dovetail.testing` has, too."""
+"""Contract suite of searchers: `SearcherContract`, which `dovetail.testing` exports, too."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from dovetail.search.space import Space
 from dovetail.search.store import Store
 
 _SEED = 3
-# A searcher that never ends does not hang a test.
+# Prevents an endless test if a searcher never ends.
 _ENOUGH = 300
 
 
 class SearcherContract:
     """Tests of a `Searcher`.
 
-    Subclass it in a test file at the top level, and say how yours is made. Needs the extra `search`; nothing here
-    imports pytest.
+    Subclass it at the top level of a test file, and define `make`. Needs the extra `search`; nothing here imports
+    pytest.
 
     Attributes:
         hyperparameters: The search space, as in a file.
-        max_trials: More trials than these are never suggested, those in place of invalid ones not counted.
-        max_time: How often a trial reports before it ends by itself.
+        max_trials: The largest number of suggested trials, without replacements of invalid ones.
+        max_time: How often a trial reports before it ends.
         is_random: Whether another seed gives other trials.
-        replaces_invalid: Whether a trial with invalid hyperparameters is followed by another in its place.
+        replaces_invalid: Whether a trial with invalid hyperparameters is replaced by another trial.
 
     Example:
         >>> from dovetail.search.searchers import Composed, NeverStop, RandomSampler
@@ -66,20 +66,20 @@ class SearcherContract:
             cls.__test__ = cls.make is not SearcherContract.make
 
     def make(self, space: Space, seed: int) -> Searcher:
-        """Return a new searcher, every time with the same settings."""
+        """Return a new searcher with the same settings in every call."""
         raise NotImplementedError(f"{type(self).__name__}.make: return the searcher to test")
 
     # ------------------------------------------------------------------ tests
 
     def test_is_a_searcher(self) -> None:
-        """`make` returns a new searcher, which lets at least one trial run."""
+        """`make` returns a new searcher that allows at least one trial to run."""
         one, other = self._searcher(), self._searcher()
-        assert isinstance(one, Searcher), f"make() returned {one!r}, which is no Searcher"
+        assert isinstance(one, Searcher), f"make() returned {one!r}, which is not a Searcher"
         assert one is not other, "make() returned the same object twice"
         assert one.max_concurrent_trials >= 1, f"max_concurrent_trials is {one.max_concurrent_trials}: no trial runs"
 
     def test_ends_and_says_so(self) -> None:
-        """There is something to do at first and nothing at the end, and there are not more trials than allowed."""
+        """The search suggests at least one trial, at most `max_trials`, and then ends."""
         run = self._run()
         assert not run.searcher.is_over(), "is_over() is True before there was any trial"
         run.go_on()
@@ -91,21 +91,21 @@ class SearcherContract:
         """A suggestion has all searched hyperparameters, each in its range; its source is an earlier trial."""
         for number, suggestion in enumerate(self._run().go_on().suggestions):
             source = suggestion.source
-            assert source is None or 0 <= source < number, f"trial {number} begins with a checkpoint of trial {source}"
+            assert source is None or 0 <= source < number, f"trial {number} starts from a checkpoint of trial {source}"
             _as_json(suggestion.attributes, f"the attributes of trial {number}")
 
     def test_the_same_seed_gives_the_same_trials(self) -> None:
-        """What happens depends on the seed."""
+        """Two runs with the same seed suggest the same trials."""
         _assert_same(self._run().go_on(), self._run().go_on(), "a second run with the same seed")
 
     def test_another_seed_gives_other_trials(self) -> None:
-        """Nothing is random that the seed does not change."""
+        """Another seed gives other trials, if `is_random` is set."""
         if self.is_random:
             one, other = self._run(), self._run(_SEED + 1)
             assert one.go_on().suggestions != other.go_on().suggestions, "another seed gives the same trials"
 
     def test_its_state_is_all_that_it_remembers(self) -> None:
-        """A new searcher that loads the state, as JSON, after every single event decides the same."""
+        """A new searcher that loads the state, as JSON, after every event makes the same decisions."""
 
         def replaced(searcher: Searcher) -> Searcher:
             fresh, state = self._searcher(), _as_json(searcher.state_dict(), "the state")
@@ -116,7 +116,7 @@ class SearcherContract:
         _assert_same(self._run().go_on(replaced), self._run().go_on(), "a run that loads its state again and again")
 
     def test_a_state_is_a_snapshot(self) -> None:
-        """A state that `state_dict` has returned does not change when the searcher continues."""
+        """A state that `state_dict` returned does not change when the searcher continues."""
         kept: list[tuple[Any, str]] = []
 
         def noted(searcher: Searcher) -> Searcher:
@@ -126,24 +126,24 @@ class SearcherContract:
 
         self._run().go_on(noted)
         for state, text in kept:
-            _assert_equal(_as_json(state, "the state"), text, "a state that was kept while the searcher went on")
+            _assert_equal(_as_json(state, "the state"), text, "a stored state after the searcher continued")
 
     def test_asking_again_changes_nothing(self) -> None:
-        """A runner that was killed asks for the same trial again, and gets the same answer."""
+        """Requesting the same trial again, as the runner after a killed one does, gives the same result."""
         run = self._run()
 
         def asked_again(searcher: Searcher) -> Searcher:
             kind, suggestion, *_ = run.events[-1]
             if kind == "suggest":
                 number, state = len(run.suggestions) - 1, searcher.state_dict()
-                _assert_equal(searcher.suggest(run.study, number), suggestion, f"trial {number}, asked for again")
-                _assert_equal(searcher.state_dict(), state, f"the state after trial {number} was asked for again")
+                _assert_equal(searcher.suggest(run.study, number), suggestion, f"trial {number}, requested again")
+                _assert_equal(searcher.state_dict(), state, f"the state after trial {number} was requested again")
             return searcher
 
         run.go_on(asked_again)
 
     def test_the_study_is_only_read(self) -> None:
-        """Nothing is written to the study: that is the runner's."""
+        """A searcher does not write to the study; only the runner does."""
         run = self._run()
         before = run.study.trials
         run.searcher.suggest(run.study, 0)
@@ -152,7 +152,7 @@ class SearcherContract:
         _assert_equal(len(run.study.trials), len(run.suggestions), "the number of trials in the study")
 
     def test_trials_that_still_run_change_nothing(self) -> None:
-        """Only finished trials count: when a trial ends on the clock decides nothing else."""
+        """Only finished trials have an influence, so that results do not depend on the timing of running trials."""
         answers, last = [], min(5, self._num_trials()) - 1
         for is_busy in (False, True):
             run = self._run().go_on(last=last)
@@ -169,12 +169,12 @@ class SearcherContract:
             [trial.state.name, trial.params, trial.value, list(trial.intermediate_values.items())]
             for trial in run.study.trials
         ]
-        told = {"trials": trials, "state": run.searcher.state_dict(), "number": number}
+        given = {"trials": trials, "state": run.searcher.state_dict(), "number": number}
         cls = type(self)
         found = subprocess.run(  # noqa: S603 - this program
             [sys.executable, "-c", _FRESH, inspect.getfile(cls), cls.__qualname__],
-            input=json.dumps(told),
-            # Another order of sets, too.
+            input=json.dumps(given),
+            # Sets have another order in the new process, too.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "7"},
             capture_output=True,
             text=True,
@@ -189,7 +189,7 @@ class SearcherContract:
         """A trial that is `INVALID_HP` is replaced by another one, if `replaces_invalid` is set."""
         if not self.replaces_invalid:
             count = len(self._run(ends=lambda number: "COMPLETED" if number else "INVALID_HP").go_on().suggestions)
-            assert count <= self._num_trials(), "a trial is replaced; if that is meant, set replaces_invalid"
+            assert count <= self._num_trials(), "a trial is replaced; if this is intended, set replaces_invalid"
             return
         searcher, study = self._searcher(), self._run().study
         asked = 0
@@ -216,7 +216,7 @@ class SearcherContract:
         assert len(mixed.suggestions) <= self.max_trials, f"{len(mixed.suggestions)} trials were suggested"
 
     def test_a_metric_that_is_not_a_number_does_no_harm(self) -> None:
-        """Losses that are NaN or infinite are taken, and the state is still JSON."""
+        """NaN and infinite losses are accepted, and the state can still be stored as JSON."""
         for value in (math.nan, math.inf, -math.inf):
             run = self._run(spoiled=value).go_on()
             _as_json(run.searcher.state_dict(), "the state")
@@ -238,7 +238,7 @@ class SearcherContract:
 
 
 class _Run:
-    """A search whose trials take no time: what a runner does, one event after another."""
+    """A search whose trials take no time: does what a runner does, one event after another."""
 
     def __init__(
         self, searcher: Searcher, space: Space, max_time: int, ends: Callable[[int], TrialState], spoiled: float | None
@@ -258,14 +258,14 @@ class _Run:
         self.study = self._store.study(self._id)
 
     def go_on(self, after_event: Callable[[Searcher], Searcher] | None = None, last: int = _ENOUGH) -> _Run:
-        """Run until nothing is left to do, and return itself.
+        """Run until the search ends, and return this object.
 
         Args:
             after_event: Receives the searcher after every event, and returns the one to continue with.
-            last: Ask for no more trials than these.
+            last: Request at most this number of trials.
         """
         while self._suggest(last) or self._report():
-            assert len(self.suggestions) < _ENOUGH, f"{_ENOUGH} trials were suggested, and no end is in sight"
+            assert len(self.suggestions) < _ENOUGH, f"{_ENOUGH} trials were suggested, and the search does not end"
             if after_event is not None:
                 self.searcher = after_event(self.searcher)
         is_over = len(self.suggestions) == last or self.searcher.is_over()
@@ -288,7 +288,7 @@ class _Run:
         return True
 
     def _report(self) -> bool:
-        """Report for the trial with the fewest reports."""
+        """Report a value for the trial with the fewest reports."""
         if not self._running:
             return False
         number = min(self._running, key=lambda each: (len(self._running[each][1]), each))
@@ -315,7 +315,7 @@ class _Run:
         self._store.end_trial(TrialRecord(trial_id, number, self._id, state, {}, Path(), best=best))
 
     def _value(self, number: int, time: int) -> float:
-        """Return the metric: a bowl over the space that sinks with time."""
+        """Return the metric: a quadratic function of the hyperparameters that decreases with time."""
         if self._spoiled is not None and number % 2:
             return self._spoiled
         params = self.suggestions[number].params
@@ -334,8 +334,8 @@ print(answer(*sys.argv[1:], sys.stdin.read()))
 """
 
 
-def answer(path: str, name: str, told: str) -> str:
-    """Return, as JSON, what a contract's searcher suggests in a new process, after some finished trials."""
+def answer(path: str, name: str, given: str) -> str:
+    """Return, as JSON, the suggestion of a contract's searcher in a new process, after some finished trials."""
     from optuna.trial import TrialState as OptunaState
     from optuna.trial import create_trial
 
@@ -345,7 +345,7 @@ def answer(path: str, name: str, told: str) -> str:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     contract: SearcherContract = getattr(module, name)()
-    run, known = contract._run(), json.loads(told)
+    run, known = contract._run(), json.loads(given)
     for state, params, value, values in known["trials"]:
         run.study.add_trial(
             create_trial(

@@ -1,4 +1,4 @@
-"""The databases that hold studies: a file of SQLite, or a server."""
+"""Databases of studies: an SQLite file, or a server."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _FILE = "store.db"
 
 
 def file_url(home: Path) -> str:
-    """Return the URL of the file in a folder of experiments."""
+    """Return the URL of the database file in a folder of experiments."""
     return f"sqlite:///{home / _FILE}"
 
 
 def open_file(home: Path) -> RDBStorage:
-    """Open the file in a folder of experiments, and make it if it is not there."""
+    """Open the database file in a folder of experiments; create it if it does not exist."""
     from optuna.storages import RDBStorage
 
     def connect() -> sqlite3.Connection:
         connection = sqlite3.connect(home / _FILE, timeout=60, check_same_thread=False)
-        # Readers do not wait for the writer, and a commit does not wait for the disk: a process that is killed loses
-        # nothing, a machine that loses its power the last moment.
+        # Readers do not wait for the writer, and a commit does not wait for the disk: a killed process loses nothing;
+        # a power failure may lose the last moment.
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         return connection
 
-    # Two processes that both make the tables fail.
+    # Otherwise two processes that create the tables at once would both fail.
     with open(home / "store.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return RDBStorage(file_url(home), engine_kwargs={"creator": connect})
 
 
 def open_server(url: str) -> RDBStorage:
-    """Open the studies on a server, and make their tables if there are none.
+    """Open the studies on a server; create their tables if they do not exist.
 
     Raises:
         MissingExtraError: The driver of the server is not installed.
-        ExperimentError: The address is invalid, or the server does not answer.
+        ExperimentError: The address is invalid, or the server does not respond.
     """
     from optuna.storages import RDBStorage
     from sqlalchemy import exc, text
@@ -54,7 +54,7 @@ def open_server(url: str) -> RDBStorage:
     engine = server_engine(url)
     try:
         with engine.connect() as connection:
-            # Two processes that both make the tables fail; the lock goes with the connection.
+            # Otherwise two processes that create the tables at once would both fail. The connection holds the lock.
             if engine.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_lock(7265746)"))
             address = engine.url.render_as_string(hide_password=False)
@@ -69,11 +69,11 @@ def open_server(url: str) -> RDBStorage:
 
 
 def server_engine(url: str, **options: Any) -> Engine:
-    """Return SQLAlchemy's engine for a server, with options of `create_engine`; it has not connected yet.
+    """Return an SQLAlchemy engine for a server, with options of `create_engine`; it has not connected yet.
 
     Raises:
         MissingExtraError: The driver of the server is not installed.
-        ExperimentError: There is no such address.
+        ExperimentError: The address is invalid.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -87,7 +87,7 @@ def server_engine(url: str, **options: Any) -> Engine:
     except (ImportError, alchemy.exc.NoSuchModuleError) as error:
         raise ExperimentError(f"the store at {_place(url)} cannot be opened: {error}") from error
     except Exception:
-        # Not the error, which may quote a part of the password.
+        # Do not show the original error, which may contain a part of the password.
         raise ExperimentError(
             f"the store at {_place(url)}: expected a URL such as postgresql://user@host:5432/name, in whose password "
             "@ / : ? are written %40 %2F %3A %3F"

@@ -1,7 +1,7 @@
 """Entrypoints of experiments: commands, trial classes, and the launchers of Determined.
 
-A trial class is named as `module:Class`. The launcher `determined.launch.torch_distributed` stands for the launcher of
-this library; `command_of` in `dovetail.search.starting` builds the command of either form.
+A trial class has the form `module:Class`. The launcher `determined.launch.torch_distributed` is replaced by the
+launcher of this library; `command_of` in `dovetail.search.starting` builds the command of either form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dovetail.config import names_trial_class
 from dovetail.errors import UnknownNameError
 
 TORCH_LAUNCHER = "determined.launch.torch_distributed"
-"""The launcher of Determined that is understood."""
+"""The supported launcher of Determined."""
 
 _LAUNCHER = re.compile(r"determined\.launch\.\w+")
 _COMMAND = "expected a command such as python3 train.py, or a trial class such as model_def:MyTrial"
@@ -31,7 +31,7 @@ def parse_entrypoint(value: Any) -> list[str]:
     Words after Determined's launcher are returned as a script with its arguments, or as `-m` and a module.
 
     Raises:
-        Refused: The value is neither, or names a launcher that is not there.
+        Refused: The value is neither, or contains an unsupported launcher.
 
     Example:
         >>> parse_entrypoint("python3 -m determined.launch.torch_distributed -- python3 -u train.py --fast")
@@ -41,7 +41,7 @@ def parse_entrypoint(value: Any) -> list[str]:
     """
     if isinstance(value, str):
         try:
-            # Determined gives every text to a shell. Without operators, words are enough, and Python can be replaced.
+            # Determined runs every text in a shell. Without shell operators none is needed, and Python can be replaced.
             words = ["sh", "-c", value] if _has_operators(value) else shlex.split(value)
         except ValueError as error:
             raise Refused(f"expected a command ({str(error).lower()})") from error
@@ -60,12 +60,12 @@ def parse_entrypoint(value: Any) -> list[str]:
 
 
 def is_trial_class(words: Sequence[str]) -> bool:
-    """Whether an entrypoint is a trial class and not a command."""
+    """Whether an entrypoint is a trial class, not a command."""
     return len(words) == 1 and names_trial_class(words[0])
 
 
 def split_python(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return `python` with its options, and what it runs; the first is empty for another program.
+    """Return `python` with its options, and what it runs; the first part is empty for another program.
 
     Example:
         >>> split_python(["python3", "-W", "error", "-m", "train"])
@@ -83,7 +83,7 @@ def split_python(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def trial_class_problem(name: str, folder: Path) -> str | None:
-    """Return what is wrong with the name of a trial class, as far as that is known without importing its module.
+    """Return what is wrong with the name of a trial class, checked without importing its module.
 
     Args:
         name: The name, such as `model_def:MyTrial`.
@@ -104,7 +104,7 @@ def trial_class_problem(name: str, folder: Path) -> str | None:
     try:
         names = _names(ast.parse(file.read_bytes()))
     except (OSError, SyntaxError, ValueError):
-        # The import of the file raises a better error.
+        # Importing the file will raise a better error.
         return None
     wanted = attribute.partition(".")[0]
     if names is None or wanted in names:
@@ -133,8 +133,8 @@ def _launched(python: list[str], launcher: str, arguments: Sequence[str]) -> lis
         options, words = words[:at], words[at + 1 :]
         if options:
             raise Refused(
-                f"expected no options before -- of {launcher}: resources.slots_per_trial is the number of processes, "
-                "max_restarts that of restarts"
+                f"expected no options before -- of {launcher}: give the number of processes as "
+                "resources.slots_per_trial and the number of restarts as max_restarts"
             )
     if words[:1] == ["--trial"]:
         if len(words) != 2 or not is_trial_class(words[1:]):

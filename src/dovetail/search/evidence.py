@@ -1,8 +1,8 @@
-"""Evidence that a trial has used what the searcher chose for it and has reported what the searcher needs.
+"""Evidence that a trial has read its hyperparameters and has reported the metric that the searcher needs.
 
-A script may read its hyperparameters by this library, which records it in the folder of the attempt. It may also read
-the file that `DOVETAIL_TRIAL` names by itself, as a shell script does. Then the access time of that file changes: the
-runner sets it to 0 before the trial starts, and this library reads the file without changing it.
+A script may read its hyperparameters with this library, which records it in the folder of the attempt. It may also read
+the file in `DOVETAIL_TRIAL` directly, as a shell script does. This changes the access time of the file: the runner sets
+it to 0 before the trial starts, and this library reads the file without changing it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dovetail.search.searchers.base import SearcherConfig
 
 _PROBE = ".access-time"
-# What reports have besides metrics.
+# Numbers in reports that are not metrics.
 _TIMES = ("batches", "epochs", "records")
 _REPORTED_BY = (
     "context.train.report_validation_metrics(batches, {{{metric!r}: value}}) of dovetail.core, or return it from "
@@ -29,28 +29,28 @@ _REPORTED_BY = (
 
 
 def reset_access_time(path: Path) -> None:
-    """Set the access time of a file to 0, so that the next read of it can be seen."""
+    """Set the access time of a file to 0, so that the next read can be detected."""
     with suppress(OSError):
         os.utime(path, ns=(0, path.stat().st_mtime_ns))
 
 
 def has_read_hparams(trial: Path, info: Path) -> bool:
-    """Whether a trial has read its hyperparameters, which the file `info` has; True if that cannot be known."""
+    """Whether a trial has read its hyperparameters from the file `info`; True if this cannot be detected."""
     if any(attempt.has_read_hparams for attempt in Attempt.all_of(trial)):
         return True
     return _was_read(info) or not _shows_reads(trial)
 
 
 def sentence_about_hparams(names: Set[str]) -> str:
-    """Return what is wrong with a trial that has not read the hyperparameters of some names, and what to do."""
+    """Return a sentence about a trial that has not read the hyperparameters in `names`, and what to do."""
     return (
         f"it read no hyperparameter, so the searcher's choice of {', '.join(sorted(names))} had no effect: read them "
-        "by dovetail.get_cluster_info().hparams, or by context.get_hparam(name) in a trial"
+        "with dovetail.get_cluster_info().hparams, or with context.get_hparam(name) in a trial"
     )
 
 
 def first_metric(metrics: Mapping[str, Any]) -> str:
-    """Return the first metric of a report that is a number, for experiments that name none; empty if there is none.
+    """Return the first numeric metric of a report, for experiments without a metric; empty if there is none.
 
     Example:
         >>> first_metric({"epochs": 3, "matrix": [1, 2], "loss": 0.5, "accuracy": 0.9})
@@ -60,7 +60,7 @@ def first_metric(metrics: Mapping[str, Any]) -> str:
 
 
 def sentence_about_time(metric: str, searcher: SearcherConfig) -> str:
-    """Return what is wrong with trials that report a metric without the time at which the searcher compares them."""
+    """Return a sentence about trials that report a metric without the time at which the searcher compares them."""
     named = f"report_validation_metrics(batches, {{{metric!r}: …, {searcher.time_metric!r}: …}})"
     return (
         f"trials report {metric!r} without a number {searcher.time_metric!r}, by which the searcher "
@@ -70,11 +70,11 @@ def sentence_about_time(metric: str, searcher: SearcherConfig) -> str:
 
 
 def sentence_about_metric(metric: str, reported: Mapping[str, Set[str]]) -> str:
-    """Return what is wrong with a trial that has reported other metrics than the searcher's, and what to do.
+    """Return a sentence about a trial that has not reported the searcher's metric, and what to do.
 
     Args:
-        metric: The searcher's metric; empty if any would do.
-        reported: The names of what the trial has reported, by group.
+        metric: The searcher's metric; empty if any metric is enough.
+        reported: The names of the reported metrics, by group.
     """
     if not metric:
         return f"it reported no validation metric: report one by {_REPORTED_BY.format(metric='loss')}"
@@ -99,7 +99,7 @@ def _was_read(path: Path) -> bool:
 
 
 def _shows_reads(folder: Path) -> bool:
-    """Whether the file system of a folder records access times; an option of a mount can turn that off."""
+    """Whether the file system of a folder records access times, which a mount option can disable."""
     probe = folder / _PROBE
     try:
         probe.write_bytes(b"probe")

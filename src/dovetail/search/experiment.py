@@ -1,8 +1,8 @@
-"""Experiments from Python: a file that is run as the command line does, or a function that is searched right here.
+"""Experiments from Python: run a configuration file like the command line, or search over a Python function.
 
 `Experiment.from_yaml("grid.yaml").run()` starts trials as processes, with a store, restarts and checkpoints.
-`search(fn, space)` calls a function with one set of hyperparameters after another, and stores only what it
-returns.
+`search(fn, space)` calls a function with one set of hyperparameters after another, and stores only its return
+values.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     import optuna
 
 Report = Callable[[int, float], None]
-"""Takes how long a trial has trained, in the unit of the searcher's `time_metric`, and the value of the metric then."""
+"""A function of a trial's training time, in the unit of the searcher's `time_metric`, and the metric at that time."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment that a file describes.
+    """An experiment from a configuration file.
 
     Attributes:
         config: The configuration in the file.
-        text: The file.
+        text: The text of the file.
         context_dir: The folder with the code.
 
     Example:
@@ -71,11 +71,11 @@ class Experiment:
 
         Args:
             path: The file.
-            context_dir: The folder with the code, of which a copy is taken.
-            overrides: What to change in the configuration, such as `searcher.max_trials=4`.
+            context_dir: The folder with the code, which is copied.
+            overrides: Changes of the configuration, such as `searcher.max_trials=4`.
 
         Raises:
-            ConfigErrors: All that is wrong with it.
+            ConfigErrors: The configuration has mistakes; the message lists all of them.
         """
         config = read_experiment(path, overrides, context_dir=context_dir)
         return cls(config, Path(path).read_text(encoding="utf-8"), Path(context_dir))
@@ -92,28 +92,28 @@ class Experiment:
         backend: Backend | None = None,
         observer: Observer | None = None,
     ) -> ExperimentRecord:
-        """Run it to its end, and return its record. Ctrl-C pauses it.
+        """Run the experiment until it ends, and return its record. Ctrl-C pauses it.
 
         Args:
             store: The store; None means the folder `.dovetail`, as `Store.open` finds it.
             follow: Whether to print a line for every trial that starts or ends.
-            backend: Where trials run; None is what the configuration says.
-            observer: Is shown the experiment a few times a second.
+            backend: Where trials run; None means the backend of the configuration.
+            observer: A function that receives the record of the experiment a few times per second.
         """
         place = store or Store.open()
         record = self.create(place)
         return Runner(place, record.id, backend, observer or (_Printer() if follow else None)).run()
 
 
-class TrialStopped(Exception):  # noqa: N818 - no error: the searcher has seen enough
-    """Raised by `report` when the searcher has seen enough of a trial; functions let it pass.
+class TrialStopped(Exception):  # noqa: N818 - not an error: the searcher stops the trial
+    """Raised by `report` when the searcher stops a trial; the function must not catch it.
 
     Attributes:
         state: The final state of the trial.
     """
 
     def __init__(self, state: TrialState) -> None:
-        super().__init__(f"the searcher has seen enough: {state}")
+        super().__init__(f"stopped by the searcher: {state}")
         self.state = state
 
 
@@ -123,8 +123,8 @@ class SearchResult:
 
     Attributes:
         trials: All trials, in their order.
-        best_trial: The one with the best value, the first of several; None where none has one.
-        study: The same as Optuna's study, for its plots.
+        best_trial: The trial with the best value, the first one if several are equal; None if there is no value.
+        study: The Optuna study of the same trials, for Optuna's plots.
     """
 
     trials: tuple[TrialRecord, ...]
@@ -138,7 +138,7 @@ class SearchResult:
 
     @property
     def best_value(self) -> float | None:
-        """Its best value."""
+        """The best value."""
         return None if self.best_trial is None else self.best_trial.best
 
 
@@ -156,18 +156,18 @@ def search(
     """Search hyperparameters of a function, one trial after another, in this process.
 
     Args:
-        fn: Receives hyperparameters and `report`. Its return value, unless it is None, counts as the value of the
-            metric after all reports. `InvalidHP` asks for other hyperparameters; any other error ends the search.
+        fn: A function of hyperparameters and `report`. Its return value, unless it is None, is the final value of the
+            metric. `InvalidHP` requests other hyperparameters; any other error ends the search.
         space: The hyperparameters, as in a file: `{"lr": {"type": "log", "minval": -4, "maxval": -1}, "width": 64}`.
-        searcher: A name of `searchers`.
+        searcher: A name in `searchers`.
         metric: The name of the value.
-        max_trials: How many trials, for searchers with this option.
-        smaller_is_better: The direction of the metric.
-        seed: Equal seeds give equal trials.
+        max_trials: The number of trials, for searchers with this option.
+        smaller_is_better: Whether smaller values of the metric are better.
+        seed: The seed; equal seeds give equal trials.
         options: Further options of the searcher.
 
     Raises:
-        ConfigErrors: Space or options cannot be meant.
+        ConfigErrors: The space or the options are invalid.
 
     Example:
         >>> def parabola(hparams, report):
@@ -222,7 +222,7 @@ def _called(
     report: Report,
     values: dict[int, float],
 ) -> TrialState:
-    """Run one trial, and return how it ended."""
+    """Run one trial, and return its final state."""
     try:
         returned = fn(hparams, report)
     except TrialStopped as stopped:

@@ -24,7 +24,7 @@ from dovetail.search.starting import backend_for, command_of, variables_of
 from dovetail.search.store import Store
 
 _EVERY = 0.02
-_SAID = ("the job is asked to leave (again to kill it)", "the job is killed")
+_SIGNAL_MESSAGES = ("stopping the job (press again to kill it)", "killing the job")
 
 
 def run_job(
@@ -35,21 +35,21 @@ def run_job(
     on_output: Callable[[str], None] | None = None,
     backend: Backend | None = None,
 ) -> JobRecord:
-    r"""Run a job to its end. Ctrl-C lets it leave, a second one kills it.
+    r"""Run a job until it ends. Ctrl-C requests its exit, a second one kills it.
 
     Args:
-        store: Where jobs are kept.
+        store: The store of jobs.
         path: The configuration.
         context_dir: The folder with the code.
-        overrides: What to change in the configuration, such as `data.trial_id=3`.
-        on_output: Is given what the job writes, as it comes.
-        backend: Where it runs; None means what the configuration names.
+        overrides: Changes of the configuration, such as `data.trial_id=3`.
+        on_output: A function that receives the output of the job as it is written.
+        backend: The backend that runs it; None means the one of the configuration.
 
     Returns:
         The record of the job.
 
     Raises:
-        ConfigError: The configuration, or the folder, cannot be meant.
+        ConfigError: The configuration or the folder is invalid.
 
     Example:
         >>> import tempfile
@@ -81,17 +81,17 @@ def run_job(
         directory=str(folder),
     )
     write_info(folder / "info.json", info)
-    told = {
+    content = {
         "name": config.name,
         "started": datetime.now(timezone.utc).isoformat(),
         "is_on_cluster": not isinstance(work, LocalBackend),
     }
-    _write(folder / "job.json", told)
+    _write(folder / "job.json", content)
     env = variables_of(config, store.home, folder / "info.json")
     with holding(folder / "lock", f"job {number}"):
         _wait(work, Attempt.of(folder, 0), command, env, config.slots, on_output)
     # A killed job has no exit code; without this mark it would count as running.
-    _write(folder / "job.json", {**told, "is_over": True})
+    _write(folder / "job.json", {**content, "is_over": True})
     return store.job(number)
 
 
@@ -106,9 +106,9 @@ def _wait(
     folder = attempt.trial
     log = folder / "log.txt"
     log.touch()
-    # A sign of several bytes may be half written.
+    # The end of the output may be an incomplete character of several bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    with collect_signals(_SAID) as signals, open(log, "rb") as output:
+    with collect_signals(_SIGNAL_MESSAGES) as signals, open(log, "rb") as output:
         backend.start(attempt, command, env, folder / "code", slots)
         while True:
             is_over = backend.poll(attempt) is not None
@@ -124,9 +124,9 @@ def _wait(
             time.sleep(_EVERY)
 
 
-def _write(path: Path, told: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, Any]) -> None:
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(told))
+    unfinished.write_text(json.dumps(content))
     unfinished.replace(path)
 
 

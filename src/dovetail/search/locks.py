@@ -1,4 +1,4 @@
-"""File locks that are held for as long as a process lives."""
+"""File locks that are released when their process ends."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PATIENCE = 2.0
 
 @contextmanager
 def holding(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock on a file, which then has the id of this process, for the length of the block.
+    """Hold a lock on a file, and write the id of this process to it, for the duration of the block.
 
     Raises:
-        ExperimentError: Another process holds it.
+        ExperimentError: Another process holds the lock.
     """
     with open(path, "a+") as lock:
         deadline = time.monotonic() + _PATIENCE
         while not _locked(lock.fileno(), fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 lock.seek(0)
-                raise ExperimentError(f"{what} is being run already, by process {lock.read().strip() or 'unknown'}")
+                raise ExperimentError(f"{what} is already run by process {lock.read().strip() or 'unknown'}")
             time.sleep(0.02)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
@@ -43,7 +43,7 @@ def is_taken(path: Path) -> bool:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    # Opening a FIFO of that name would block.
+    # Without O_NONBLOCK, opening a FIFO of that name would block.
     return os.open(path, flags | os.O_NONBLOCK)
 
 

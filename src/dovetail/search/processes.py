@@ -5,10 +5,10 @@ state is in files there, so that the next runner after one that was killed can c
 
     wrapper       the id of the shell that runs the command
     pid           the id of the command
-    asked         why it was asked to exit: pause, stop or cancel
+    asked         the kind of exit request: pause, stop or cancel
     signalled     exists if it has received SIGTERM for that
-    hparams_read  exists if the script has read its hyperparameters by this library
-    preempted     exists if the script exits with code 0 because it was asked to
+    hparams_read  exists if the script has read its hyperparameters with this library
+    preempted     exists if the script exits with code 0 because of an exit request
     exit          the exit code of the command
 
 The shell creates the folder first, and exits if the folder exists. So if several processes start the same attempt, one
@@ -32,14 +32,14 @@ import psutil
 from dovetail.info import ATTEMPT, HPARAMS_READ, PREEMPTED
 from dovetail.runtime.cores import NO_CARDS, graphics_cards, num_cores, threads_per_process
 
-Wish = Literal["pause", "stop", "cancel"]
-"""Why a trial is asked to exit: `stop` comes from the searcher, the others from the user."""
+ExitRequest = Literal["pause", "stop", "cancel"]
+"""The kind of exit request: `stop` comes from the searcher, the others from the user."""
 
-# Seconds after which a killed process is taken to hang in the kernel.
+# Seconds after which a killed process is assumed to hang in the kernel.
 _PATIENCE = 5.0
 
-# TERM has an empty handler and is not ignored, because the command would inherit that. A number is written by one call,
-# so that a reader finds all of it or nothing.
+# TERM has an empty handler instead of being ignored, because the command would inherit ignoring. A number is written
+# with one call, so that a reader finds all of it or nothing.
 _SHELL = """
 mkdir "$1" 2>/dev/null || exit 75
 exec >>"$1/../../log.txt" 2>&1
@@ -65,7 +65,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a trial: what its files say.
+    """One start of a trial, represented by its files.
 
     Attributes:
         folder: `attempts/<n>` in the folder of the trial.
@@ -116,20 +116,20 @@ class Attempt:
         return _number(self.folder / "exit")
 
     @property
-    def asked(self) -> Wish | None:
-        """Why it was asked to exit; None means that it was not."""
+    def asked(self) -> ExitRequest | None:
+        """The kind of exit request; None means that there was none."""
         with suppress(OSError):
-            return cast(Wish, (self.folder / "asked").read_text())
+            return cast(ExitRequest, (self.folder / "asked").read_text())
         return None
 
     @property
     def asked_at(self) -> float:
-        """When it was asked to exit, in seconds since the epoch."""
+        """The time of the exit request, in seconds since the epoch."""
         return (self.folder / "asked").stat().st_mtime
 
     @property
     def was_signalled(self) -> bool:
-        """Whether it has received SIGTERM for a request to exit."""
+        """Whether it has received SIGTERM because of an exit request."""
         return (self.folder / "signalled").exists()
 
     def note_signal(self) -> None:
@@ -138,30 +138,30 @@ class Attempt:
 
     @property
     def was_preempted(self) -> bool:
-        """Whether the script has recorded that it exits because it was asked to."""
+        """Whether the script has recorded that it exits because of an exit request."""
         return (self.folder / PREEMPTED).exists()
 
     @property
     def has_read_hparams(self) -> bool:
-        """Whether the script has read its hyperparameters by this library."""
+        """Whether the script has read its hyperparameters with this library."""
         return (self.folder / HPARAMS_READ).exists()
 
-    def ask(self, wish: Wish) -> None:
-        """Record why it is asked to exit. An attempt that has not started will not start after this."""
+    def ask(self, request: ExitRequest) -> None:
+        """Record an exit request. An attempt that has not started will not start after this."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / "asked.tmp"
-        unfinished.write_text(wish)
+        unfinished.write_text(request)
         unfinished.replace(self.folder / "asked")
 
 
 class Backend(Protocol):
-    """Where the processes of trials run. All state of an attempt is in its files."""
+    """A place that runs the processes of trials. All state of an attempt is in its files."""
 
     def capacity(self, slots: int) -> int:
-        """Return how many trials of so many slots can run at the same time: at least one."""
+        """Return how many trials with this number of slots can run at the same time, at least one."""
 
     def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
-        """Start an attempt; one that has started before is left alone.
+        """Start an attempt; do nothing if it was started before.
 
         Args:
             attempt: Its folder is created by the started process, not before.
@@ -184,12 +184,12 @@ class Backend(Protocol):
 class LocalBackend(Backend):
     r"""Runs trials on this machine.
 
-    A slot is a graphics card where there are any, else a core of the processor. Each trial gets its own cards, by
-    `CUDA_VISIBLE_DEVICES`, and their share of the cores, by `OMP_NUM_THREADS`, unless the experiment sets these.
+    A slot is a graphics card if there are any, else a CPU core. Each trial gets its own cards with
+    `CUDA_VISIBLE_DEVICES`, and a share of the cores with `OMP_NUM_THREADS`, unless the experiment sets these.
 
     Args:
-        slots: How many there are; None counts them.
-        concurrent: How many trials run at the same time at most; None means as many as there are slots for.
+        slots: The number of slots; None means to count them.
+        concurrent: The largest number of trials at the same time; None means as many as there are slots for.
 
     Example:
         >>> import tempfile, time
@@ -217,7 +217,7 @@ class LocalBackend(Backend):
         fit = self.capacity(slots)
         threads = threads_per_process(slots * min(fit, self._concurrent or fit))
         variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **env, ATTEMPT: str(attempt.folder)}
-        # Set by the experiment's file, the variable stays: `slots_per_trial: 0` hides all cards.
+        # If the experiment sets the variable, keep it: `slots_per_trial: 0` hides all cards.
         if self._cards and not NO_CARDS.keys() & env.keys():
             taken = {card for cards in self._cards_of.values() for card in cards}
             free = [card for card in self._cards if card not in taken]
@@ -232,10 +232,10 @@ class LocalBackend(Backend):
         code = attempt.exit_code
         if code is None and self._is_at_work(attempt):
             return None
-        # It may have ended between the two looks.
+        # It may have ended between the two checks.
         code = attempt.exit_code
         if code != 0:
-            # A launcher or a shell that was killed leaves its children behind.
+            # A killed launcher or shell leaves its children running.
             _end_all(attempt)
         self._cards_of.pop(attempt.folder, None)
         if (process := self._started.pop(attempt.folder, None)) is not None:
@@ -246,8 +246,8 @@ class LocalBackend(Backend):
         if kill:
             _end_all(attempt)
             return
-        # While the shell waits for it, no other process has the command's id. If there is none yet, the command will
-        # see, before it starts, that it was asked to exit.
+        # While the shell waits for the command, no other process has the command's id. If there is none yet, the
+        # command will find the exit request before it starts.
         pid = _number(attempt.folder / "pid")
         if pid is not None and self._is_at_work(attempt):
             with suppress(ProcessLookupError):
@@ -264,7 +264,7 @@ class LocalBackend(Backend):
         process = self._started.get(attempt.folder)
         if process is not None and process.poll() is None:
             return True
-        # Another process may have started it, also if ours tried at the same time.
+        # Another process may have started it, even if this process tried at the same time.
         return is_at_work(attempt)
 
 
@@ -284,16 +284,16 @@ def wrapped(attempt: Attempt, command: Sequence[str]) -> list[str]:
 
 
 def _is_wrapper(process: psutil.Process, attempt: Attempt) -> bool:
-    # A number alone may belong to another process by now.
+    # The number alone may belong to another process by now.
     with suppress(psutil.Error):
         return process.cmdline()[3:5] == ["dovetail-trial", str(attempt.folder)]
     return False
 
 
 def _end_all(attempt: Attempt) -> None:
-    """Kill every process of an attempt, also those that have left its session, and wait until they are gone."""
+    """Kill every process of an attempt, also those that have left its session, and wait until they have ended."""
     deadline = time.monotonic() + _PATIENCE
-    # More than once: one of them may have been starting another.
+    # Repeat this: a killed process may have just started another one.
     while (found := list(_processes(attempt))) and time.monotonic() < deadline:
         for process in found:
             with suppress(psutil.Error):
@@ -302,7 +302,7 @@ def _end_all(attempt: Attempt) -> None:
 
 
 def _processes(attempt: Attempt) -> Iterator[psutil.Process]:
-    # One that has ended and is only waiting to be counted has no environment any more.
+    # A zombie process has no environment any more.
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(ATTEMPT) == str(attempt.folder) and process.pid != os.getpid():
@@ -310,7 +310,7 @@ def _processes(attempt: Attempt) -> Iterator[psutil.Process]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if it is not there, or being written."""
+    """Return the number in a file; None if the file does not exist or is being written."""
     with suppress(FileNotFoundError, NotADirectoryError, ValueError):
         return int(path.read_text())
     return None

@@ -19,7 +19,7 @@ OVER: tuple[ExperimentState, ...] = ("COMPLETED", "CANCELED", "ERROR")
 
 
 class ExperimentError(DovetailError):
-    """An experiment, trial or job that is not there, or not in a state to do what is asked."""
+    """An experiment, trial or job does not exist, or is in the wrong state for a command."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class TrialRecord:
     Attributes:
         id: Its number in the whole store, for `load_checkpoint_trial(trial_id=…)`.
         number: Its number in the experiment, from 0.
-        experiment_id: Whose it is.
+        experiment_id: The number of its experiment.
         state: `STOPPED` means that the searcher ended it early, `WAITING` that it will be resumed.
         hparams: Its hyperparameters, nested as in the file.
         directory: Its folder: `info.json`, `log.txt`, `metrics.jsonl`, checkpoints.
         best: The best value of the searcher's metric.
-        best_at: After how many batches.
+        best_at: The number of batches at the best value.
         latest: The last value.
-        steps: Batches that were reported last.
-        progress: How much of its work is done, from 0 to 1, if it has said so.
-        status: The last text given to `set_status`, cut to 200 characters; None if it set none.
-        restarts: How often it was started again after a failure.
+        steps: The number of batches in the last report.
+        progress: The completed fraction of its work, from 0 to 1, if it was reported.
+        status: The last text given to `set_status`, cut to 200 characters; None if there is none.
+        restarts: How often it was restarted after a failure.
         started: When it was first started.
-        ended: When it was over.
-        reason: Why it ended as it did, for people.
+        ended: When it ended.
+        reason: Why it ended in this state, for display.
         source: The trial whose checkpoint it started from, if any.
-        values: The metric after so many batches, in order.
+        values: The values of the metric by number of batches, in order.
     """
 
     id: int
@@ -73,16 +73,16 @@ class ExperimentRecord:
 
     Attributes:
         id: Its number in the store.
-        name: As the file has it, or the file's own name.
-        state: What became of it.
-        config: The configuration, with what the command line has set, and without its secrets.
+        name: The name in the file, or the name of the file.
+        state: Its current or final state.
+        config: The configuration with the changes of the command line, without secrets.
         directory: Its folder: `config.yaml`, `code`, `runner.log`, `trials`.
-        created: When.
-        ended: When it was over.
-        reason: Why it ended as it did, for people.
+        created: When it was created.
+        ended: When it ended.
+        reason: Why it ended in this state, for display.
         is_running: Whether a runner runs it now.
         trials: Its trials, by number.
-        warnings: Sentences about what makes the search less than it should be, for people.
+        warnings: Sentences about problems that make the search less effective, for display.
         first_metric: The first number that a validation reported, if the configuration names no metric; else None.
     """
 
@@ -114,12 +114,12 @@ class ExperimentRecord:
 
     @property
     def smaller_is_better(self) -> bool:
-        """Its direction."""
+        """Whether smaller values of the metric are better."""
         return bool(self.config["searcher"].get("smaller_is_better", True))
 
     @property
     def best_trial(self) -> TrialRecord | None:
-        """The trial with the best value, the first of several; None where none has one."""
+        """The trial with the best value, the first one if several are equal; None if no trial has a value."""
         sign = 1 if self.smaller_is_better else -1
         measured = [trial for trial in self.trials if trial.best is not None and trial.best == trial.best]
         return min(measured, key=lambda trial: sign * (trial.best or 0.0), default=None)
@@ -131,12 +131,12 @@ class JobRecord:
 
     Attributes:
         id: Its number.
-        name: As the file has it, or the file's own name.
+        name: The name in the file, or the name of the file.
         state: `UNKNOWN` means a job on a cluster whose `run_job` was killed.
         directory: Its folder: `info.json`, `log.txt`, `code`.
         exit_code: The exit code of the script, once it has ended.
-        started: When.
-        ended: When it was over.
+        started: When it started.
+        ended: When it ended.
     """
 
     id: int
@@ -149,7 +149,7 @@ class JobRecord:
 
 
 def best_step(values: Mapping[int, float], smaller_is_better: bool) -> int | None:
-    """Return where the best value is, the first of several; None where none is a number."""
+    """Return the number of batches at the best value, the first if several are equal; None if there is no number."""
     sign = 1 if smaller_is_better else -1
     numbers = {step: value for step, value in values.items() if not math.isnan(value)}
     return min(numbers, key=lambda step: (sign * numbers[step], step), default=None)

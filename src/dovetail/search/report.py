@@ -1,4 +1,4 @@
-"""An experiment as a page that people can keep: one HTML file without anything around it, and its pictures."""
+"""HTML report of an experiment: one self-contained page, and its charts as images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dovetail.search.charts import BarChart, Dimension, Line, LineChart, Paralle
 from dovetail.search.records import ExperimentRecord, TrialRecord
 from dovetail.units import unit_name
 
-# Fewer say nothing about which hyperparameter matters.
+# With fewer trials, the importance of hyperparameters cannot be estimated.
 _ENOUGH = 5
 _Chart = LineChart | ParallelChart | BarChart
 
@@ -37,12 +37,12 @@ _Chart = LineChart | ParallelChart | BarChart
 def report(record: ExperimentRecord, path: str | os.PathLike[str]) -> list[Path]:
     """Write an experiment's report, and return the files.
 
-    The page needs nothing beside it and no network. Where matplotlib is installed, its pictures are written as images,
-    too, beside it and under its name: `report.html`, `report-curves.png`, ….
+    The page needs no other file and no network. If matplotlib is installed, its charts are also written as images to
+    the same folder: `report.html`, `report-curves.png`, ….
 
     Args:
         record: The record of the experiment.
-        path: The page; folders on the way are created.
+        path: The path of the page; missing folders are created.
 
     Example:
         >>> import tempfile
@@ -62,7 +62,7 @@ def report(record: ExperimentRecord, path: str | os.PathLike[str]) -> list[Path]
 
 
 def best_config(record: ExperimentRecord) -> dict[str, Any]:
-    """Return the configuration that runs the best trial once more, by itself.
+    """Return a configuration that repeats the best trial alone.
 
     Raises:
         ConfigError: No trial has a value yet.
@@ -70,7 +70,7 @@ def best_config(record: ExperimentRecord) -> dict[str, Any]:
     best = record.best_trial
     if best is None:
         wanted = repr(record.metric) if record.metric else "a validation metric"
-        raise ConfigError(f"experiment {record.id}: no trial has reported {wanted}, so none is the best")
+        raise ConfigError(f"experiment {record.id}: no trial has reported {wanted}, so there is no best trial")
     kept = ("metric", "smaller_is_better", "max_length")
     searcher = {key: value for key, value in record.config["searcher"].items() if key in kept}
     if "max_length" not in searcher and (length := trial_length(record.config)) is not None:
@@ -80,7 +80,7 @@ def best_config(record: ExperimentRecord) -> dict[str, Any]:
 
 
 def to_yaml(value: Any) -> str:
-    """Return plain values as YAML that `load_config` reads back as they are.
+    """Return plain values as YAML, which `load_config` reads as the same values.
 
     Example:
         >>> print(to_yaml({"lr": 1e-05, "name": "1e-3"}), end="")
@@ -113,7 +113,7 @@ def searched(record: ExperimentRecord) -> set[str]:
 
 
 def best_so_far(record: ExperimentRecord) -> dict[int, float]:
-    """Return the best value after each trial that has one, by its number."""
+    """Return the best value so far after each trial that has one, by its number."""
     pick = min if record.smaller_is_better else max
     found: dict[int, float] = {}
     for trial in _measured(record):
@@ -122,7 +122,7 @@ def best_so_far(record: ExperimentRecord) -> dict[int, float]:
 
 
 def duration(started: datetime | None, ended: datetime | None) -> timedelta | None:
-    """Return how long something took, or has taken by now, in whole seconds; None before its start."""
+    """Return the duration until the end or until now, in whole seconds; None before the start."""
     if started is None:
         return None
     elapsed = (ended or datetime.now(started.tzinfo)) - started
@@ -132,14 +132,14 @@ def duration(started: datetime | None, ended: datetime | None) -> timedelta | No
 @functools.cache
 def _dumper() -> type[yaml.SafeDumper]:
     class Dumper(yaml.SafeDumper):
-        """Quotes what YAML 1.2, which we read, would take for a number; PyYAML thinks of YAML 1.1 only."""
+        """Quotes text that YAML 1.2, which we read, would parse as a number; PyYAML considers YAML 1.1 only."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         style = "|" if "\n" in value else None
-        # Breaks of lines that YAML 1.1 knows, and which it would take for blanks.
+        # Line breaks of YAML 1.1, which it would convert to spaces.
         if re.search("[\x85\u2028\u2029\ufeff]", value):
             style = '"'
         elif style is None and re.match(r"[-+.\d]", value):
@@ -154,7 +154,7 @@ def _dumper() -> type[yaml.SafeDumper]:
     return Dumper
 
 
-# What is drawn
+# Charts
 
 
 def _measured(record: ExperimentRecord) -> list[TrialRecord]:
@@ -162,18 +162,18 @@ def _measured(record: ExperimentRecord) -> list[TrialRecord]:
 
 
 def _charts(record: ExperimentRecord) -> dict[str, tuple[str, _Chart | str]]:
-    """Return the title of each picture, and the picture or the reason why there is none."""
+    """Return the title of each chart, and the chart or the reason why there is none."""
     name = record.metric or record.metric_label
     return {
         "curves": (f"{name} of every trial", _curves(record)),
         "best": (f"Best {name} so far", _best(record)),
         "importance": ("Importance of hyperparameters", _importance(record)),
-        "parallel": ("Hyperparameters and what came of them", _parallel(record)),
+        "parallel": ("Hyperparameters and results", _parallel(record)),
     }
 
 
 def _quality(record: ExperimentRecord) -> dict[int, float]:
-    """Return how good each trial is, by number: from 0 for the worst to 1 for the best."""
+    """Return the quality of each trial, by number: from 0 for the worst to 1 for the best."""
     ranked = sorted(_measured(record), key=lambda trial: trial.best or 0.0, reverse=record.smaller_is_better)
     return {trial.number: rank / max(1, len(ranked) - 1) for rank, trial in enumerate(ranked)}
 
@@ -210,7 +210,7 @@ def _best(record: ExperimentRecord) -> LineChart | str:
 
 
 def varied(trials: Sequence[TrialRecord]) -> dict[str, list[Any]]:
-    """Return the hyperparameters that trials differ in, by dotted names: a value per trial, None where it has none."""
+    """Return hyperparameters that differ between trials, by dotted names: a value per trial, None if it has none."""
     rows = [flat(trial.hparams) for trial in trials]
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     return {name: column for name, column in columns.items() if len({json.dumps(each) for each in column}) > 1}
@@ -253,7 +253,7 @@ def _dimension(name: str, column: Sequence[Any], is_log: bool | None) -> tuple[D
 
 
 def _is_log(record: ExperimentRecord, name: str) -> bool | None:
-    """Return whether the configuration draws a hyperparameter from a logarithmic scale; None where it does not say."""
+    """Return whether the configuration searches a hyperparameter on a logarithmic scale; None if it is not searched."""
     kind = _declared(record, name)
     return kind == "log" if kind in ("log", "double", "int") else None
 
@@ -292,7 +292,7 @@ def _importance(record: ExperimentRecord) -> BarChart | str:
     try:
         shares = _shares(record, trials, columns, distributions)
     except UserWarning:
-        return f"The values of {record.metric} are too much alike to tell."
+        return f"The values of {record.metric} are too similar to estimate the importance."
     return BarChart(tuple(sorted(shares.items(), key=lambda share: -share[1])))
 
 
@@ -310,17 +310,17 @@ def _shares(
         params = {name: column[index] for name, column in columns.items()}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=dict(distributions), value=trial.best))
     with warnings.catch_warnings():
-        # Of shares that mean nothing it only warns.
+        # Optuna only warns if the shares are meaningless.
         warnings.simplefilter("error", UserWarning)
         return optuna.importance.get_param_importances(study)
 
 
 def _draw(chart: _Chart, path: Path) -> Path:
     figures = require("matplotlib.figure", "plot")
-    # A new Figure, never pyplot: nothing global changes, and no display is needed.
+    # Not pyplot: it would change global state and need a display.
     figure = figures.Figure(figsize=(7.0, 3.6), dpi=144, layout="constrained")
     with warnings.catch_warnings():
-        # About letters that its font lacks, and numbers near the end of all floats. The page has both.
+        # Warnings about letters that the font lacks, and numbers near the largest float. The page shows both.
         warnings.simplefilter("ignore")
         chart.draw(figure)
         figure.savefig(path)
@@ -332,14 +332,14 @@ def _draw(chart: _Chart, path: Path) -> Path:
 
 def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str]]) -> str:
     template = resources.files("dovetail.search").joinpath("report.html").read_text(encoding="utf-8")
-    # No script but ours runs in the page, even if some text should get into it as markup.
+    # Only our script may run in the page, even if some text is interpreted as markup.
     script = template.partition("<script>")[2].partition("</script>")[0]
     searcher = record.config["searcher"]
     goal = "smaller" if record.smaller_is_better else "larger"
     by = f"{record.metric}: {goal} is better" if searcher.get("metric") else record.metric_label
     description = record.config.get("description")
     sections = {name: _section(name, title, chart) for name, (title, chart) in charts.items()}
-    # Beside the importance, where there is room; the parallel coordinates take a whole row.
+    # The configuration is beside the importance, where there is space; the parallel coordinates need a whole row.
     sections = {"curves": "", "best": "", "importance": "", "config": _best_section(record), "parallel": ""} | sections
     return Template(template).substitute(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -380,7 +380,7 @@ def _section(name: str, title: str, chart: _Chart | str) -> str:
 
 
 def _columns(record: ExperimentRecord) -> Iterator[tuple[str, str, Callable[[TrialRecord], Any]]]:
-    """Yield the heading of each column, the class of its cells, and what is in them."""
+    """Yield the heading of each column, the class of its cells, and a function that returns a cell."""
     yield "trial", "number", lambda trial: trial.number
     yield "id", "number", lambda trial: trial.id
     yield "state", "state", lambda trial: trial.state

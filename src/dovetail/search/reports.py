@@ -1,7 +1,7 @@
 """Reader of the reports that a trial writes, while the trial is writing them.
 
-The lines of `metrics.jsonl` are described in `core.train`. That module needs torch, and this reader does not. Every
-line is checked: a trial may write any bytes there, and the runner must survive them.
+The format of `metrics.jsonl` is described in `core.train`. That module needs torch, but this reader does not. Every
+line is checked: a trial may write any bytes, and the runner must not fail.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST_INTEGER = 2**63 - 1
 
 
 class RejectedLine(NamedTuple):
-    """A line of the file that is no report.
+    """A line of the file that is not a report.
 
     Attributes:
         number: The number of the line, from 1.
@@ -43,10 +43,10 @@ class RejectedLine(NamedTuple):
 
 
 class Reports:
-    r"""The lines that a file has got since it was last read.
+    r"""Reader of the new lines of a file since the last read.
 
     Attributes:
-        rejected: The lines of the last `read` that were no reports.
+        rejected: The lines of the last `read` that were not reports.
 
     Example:
         >>> import tempfile
@@ -67,7 +67,7 @@ class Reports:
         self._is_inside_long_line = False
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Return the reports whose lines have been finished since the last time.
+        """Yield the reports whose lines were completed since the last call.
 
         Raises:
             OSError: The file cannot be read, or is not a regular file.
@@ -76,7 +76,7 @@ class Reports:
         try:
             found = os.stat(self.path, follow_symlinks=False)
             size = found.st_size
-            # Most of the time there is nothing new.
+            # Usually there is nothing new.
             if size == self._at and stat.S_ISREG(found.st_mode):
                 return
             # A FIFO would block the runner without O_NONBLOCK.
@@ -97,7 +97,7 @@ class Reports:
                     if (row := self._parsed(line)) is not None:
                         yield row
                 if not lines and len(chunk) == _LONGEST_LINE:
-                    # Skipped without keeping it: a line without an end would fill the memory.
+                    # Skip it without storing it: a line without an end would fill the memory.
                     self._at += len(rest)
                     self._is_inside_long_line = True
                 elif len(chunk) < _LONGEST_LINE:
@@ -120,7 +120,7 @@ def parse_report(line: bytes) -> dict[str, Any]:
     """Return the report of one line.
 
     Raises:
-        ValueError: The line is no report; the message is one sentence without the content of the line.
+        ValueError: The line is not a report; the message is one sentence without the content of the line.
 
     Example:
         >>> parse_report(b'{"group": "validation", "steps_completed": 3, "metrics": {"loss": 0.5}}')["steps_completed"]
@@ -144,7 +144,7 @@ def parse_report(line: bytes) -> dict[str, Any]:
 
 
 def number(values: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric as a number; None where there is none.
+    """Return a metric as a number; None if it is not a number.
 
     Example:
         >>> number({"loss": 0.5}, "loss"), number({"loss": "Infinity"}, "loss"), number({"loss": [1]}, "loss")
@@ -157,7 +157,7 @@ def number(values: Mapping[str, Any], name: str) -> float | None:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return text that has at most so many characters.
+    """Return a text cut to a number of characters.
 
     Example:
         >>> shortened("downloading", 11), shortened("downloading", 5)
@@ -201,7 +201,7 @@ def _check_fields(row: Mapping[str, Any]) -> None:
 
 
 def _integer(digits: str) -> int:
-    # The length first: converting digits takes quadratic time.
+    # Check the length first, because converting digits takes quadratic time.
     if len(digits) > 20 or abs(int(digits)) > _LARGEST_INTEGER:
         raise ValueError("a whole number of more than 64 bits")
     return int(digits)

@@ -43,8 +43,8 @@ from dovetail.search.evidence import (
     sentence_about_metric,
     sentence_about_time,
 )
-from dovetail.search.failures import last_words, log_size, newest_checkpoint, tell_log
-from dovetail.search.processes import Attempt, Backend, Ended, Wish
+from dovetail.search.failures import append_to_log, last_message, log_size, newest_checkpoint
+from dovetail.search.processes import Attempt, Backend, Ended, ExitRequest
 from dovetail.search.records import OVER, ExperimentRecord, ExperimentState, TrialRecord, TrialState, best_step
 from dovetail.search.reports import LARGEST_STEP, METRICS, Reports, number, shortened
 from dovetail.search.schema import read_experiment
@@ -53,7 +53,7 @@ from dovetail.search.searchers.base import verdict
 from dovetail.search.secrets import masked
 from dovetail.search.space import Space
 from dovetail.search.starting import backend_for, command_of, trial_seed, variables_of
-from dovetail.search.store import STORE, WISHES, Store, experiment_record
+from dovetail.search.store import REQUESTS, STORE, Store, experiment_record
 from dovetail.units import counted
 
 Observer = Callable[[ExperimentRecord], None]
@@ -64,24 +64,24 @@ _GRACE = 30.0
 _SHORTEST, _LONGEST, _SHARE = 0.005, 0.25, 0.05
 _OBSERVED_EVERY = 0.25
 _SHOWN_EVERY = 5.0
-# Rejected lines of a trial that are named in its log; a broken script may write millions.
+# Maximal number of rejected lines in the log of a trial; a broken script may write millions.
 _NAMED_LINES = 20
 _LONGEST_STATUS = 200
-# The fields of a trial that the next runner needs and that no file of the trial has.
+# The fields of a trial that the next runner needs and that are in no file of the trial.
 _REMEMBERED = ("told", "verdict", "end", "reason", "failure", "log_at", "rejected_to")
-_SAID = ("trials save and leave (again to kill them)", "trials are killed")
+_SIGNAL_MESSAGES = ("trials save and exit (press again to kill them)", "killing the trials")
 
 
 class Runner:
     r"""Runs an experiment to its end, or until it is paused.
 
     Ctrl-C or SIGTERM pauses: trials save and exit, and the next run resumes them. The second signal kills the trials,
-    which then resume from their last checkpoint. Other processes pause an experiment by `Store.wish`.
+    which then resume from their last checkpoint. Other processes pause an experiment with `Store.request`.
 
     Args:
         store: The store of the experiment.
         experiment_id: The number of the experiment.
-        backend: Where trials run; None means what the configuration names.
+        backend: The backend that runs trials; None means the one of the configuration.
         observer: Receives the record of the experiment a few times a second while it runs, and at the end.
 
     Example:
@@ -116,21 +116,21 @@ class Runner:
         self._signals: Sequence[int] = ()
         self._observed_at = 0.0
 
-    def run(self, *, only_wish: bool = False) -> ExperimentRecord:
-        """Run the experiment, and return its record. One that is over already is left alone.
+    def run(self, *, only_request: bool = False) -> ExperimentRecord:
+        """Run the experiment, and return its record. Do nothing if it has already ended.
 
-        With `only_wish` it is not run further: only a stop request (`Store.wish`) is carried out.
+        With `only_request` it is not run further: only a stop request (`Store.request`) is carried out.
 
         Raises:
             ExperimentError: Another process runs it.
         """
-        with self.store.running(self.experiment_id), collect_signals(_SAID) as self._signals:
+        with self.store.running(self.experiment_id), collect_signals(_SIGNAL_MESSAGES) as self._signals:
             before = self.store.experiment(self.experiment_id)
-            wish = _read_wish(self._directory)
-            is_granted = wish is None or (wish == "pause" and before.state == "PAUSED")
+            wanted = _read_request(self._directory)
+            is_granted = wanted is None or (wanted == "pause" and before.state == "PAUSED")
             if before.state in OVER or is_granted:
-                self._forget_wish()
-            if before.state not in OVER and not (only_wish and is_granted):
+                self._remove_request()
+            if before.state not in OVER and not (only_request and is_granted):
                 self._load(before)
                 self._go_on()
         return self.store.experiment(self.experiment_id)
@@ -144,11 +144,11 @@ class Runner:
             idle = time.monotonic() - event_at
             time.sleep(min(max(_SHORTEST, idle * _SHARE), _LONGEST))
         self.store.set_state(self.experiment_id, *outcome)
-        self._forget_wish()
+        self._remove_request()
         self._say(f"experiment {outcome[0]}" + (f": {outcome[1]}" if outcome[1] else ""))
         self._observe(now=True)
 
-    # ------------------------------------------------------------------ going on
+    # ------------------------------------------------------------------ resuming
 
     def _load(self, record: ExperimentRecord) -> None:
         self._say(f"process {os.getpid()} runs experiment {record.id}")
@@ -156,14 +156,14 @@ class Runner:
         self._place = self.store.trials_directory(self.experiment_id)
         self._searcher: Searcher = make_searcher(self._config.searcher, self._space, self._config.seed)
         self._work = self._backend or backend_for(self._config, self._searcher.max_concurrent_trials)
-        # After the backend exists: an experiment that cannot run here stays paused.
+        # After the backend exists: an experiment that cannot run here remains paused.
         if record.state == "PAUSED":
             self.store.set_state(self.experiment_id, "ACTIVE")
         self._trials: dict[int, _Trial] = {}
         self._folders: dict[int, Path] = {trial.number: trial.directory for trial in record.trials}
         self._ended: dict[Path, Mapping[int, float]] = {}
         self._num_failed = sum(trial.state in ("ERROR", "INVALID_HP") for trial in record.trials)
-        self._wish: Literal["pause", "cancel", "kill"] | None = None
+        self._request: Literal["pause", "cancel", "kill"] | None = None
         self._is_exhausted = False
         self._warnings = list(record.warnings)
         self._metric = record.metric
@@ -187,17 +187,17 @@ class Runner:
         attempts = Attempt.all_of(record.directory)
         if attempts and self._work.adopt(attempts[-1]):
             trial.attempt, trial.is_at_work = attempts[-1], trial.end is None
-        # The last attempt is judged when it ends, unless that was done before.
+        # The last attempt is evaluated when it ends, unless that was done before.
         earlier = attempts[:-1] if trial.is_at_work or trial.end is not None else attempts
         failures = sum(attempt.asked is None and attempt.exit_code != 0 for attempt in earlier)
         trial.restarts = min(failures, self._config.max_restarts)
         return trial
 
-    # ------------------------------------------------------------------ one look
+    # ------------------------------------------------------------------ one poll
 
     def _look_around(self) -> bool:
         """Run the three stages, and return whether there was any event."""
-        self._heed()
+        self._check_requests()
         found = False
         for trial in list(self._trials.values()):
             found |= self._learn(trial)
@@ -209,7 +209,7 @@ class Runner:
 
     def _learn(self, trial: _Trial) -> bool:
         """Read the files of a trial, and report its events to the searcher."""
-        # In this order: an attempt that has ended writes no further reports.
+        # Check for the end first: an attempt that has ended writes no further reports.
         ended = self._work.poll(trial.attempt) if trial.attempt is not None and trial.is_at_work else None
         found = self._read_reports(trial)
         if ended is None:
@@ -222,7 +222,7 @@ class Runner:
         return True
 
     def _read_reports(self, trial: _Trial) -> bool:
-        """Read the new reports of a trial, and return whether any of them changes what must be remembered."""
+        """Read the new reports of a trial, and return whether any of them changes the stored state."""
         found = False
         try:
             for row in trial.reports.read():
@@ -233,20 +233,20 @@ class Runner:
             trial.unreadable = f"its reports cannot be read: {error}"
             self._complain(trial, trial.unreadable)
         for line in trial.reports.rejected:
-            # A runner that follows a killed one reads all lines again.
+            # A runner that follows a killed one reads all lines again, but must not log them again.
             if line.end > trial.rejected_to:
                 trial.rejected_to, found = line.end, True
                 self._reject(trial, f"{METRICS}, line {line.number}: {line.reason}; the line is ignored")
         return found
 
     def _reject(self, trial: _Trial, sentence: str) -> None:
-        """Name a line of reports that was ignored in the log of its trial."""
+        """Log that a line of reports was ignored, in the log of its trial."""
         trial.num_rejected += 1
         if trial.num_rejected > _NAMED_LINES:
             return
         if trial.num_rejected == _NAMED_LINES:
-            sentence += "; further ones are ignored without a word"
-        tell_log(trial.folder, sentence)
+            sentence += "; further ones are ignored without a message"
+        append_to_log(trial.folder, sentence)
         self._say(f"trial {trial.id}: {sentence}")
 
     def _hear(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
@@ -273,14 +273,14 @@ class Runner:
         if trial.values.get(steps) != value:
             trial.fresh[steps] = value
         at = float(steps) if searcher.time_metric == "batches" else number(metrics, searcher.time_metric)
-        # A value may be NaN or infinite, which is bad; such a time cannot be compared.
+        # A NaN or infinite value is accepted as a bad one, but such a time cannot be compared.
         if at is None or not 0 <= at <= LARGEST_STEP:
             self._complain(
                 trial, f"its validation reports no number {searcher.time_metric!r}, which the searcher needs"
             )
             self._warn(sentence_about_time(self._metric, searcher))
             return False
-        # A resumed trial repeats the reports after its checkpoint; the searcher has received them before.
+        # A resumed trial repeats the reports after its checkpoint; the searcher has already received them.
         if steps <= trial.told or trial.verdict is not None:
             return False
         trial.told = steps
@@ -289,12 +289,12 @@ class Runner:
         return True
 
     def _judge(self, trial: _Trial, ended: Ended) -> TrialState | None:
-        """Return the final state of a trial whose attempt has ended; None if it is to be started again."""
+        """Return the final state of a trial whose attempt has ended; None if it is to be restarted."""
         assert trial.attempt is not None
         asked = trial.attempt.asked
         trial.reason = None
         if trial.is_invalid:
-            trial.reason = "the trial says that its hyperparameters cannot work"
+            trial.reason = "the trial reported that its hyperparameters are invalid"
             return "INVALID_HP"
         if trial.unreadable is not None:
             trial.reason = trial.unreadable
@@ -304,7 +304,7 @@ class Runner:
             missing = self._missing(trial)
             if missing is None:
                 return "COMPLETED"
-            # Another attempt would end in the same way. One that was asked to leave may have left before its report.
+            # Another attempt would end in the same way. After an exit request the trial may exit before its report.
             if asked is None:
                 trial.reason = missing
                 return "ERROR"
@@ -323,30 +323,30 @@ class Runner:
         return None
 
     def _missing(self, trial: _Trial) -> str | None:
-        """Return what a trial with exit code 0 lacks for the search; None if it lacks nothing."""
+        """Return what a trial with exit code 0 has not done for the search; None if nothing is missing."""
         found = []
         names = self._space.parameters.keys()
-        # On a cluster another machine reads the file.
+        # On a cluster another machine reads the file, so its access time is not reliable.
         if names and self._config.cluster is None and not has_read_hparams(trial.folder, trial.folder / "info.json"):
             found.append(sentence_about_hparams(names))
         given = self._config.searcher.metric
-        # Without a given metric, a trial may report others than the trial that reported first.
+        # If no metric is configured, a trial may report another one than the first trial did.
         if not (trial.values or trial.fresh) and (given or not self._metric or not trial.reported.get("validation")):
             found.append(sentence_about_metric(given, trial.reported))
         return "; ".join(found) or None
 
     def _has_failed(self, trial: _Trial, attempt: Attempt, ended: Ended) -> bool:
-        """Set the reason of a failure, and return whether the attempt before failed alike, at the same place."""
+        """Set the reason of a failure, and return whether the previous attempt failed in the same way and place."""
         before, trial.failure = trial.failure, None
         if before is not None and before["attempt"] == attempt.number:
-            # A runner that was killed before it started the next attempt has judged this one.
+            # A runner that was killed before it started the next attempt has already evaluated this one.
             trial.failure, trial.reason = before, before["reason"]
             return False
-        words = last_words(trial.folder, trial.log_at)
+        words = last_message(trial.folder, trial.log_at)
         said = f": {words}" if words else ""
         how = "was killed" if ended.code is None else f"ended with exit code {ended.code}"
         trial.reason = f"attempt {attempt.number} {how}{said}"
-        # A process that was killed, by a signal or with its machine, is not at fault.
+        # A process that was killed, by a signal or with its machine, did not fail by itself.
         if ended.code is None or not 0 < ended.code < 128:
             return False
         # Addresses of objects differ from process to process.
@@ -362,9 +362,9 @@ class Runner:
         return True
 
     def _stopped(self, trial: _Trial) -> TrialState | None:
-        # The batches of the report that decided: the trial trained on until it was stopped.
+        # The batches of the decisive report: the trial trained further until it was stopped.
         seen = counted(trial.told, "batch", "batches")
-        trial.reason = f"the search gave it up by its value after {seen}" if trial.verdict == "STOPPED" else None
+        trial.reason = f"stopped by the searcher for its value after {seen}" if trial.verdict == "STOPPED" else None
         return trial.verdict
 
     def _remember(self, pending: Mapping[str, Any] | None = None) -> None:
@@ -375,17 +375,17 @@ class Runner:
         self.store.remember(self.experiment_id, memory)
 
     def _act(self, trial: _Trial) -> bool:
-        """Carry out what was decided about a trial."""
+        """Carry out the decisions about a trial."""
         for steps, value in trial.fresh.items():
             self.store.add_value(trial.id, steps, value)
         trial.values |= trial.fresh
         trial.fresh = {}
         if trial.end is None and not trial.is_at_work:
-            if self._wish is None:
+            if self._request is None:
                 self._start(trial)
                 return True
-            if self._wish in ("cancel", "kill"):
-                # Otherwise a runner that was about to start it could still do so.
+            if self._request in ("cancel", "kill"):
+                # Otherwise another runner that is about to start it could still do so.
                 self._next_attempt(trial).ask("cancel")
                 trial.end = "CANCELED"
         if trial.end is not None:
@@ -397,7 +397,7 @@ class Runner:
         return False
 
     def _show(self, trial: _Trial) -> None:
-        """Store the progress of a trial now and then, for other readers of the store."""
+        """Store the progress of a trial from time to time, for other readers of the store."""
         told_at, *told = trial.shown
         if told != [trial.steps, trial.progress, trial.status] and time.monotonic() - told_at > _SHOWN_EVERY:
             self.store.update_trial(self._record_of(trial, "RUNNING"))
@@ -407,19 +407,20 @@ class Runner:
         """Stop a trial if the searcher or the user has requested it."""
         attempt = trial.attempt
         assert attempt is not None
-        wish: Wish | None = "stop" if trial.verdict is not None else "cancel" if self._wish == "kill" else self._wish
+        request = "cancel" if self._request == "kill" else self._request
+        wanted: ExitRequest | None = "stop" if trial.verdict is not None else request
         asked = attempt.asked
-        if wish is not None and (asked is None or (wish == "cancel" and asked == "pause")):
-            attempt.ask(wish)
+        if wanted is not None and (asked is None or (wanted == "cancel" and asked == "pause")):
+            attempt.ask(wanted)
         elif asked is None:
             return
-        # Once: trials exit immediately after a second signal.
+        # Only once, because trials exit immediately after a second signal.
         if not attempt.was_signalled:
             self._work.stop(attempt)
             attempt.note_signal()
-        # A launcher grants its processes the same time, and then needs a moment itself.
+        # A launcher gives its processes the same time, and then needs a moment itself.
         grace = _GRACE if self._config.slots == 1 else _GRACE + 10
-        if self._wish == "kill" or len(self._signals) > 1 or time.time() - attempt.asked_at > grace:
+        if self._request == "kill" or len(self._signals) > 1 or time.time() - attempt.asked_at > grace:
             self._work.stop(attempt, kill=True)
 
     def _finish(self, trial: _Trial, end: TrialState) -> None:
@@ -432,7 +433,7 @@ class Runner:
         everyone = {**self._ended, **{it.folder: it.values for it in self._trials.values()}}
         try:
             remove_surplus(
-                # The best of the experiment depend on all trials, the best of a trial on that one alone.
+                # The best checkpoints of the experiment depend on all trials, the best of a trial on this one only.
                 everyone if keep.save_experiment_best else {trial.folder: trial.values},
                 list(self._ended),
                 experiment_best=keep.save_experiment_best,
@@ -446,10 +447,10 @@ class Runner:
     # ------------------------------------------------------------------ starting
 
     def _suggest(self) -> bool:
-        """Create and start the trials that the searcher wants now."""
+        """Create and start the trials that the searcher suggests now."""
         limit = min(self._searcher.max_concurrent_trials, self._work.capacity(self._config.slots))
         found = self._is_exhausted = False
-        while self._wish is None and len(self._trials) < limit:
+        while self._request is None and len(self._trials) < limit:
             following = len(self._folders)
             suggestion = self._searcher.suggest(self._study, following)
             if suggestion is None:
@@ -530,45 +531,45 @@ class Runner:
                 f"{source.name} has no intact checkpoint, so trials that should continue from it start from scratch"
             )
         if found is not None and found.is_files:
-            # A script loads it by its name from the folder of the new trial.
+            # A script loads it by name from the folder of the new trial.
             shutil.copytree(found.path, trial.folder / found.path.name, dirs_exist_ok=True)
         return None if found is None else found.reference
 
-    # ------------------------------------------------------------------ leaving
+    # ------------------------------------------------------------------ ending
 
     def _outcome(self) -> tuple[ExperimentState, str | None] | None:
-        """Return how the experiment has ended, once it has."""
+        """Return the final state of the experiment, once it has ended."""
         if any(trial.is_at_work or trial.end is not None for trial in self._trials.values()):
             return None
-        if self._wish == "pause":
+        if self._request == "pause":
             for trial in self._trials.values():
                 self.store.update_trial(self._record_of(trial, "WAITING"))
             return "PAUSED", "trials were killed" if len(self._signals) > 1 else None
         if self._trials:
             return None
-        if self._wish in ("cancel", "kill"):
+        if self._request in ("cancel", "kill"):
             return "CANCELED", None
-        # No trial runs, so no event can change what the searcher answers.
+        # No trial runs, so no event can change the searcher's result.
         if not self._is_exhausted:
             return None
         if self._num_failed == len(self._folders) and self._folders:
             return "ERROR", "no trial has succeeded"
         return "COMPLETED", None
 
-    def _heed(self) -> None:
+    def _check_requests(self) -> None:
         """Read requests to pause, cancel or kill the experiment."""
-        wish = _read_wish(self._directory)
-        if wish is not None and wish != self._wish:
-            self._say(f"{wish} requested")
-            self._wish = wish
-        elif self._wish is None and self._signals:
+        wanted = _read_request(self._directory)
+        if wanted is not None and wanted != self._request:
+            self._say(f"{wanted} requested")
+            self._request = wanted
+        elif self._request is None and self._signals:
             self._say("signal received: trials save and exit")
-            self._wish = "pause"
+            self._request = "pause"
 
-    def _forget_wish(self) -> None:
+    def _remove_request(self) -> None:
         (self._directory / "wish").unlink(missing_ok=True)
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ reporting
 
     def _record_of(self, trial: _Trial, state: TrialState) -> TrialRecord:
         best_at = best_step(trial.values, self._config.searcher.smaller_is_better)
@@ -605,7 +606,7 @@ class Runner:
             self._say(f"trial {trial.id}: {sentence}")
 
     def _warn(self, sentence: str) -> None:
-        """Add a warning to the experiment, once, which every view of it shows."""
+        """Add a warning to the experiment, once; every view of the experiment shows it."""
         if sentence not in self._warnings:
             self._warnings.append(sentence)
             self.store.set_warnings(self.experiment_id, self._warnings)
@@ -618,7 +619,7 @@ class Runner:
 
 @dataclass
 class _Trial:
-    """A trial that is not over."""
+    """A trial that has not ended."""
 
     record: TrialRecord
     reports: Reports
@@ -637,23 +638,23 @@ class _Trial:
     reason: str | None = None
     restarts: int = 0
     failure: dict[str, Any] | None = None
-    """How its last attempt failed, if that was its own fault."""
+    """How its last attempt failed, if it failed by itself."""
     log_at: int = 0
-    """Where the log ended when the last attempt did: the next one's words begin there."""
+    """The size of the log at the end of the last attempt, where the output of the next one starts."""
     steps: int = 0
     progress: float | None = None
     status: str | None = None
     shown: tuple[float, int, float | None, str | None] = field(
         default_factory=lambda: (time.monotonic(), 0, None, None)
     )
-    """When the store was last told how far it has come, and what."""
+    """When the progress was last stored, and its value."""
     complaints: set[str] = field(default_factory=set)
     reported: dict[str, set[str]] = field(default_factory=dict)
-    """The names of the metrics that it has reported, by their group."""
+    """The names of the reported metrics, by group."""
     unreadable: str | None = None
-    """Why its reports cannot be read now."""
+    """Why its reports cannot be read."""
     rejected_to: int = 0
-    """Where the last line ends that was rejected and named, in bytes."""
+    """The position, in bytes, after the last rejected line that was logged."""
     num_rejected: int = 0
 
     @property
@@ -669,21 +670,20 @@ class _Trial:
         return self.record.directory
 
 
-def request(store: Store, experiment_id: int, wish: str) -> ExperimentRecord:
+def request(store: Store, experiment_id: int, command: str) -> ExperimentRecord:
     """Request that an experiment is paused, canceled or killed, and return its record.
 
-    Without a runner, trials of a killed runner may still be running: they are stopped here. With one, this function
-    returns at once, and the record may not show the request yet.
+    Without a runner, its remaining trials are stopped here. With one, the record may not show the request yet.
     """
-    store.wish(experiment_id, wish)
+    store.request(experiment_id, command)
     record = store.experiment(experiment_id)
-    return record if record.is_running else Runner(store, experiment_id).run(only_wish=True)
+    return record if record.is_running else Runner(store, experiment_id).run(only_request=True)
 
 
 def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
     """Start a process that runs an experiment and outlives this one; its output is in `runner.log`."""
     directory = store.folder(experiment_id)
-    # Without the variable the process opens the file in the folder.
+    # Without the variable the process opens the database file in the folder.
     elsewhere = {} if store.url == file_url(store.home) else {STORE: store.url}
     with open(directory / "runner.log", "ab") as log:
         process = subprocess.Popen(  # noqa: S603 - this program
@@ -694,7 +694,7 @@ def start_detached(store: Store, experiment_id: int) -> subprocess.Popen[bytes]:
             env={**os.environ, **elsewhere},
             start_new_session=True,
         )
-    # Otherwise a zombie stays for as long as this process.
+    # Otherwise a zombie process remains as long as this process runs.
     threading.Thread(target=process.wait, daemon=True).start()
     return process
 
@@ -704,16 +704,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dovetail.search", description="Run an experiment.")
     parser.add_argument("home", type=Path, help="the folder of experiments")
     parser.add_argument("experiment", type=int, help="the number of the experiment")
-    wishes = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        return int(Runner(Store.open(wishes.home), wishes.experiment).run().state == "ERROR")
+        return int(Runner(Store.open(options.home), options.experiment).run().state == "ERROR")
     except DovetailError as error:
         print(f"dovetail: {error}", file=sys.stderr)
         return 1
 
 
-def _read_wish(directory: Path) -> Literal["pause", "cancel", "kill"] | None:
+def _read_request(directory: Path) -> Literal["pause", "cancel", "kill"] | None:
     with suppress(FileNotFoundError):
-        wish = (directory / "wish").read_text()
-        return cast(Any, wish) if wish in WISHES else None
+        wanted = (directory / "wish").read_text()
+        return cast(Any, wanted) if wanted in REQUESTS else None
     return None

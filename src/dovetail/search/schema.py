@@ -1,4 +1,4 @@
-"""The configuration of an experiment or a job: what a file may say, checked as a whole."""
+"""Configuration of an experiment or a job: its keys, checked as a whole."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _NEVER = Batches(0)
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """Where checkpoints are kept, and which.
+    """Where checkpoints are stored, and which are kept.
 
     Attributes:
         folder: A folder, or None.
-        url: A place that fsspec knows, such as `s3://bucket/prefix`, or None. Both are None in the store's own folder.
-        save_experiment_best: How many of the best checkpoints of all trials stay.
-        save_trial_best: How many of the best of every trial.
-        save_trial_latest: How many of the newest of every trial.
+        url: A URL for fsspec, such as `s3://bucket/prefix`, or None. If both are None, the store's own folder is used.
+        save_experiment_best: How many of the best checkpoints of all trials are kept.
+        save_trial_best: How many of the best checkpoints of every trial are kept.
+        save_trial_latest: How many of the newest checkpoints of every trial are kept.
     """
 
     folder: Path | None = None
@@ -62,30 +62,30 @@ class StorageConfig:
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """An experiment, or a job.
+    """The configuration of an experiment or a job.
 
     Attributes:
-        name: For people; the name of the file when it has none.
+        name: The name for display; the name of the file if it has none.
         entrypoint: The command of a trial, in words, or its class as one word such as `model_def:MyTrial`.
-        searcher: Which trials to run; of a job, `single` without a metric.
-        hyperparameters: As in the file: `Space(config.hyperparameters)`.
-        description: For people.
-        labels: For people.
-        project: For people.
-        workspace: For people.
-        slots: Processes of a trial. `slots_per_trial: 0` is one process that sees no graphics card.
-        cluster: `ray`, `local` or an address such as `ray://host:10001`; None is this machine, without a cluster.
-        max_restarts: How often a trial that fails is started again.
-        min_validation_period: How often trials validate; 0 is as the script says.
-        min_checkpoint_period: How often they save; 0 is as the script says.
+        searcher: The configuration of the searcher; for a job, `single` without a metric.
+        hyperparameters: The section of the file, for `Space(config.hyperparameters)`.
+        description: A description for display.
+        labels: Labels for display.
+        project: A project for display.
+        workspace: A workspace for display.
+        slots: Processes per trial. `slots_per_trial: 0` means one process without graphics cards.
+        cluster: `ray`, `local` or an address such as `ray://host:10001`; None means this machine, without a cluster.
+        max_restarts: How often a failed trial is restarted.
+        min_validation_period: How often trials validate; 0 means that the script decides.
+        min_checkpoint_period: How often they save; 0 means that the script decides.
         checkpoint_policy: After which validations they save, too.
         perform_initial_validation: Whether they validate before the first batch.
-        checkpoint_storage: Where their checkpoints are, and which stay.
+        checkpoint_storage: Where their checkpoints are stored, and which are kept.
         data: The value of `context.config_data` in the script.
         seed: The seed of the searcher and of all trials; 0 by default, so that every experiment can be repeated.
-        environment: Variables of the trials' processes.
+        environment: Environment variables of the trials' processes.
         profiling: Whether trials are profiled.
-        raw: The configuration as trials see it: as given, with what the command line has set.
+        raw: The configuration that trials read: as given, with the changes of the command line.
 
     Example:
         >>> searcher = {"name": "single", "metric": "loss"}
@@ -123,19 +123,19 @@ def read_experiment(
     kind: Literal["trial", "job"] = "trial",
     context_dir: str | os.PathLike[str] | None = None,
 ) -> ExperimentConfig:
-    """Return what a configuration means.
+    """Read and check a configuration, and return it.
 
-    Keys that Determined knows and that mean nothing here are listed in one warning.
+    Keys of Determined that have no effect here are listed in one warning.
 
     Args:
-        source: A YAML file, or its values; values from `load_config` know their places.
+        source: A YAML file, or its values; values from `load_config` contain their positions.
         overrides: Settings such as `searcher.max_trials=4`, the value written as in a file.
-        kind: Whether it is of an experiment or of a job, which has no hyperparameters and no searcher.
-        context_dir: The folder with the code, in which a trial class is looked up; None means that it is not.
+        kind: Whether it is an experiment or a job, which has no hyperparameters and no searcher.
+        context_dir: The folder with the code, in which a trial class is searched; None means no search.
 
     Raises:
-        ConfigErrors: All that is wrong, each with its place.
-        ConfigError: The file cannot be read, or is no YAML.
+        ConfigErrors: The configuration has mistakes; each is listed with its position.
+        ConfigError: The file cannot be read, or is not YAML.
     """
     path = None if isinstance(source, Mapping) else source
     if isinstance(source, Mapping):
@@ -152,12 +152,12 @@ def read_experiment(
     where = f"{os.fspath(path)}: " if path is not None else ""
     if reader.ignored:
         warnings.warn(
-            f"{where}keys that mean nothing here are ignored: {', '.join(reader.ignored)}", UserWarning, stacklevel=2
+            f"{where}keys without an effect here are ignored: {', '.join(reader.ignored)}", UserWarning, stacklevel=2
         )
     if kind == "trial" and _ends_none_early(found):
         warnings.warn(
-            f"{where}min_validation_period: not given, so that trials of {found.entrypoint[0]} validate at their end "
-            f"only, and the searcher {found.searcher.name} ends none of them early",
+            f"{where}min_validation_period: missing, so trials of {found.entrypoint[0]} validate only at their end, "
+            f"and the searcher {found.searcher.name} stops none of them early",
             UserWarning,
             stacklevel=2,
         )
@@ -165,7 +165,7 @@ def read_experiment(
 
 
 def _ends_none_early(config: ExperimentConfig) -> bool:
-    """Whether a searcher that ends trials early gets no validation before their end."""
+    """Whether a searcher that stops trials early gets no validation before their end."""
     compares_at_times = "max_time" in config.searcher.options
     return is_trial_class(config.entrypoint) and compares_at_times and not config.min_validation_period.value
 
@@ -204,7 +204,7 @@ def _text_or_mapping(value: Any) -> Any:
 
 
 def _below(value: Any) -> str:
-    """Accept a folder inside of another."""
+    """Accept a relative folder inside of another folder."""
     if Path(text(value)).is_absolute() or ".." in Path(value).parts:
         raise Refused("expected a folder inside of host_path")
     return str(value)
@@ -303,11 +303,11 @@ _IGNORED: dict[str, tuple[str, ...]] = {
         *("propagation", "secret_key", "tensorboard_path"),
     ),
 }
-"""What Determined knows and we do not need, by section."""
+"""Keys of Determined that have no effect here, by section."""
 
 
 class _Reader:
-    """Reads one configuration, and notes all that is wrong with it."""
+    """Reads one configuration, and collects its mistakes."""
 
     def __init__(self, config: Mapping[str, Any], problems: Problems, kind: str, folder: Path | None) -> None:
         self.ignored: list[str] = []
@@ -317,7 +317,7 @@ class _Reader:
         self._folder = folder
 
     def read(self, default_name: str) -> ExperimentConfig:
-        """Return what the configuration means, as far as it means anything."""
+        """Return the configuration; invalid values are replaced by defaults."""
         keys = _JOB_KEYS if self._is_job else _TRIAL_KEYS
         top = self._section((), self._config, keys, tuple(_TRIAL_KEYS) if self._is_job else ())
         if not self._is_job and "searcher" not in top:
@@ -364,7 +364,7 @@ class _Reader:
         if is_trial_class(words):
             self._check_trial_class((names[0],), words[0])
         elif top.get("scheduling_unit") is not None:
-            # A script passes its reporting period to `fit`.
+            # A script passes its reporting period to `fit` itself.
             self.ignored.insert(0, "scheduling_unit")
         return words
 
@@ -378,7 +378,7 @@ class _Reader:
         try:
             has_length = trial_length(self._config) is not None
         except ConfigError:
-            # The reader of the searcher has named the mistake.
+            # The reader of the searcher has reported the mistake.
             return
         if not has_length:
             self._problems.add(
@@ -415,7 +415,7 @@ class _Reader:
         kind = given.get("type", "shared_fs")
         places = _STORAGES.get(kind, {}) if isinstance(kind, str) else {}
         if "type" not in given and not given.keys() & places.keys():
-            # Only what stays is said: the folder is the store's own.
+            # The section only says which checkpoints are kept: the folder is the store's own.
             places = {name: Key(key.check, None) for name, key in places.items()}
         elsewhere = {name for keys in _STORAGES.values() for name in keys} if not places else {"container_path"}
         known = {"type": Key(one_of(*_STORAGES), "shared_fs"), **_RETENTION, **places}
@@ -433,7 +433,7 @@ class _Reader:
         return StorageConfig(url=f"{_SCHEMES[kind]}://{'/'.join(filter(None, parts))}", **kept)
 
     def _raw(self, name: str, units: Mapping[str, TrainUnit | None], within: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration as trials read it: with values in one form, and nothing that is null."""
+        """Return the configuration that trials read: with values in one form, and without null values."""
         raw = {key: copy.deepcopy(value) for key, value in self._config.items() if value is not None}
         for section in raw.keys() & {*within, "searcher"}:
             if isinstance(raw[section], dict):
@@ -453,4 +453,4 @@ _PLAIN = (
     *("description", "labels", "project", "workspace", "max_restarts", *_PERIODS),
     *("checkpoint_policy", "perform_initial_validation", "data"),
 )
-"""The keys whose values are fields as they are."""
+"""The keys whose values are used unchanged as fields."""

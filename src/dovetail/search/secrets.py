@@ -1,4 +1,4 @@
-"""Secrets of a configuration, which are masked in logs, reports and databases."""
+"""Masking of secrets in logs, reports and databases."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from urllib.parse import unquote
 
 HIDDEN = "***"
-"""What stands in the place of a secret."""
+"""The replacement of a secret."""
 
 _STORAGE = ("access_key", "account_url", "connection_string", "credential", "secret_key")
 
 
 def masked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without its secrets: the values of environment variables, and what opens its storage.
+    """Return a configuration without its secrets: values of environment variables, and credentials of its storage.
 
     Example:
         >>> masked({"environment": {"environment_variables": {"TOKEN": "abc"}}, "checkpoint_storage": "s3://a:b@c/d"})
@@ -39,21 +39,21 @@ def masked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def masked_url(url: str) -> str:
-    """Return a URL without user and password, and without what a query may say about them.
+    """Return a URL without user and password, and without query values that may be secret.
 
     Example:
         >>> masked_url("s3://key:secret@bucket/runs?token=abc"), masked_url("s3://bucket/runs")
         ('s3://***@bucket/runs?***', 's3://bucket/runs')
     """
-    # An @ behind a query belongs to what it says, or all before it to a password.
+    # If an @ follows a query, it is part of the query, or everything before it is a password.
     url = re.sub(r"(?<=://).*\?.*=.*@.*", HIDDEN, url)
-    # A password may have signs that should have been quoted, such as the slashes in keys of AWS.
+    # A password may have characters that should have been quoted, such as the slashes in keys of AWS.
     url = re.sub(r"(?<=://)(?:[^/?#:@]*:.*|[^/?#]*)@", f"{HIDDEN}@", url)
     return re.sub(r"(?<=\?).+", HIDDEN, url) if "://" in url else url
 
 
 def without_secrets(text: str, url: str) -> str:
-    """Return a message without what a URL says of passwords, and without parts of it.
+    """Return a message without the passwords of a URL, and without parts of them.
 
     Example:
         >>> without_secrets("no host 'ret@db'", "postgresql://me:sec/ret@db/lab")

@@ -1,4 +1,4 @@
-"""A copy of the code that trials run, taken once: what is edited afterwards is for the next experiment."""
+"""Copy of the code that trials run, taken once: later changes of the code affect only later experiments."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from pathlib import Path
 from dovetail.errors import ConfigError
 
 IGNORE_FILES = (".detignore", ".dovetailignore")
-"""Files at the top of the folder that say what to leave out, one pattern a line, as `.gitignore` does."""
+"""Files at the top of the folder with patterns of files to leave out, one per line, like `.gitignore`."""
 
 MAX_BYTES = 95 << 20
-"""More than this is data, not code."""
+"""The largest size of a code folder in bytes; larger ones contain data."""
 
 _NEVER = {".git", ".dovetail", "__pycache__"}
 
 
 def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), max_bytes: int = MAX_BYTES) -> int:
-    """Copy a folder of code to a new folder, and return how many bytes that were.
+    """Copy a folder of code to a new folder, and return its size in bytes.
 
-    The copy is without the paths in `leave_out`, what `.detignore` and `.dovetailignore` list, `.git`, `.dovetail`,
-    `__pycache__`, checkpoints, and anything that is neither a file nor a folder. Links stay links, to where they lead
-    now.
+    The copy does not contain the paths in `leave_out`, files that `.detignore` and `.dovetailignore` list, `.git`,
+    `.dovetail`, `__pycache__`, checkpoints, and special files. Links are copied as links with absolute targets.
 
     Raises:
-        ConfigError: There is no such folder, or too much is in it.
+        ConfigError: There is no such folder, or it is too large.
     """
     if not source.is_dir():
         what = "is not a folder" if source.exists() else "does not exist"
@@ -42,7 +41,7 @@ def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), ma
     if total > max_bytes:
         largest = max(entries, key=lambda entry: entry.size)
         raise ConfigError(
-            f"context directory {str(source)!r} holds {_megabytes(total)}; at most {_megabytes(max_bytes)} can "
+            f"context directory {str(source)!r} has {_megabytes(total)}; at most {_megabytes(max_bytes)} can "
             f"be copied for an experiment; the largest is {str(largest.name)!r} with {_megabytes(largest.size)}: list "
             f"what trials do not need in {' or '.join(IGNORE_FILES)}, and give data by their path"
         )
@@ -61,7 +60,7 @@ def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), ma
 
 @dataclass(frozen=True)
 class IgnoreRules:
-    """Patterns as `.gitignore` has them: the last one that matches decides, and `!` reverses it.
+    """Patterns like in `.gitignore`: the last matching pattern decides, and `!` negates it.
 
     Example:
         >>> rules = IgnoreRules.parse(["*.ckpt", "/data/", "!small.ckpt"])
@@ -75,7 +74,7 @@ class IgnoreRules:
 
     @classmethod
     def of(cls, folder: Path) -> IgnoreRules:
-        """Return the rules that a folder has."""
+        """Return the rules of a folder."""
         lines: list[str] = []
         for name in IGNORE_FILES:
             with suppress(FileNotFoundError):
@@ -84,11 +83,11 @@ class IgnoreRules:
 
     @classmethod
     def parse(cls, lines: Iterable[str]) -> IgnoreRules:
-        """Return the rules that lines of text say; empty ones and those with `#` say nothing."""
+        """Return the rules in lines of text; empty lines and lines with `#` are ignored."""
         return cls([_pattern(line) for line in lines if line.strip().strip("/!") and not line.startswith("#")])
 
     def ignores(self, name: str, is_folder: bool = False) -> bool:
-        """Whether to leave out a file or folder, by its path with `/` inside of the whole."""
+        """Whether to leave out a file or folder, given by its path relative to the top, with `/`."""
         for pattern in reversed(self.patterns):
             if (is_folder or not pattern.only_folders) and pattern.regex.fullmatch(name):
                 return not pattern.takes_back
@@ -103,18 +102,18 @@ class _Pattern:
 
 
 def _pattern(line: str) -> _Pattern:
-    # Blanks at the end count only after a backslash.
+    # Spaces at the end count only after a backslash.
     text = re.sub(r"(?<!\\)\s+$", "", line)
     takes_back = text.startswith("!")
     text = text[takes_back:]
     only_folders = text.endswith("/")
     text = text.rstrip("/")
-    # A slash at the beginning or in the middle ties a pattern to the top; others may match at any depth.
+    # A slash at the start or in the middle anchors a pattern at the top; others may match at any depth.
     anywhere = "" if "/" in text else "(?:.*/)?"
     try:
         regex = re.compile(anywhere + _translated(text.lstrip("/")), re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"the pattern {line!r} of {' or '.join(IGNORE_FILES)} cannot be meant: {error}") from error
+        raise ConfigError(f"the pattern {line!r} of {' or '.join(IGNORE_FILES)} is invalid: {error}") from error
     return _Pattern(regex, only_folders, takes_back)
 
 

@@ -1,4 +1,4 @@
-"""The hyperparameters of an experiment: constants, and ranges to search."""
+"""Search space of an experiment: constant hyperparameters, and ranges to search."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 MAX_GRID = 100_000
-"""More trials than anybody wants; a grid is made as a whole."""
+"""The largest size of a grid, which is built as a whole."""
 
 
 class Space:
     """The hyperparameters of an experiment.
 
     A hyperparameter is a bare value, a mapping with a `type` (`const`, `int`, `double`, `log`, `categorical`), or a
-    mapping of further ones. What is searched has a flat, dotted name: that of the parameter in the study.
+    mapping of further ones. Every searched hyperparameter has a flat, dotted name, which is also its name in the study.
 
     Args:
         hyperparameters: The section of the configuration.
-        problems: Where mistakes are noted, by the keys in the section, in place of an error.
+        problems: A list to which mistakes are appended, with their keys in the section; None means to raise them.
 
     Attributes:
         parameters: The searched hyperparameters by dotted name, in the order of the file.
 
     Raises:
-        ConfigErrors: All that is wrong.
+        ConfigErrors: The section has mistakes; the message lists all of them.
 
     Example:
         >>> space = Space({"lr": {"type": "log", "minval": -3, "maxval": -1, "count": 3}, "net": {"width": 64}})
@@ -58,11 +58,11 @@ class Space:
             found.raise_any()
 
     def sample(self, generator: random.Random) -> dict[str, Any]:
-        """Return flat parameters, each drawn from its range."""
+        """Return one random value per parameter, by flat names."""
         return {name: parameter.at(generator.random()) for name, parameter in self.parameters.items()}
 
     def grid(self) -> list[dict[str, Any]]:
-        """Return the flat parameters of all points; the last in the file changes fastest.
+        """Return the flat parameters of all points; the last parameter in the file changes fastest.
 
         Raises:
             ConfigErrors: A range has no `count`, or there are too many points.
@@ -74,7 +74,7 @@ class Space:
         return [dict(zip(self.parameters, point, strict=True)) for point in itertools.product(*axes)]
 
     def grid_problems(self) -> Iterator[Problem]:
-        """Say why there is no grid, if there is none, by the keys from the top of the configuration."""
+        """Yield the reasons why there is no grid, with keys from the top of the configuration."""
         size = 1
         for parameter in self.parameters.values():
             if parameter.count is None:
@@ -88,11 +88,11 @@ class Space:
             yield Problem(("hyperparameters",), f"expected a grid of at most {MAX_GRID} points, got {size:,}")
 
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Return the ranges as Optuna has them, by flat name."""
+        """Return the ranges as Optuna's distributions, by flat name."""
         return {name: parameter.distribution() for name, parameter in self.parameters.items()}
 
     def hparams(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a trial gets for flat parameters: nested as in the file, with the constants.
+        """Return the hyperparameters of a trial for flat parameters: nested as in the file, with the constants.
 
         Raises:
             ConfigError: The names differ from the names in this space.
@@ -138,8 +138,8 @@ class Parameter(ABC):
     """A range to search.
 
     Attributes:
-        keys: The way to it from the top of the hyperparameters.
-        count: How many values of it a grid tries; None where the file does not say.
+        keys: The keys that lead to it from the top of the hyperparameters.
+        count: How many of its values a grid tries; None if the file does not set it.
     """
 
     keys: tuple[str, ...]
@@ -155,26 +155,26 @@ class Parameter(ABC):
 
     @abstractmethod
     def at(self, place: float) -> Any:
-        """Return the value at a place from 0 to 1; a uniform place gives a random value."""
+        """Return the value at a position from 0 to 1; a uniform position gives a random value."""
 
     @abstractmethod
     def place(self, value: Any) -> float:
-        """Return the place of a value, from 0 to 1."""
+        """Return the position of a value, from 0 to 1."""
 
     @abstractmethod
     def grid(self) -> list[Any]:
-        """Return the values that a grid tries."""
+        """Return the values of a grid."""
 
     @abstractmethod
     def distribution(self) -> BaseDistribution:
-        """Return the range as Optuna has it."""
+        """Return the range as Optuna's distribution."""
 
     @abstractmethod
     def scaled(self, value: Any, factor: float) -> Any:
-        """Return a value times a factor, within the range; another kind of value as it is."""
+        """Return a value times a factor, within the range; values that are not numbers are unchanged."""
 
     def given(self, value: Any) -> Any:
-        """Return what a trial gets for the flat value."""
+        """Return the value that a trial gets for a flat value."""
         return value
 
 
@@ -193,7 +193,7 @@ class Integer(Parameter):
     kind = "int"
 
     def at(self, place: float) -> int:
-        """Return the value at a place; every value has the same share of them."""
+        """Return the value at a position; every value has the same share."""
         size = self.maxval - self.minval + 1
         return self.minval + min(int(place * size), size - 1)
 
@@ -205,14 +205,14 @@ class Integer(Parameter):
         span, count = self.maxval - self.minval, self.count or 0
         if count == 1:
             return [self.minval + (span + 1) // 2]
-        # Rounded in whole numbers: large ones would not be exact as floats.
+        # Integer arithmetic, because large numbers are not exact as floats.
         return [self.minval + (2 * index * span + count - 1) // (2 * (count - 1)) for index in range(count)]
 
     def distribution(self) -> BaseDistribution:
         return _distribution("IntDistribution", self.minval, self.maxval)
 
     def scaled(self, value: int, factor: float) -> int:
-        """Return the value times a factor, at least 1 further on."""
+        """Return the value times a factor, changed by at least 1."""
         moved = round(value * factor)
         if moved == value and factor != 1:
             moved += 1 if factor > 1 else -1
@@ -228,7 +228,7 @@ class _Continuous(Parameter):
         """The smallest and the largest value."""
 
     def grid(self) -> list[float]:
-        """Return values at evenly spaced places; the middle one if `count` is 1."""
+        """Return values at evenly spaced positions; the middle one if `count` is 1."""
         count = self.count or 0
         return [self.at(0.5 if count == 1 else index / (count - 1)) for index in range(count)]
 
@@ -302,7 +302,7 @@ class Log(_Continuous):
 
 @dataclass(frozen=True)
 class Categorical(Parameter):
-    """Some values. One that is a list or a mapping has its JSON as flat value: a study holds plain values only.
+    """A list of values. The flat value of a list or mapping is its JSON, because a study stores plain values only.
 
     Example:
         >>> layers = Categorical(("layers",), 2, {"[64]": [64], "[64, 32]": [64, 32]})
@@ -316,7 +316,7 @@ class Categorical(Parameter):
     is_numeric = False
 
     def at(self, place: float) -> Any:
-        """Return the choice at a place; all have the same share."""
+        """Return the choice at a position; all choices have the same share."""
         choices = list(self.choices)
         return choices[min(int(place * len(choices)), len(choices) - 1)]
 
@@ -330,11 +330,11 @@ class Categorical(Parameter):
         return _distribution("CategoricalDistribution", tuple(self.choices))
 
     def scaled(self, value: Any, factor: float) -> Any:
-        """Return the choice: it has no size."""
+        """Return the choice unchanged."""
         return value
 
     def given(self, value: Any) -> Any:
-        """Return the choice as the file has it."""
+        """Return the choice as the file contains it."""
         return copy.deepcopy(self.choices[value])
 
 
@@ -342,7 +342,7 @@ class Categorical(Parameter):
 
 
 def _exponents(base: float) -> Any:
-    """Accept exponents whose power is a number above zero."""
+    """Return a check that accepts exponents whose power is a positive float."""
 
     def check(value: Any) -> float:
         exponent: float = number()(value)
@@ -431,7 +431,7 @@ def _leaf(value: Mapping[str, Any], keys: tuple[str, ...], problems: list[Proble
 
 
 def _looks_typed(value: Mapping[str, Any]) -> Iterator[Problem]:
-    """Say what is wrong with a mapping that is a range but for its `type`."""
+    """Yield what is wrong with a mapping that looks like a range without a `type`."""
     for name, part in value.items():
         if isinstance(part, str) and part in _KINDS and difflib.get_close_matches(name.lower(), ["type"], cutoff=0.5):
             yield Problem((name,), f"unknown key: did you mean 'type'? (known: type, {', '.join(_KINDS[part](value))})")

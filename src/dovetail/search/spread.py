@@ -2,9 +2,9 @@
 
     python -m dovetail.search.spread SLOTS RESOURCE COMMAND…
 
-This is what a keeper runs in place of `dovetail.launch`: it lets Ray Train find a place for every process and say which
-one it is, and starts the same command everywhere, with the variables of `torchrun`. They are processes, no functions of
-Ray's workers: they have a main thread that receives signals, as everywhere else.
+A keeper runs this instead of `dovetail.launch`. Ray Train places every process on a node and assigns its rank, and this
+module starts the same command everywhere, with the variables of `torchrun`. The command runs in a separate process, not
+inside of Ray's worker, so that it has a main thread which receives signals.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAUNCHER = ["-m", "dovetail.launch", "--slots"]
 
 
 def spread(command: Sequence[str], slots: int, resource: str) -> list[str]:
-    """Return the command that runs the processes of a trial on several nodes, in place of those on one.
+    """Return the command that runs the processes of a trial on several nodes instead of one.
 
     Raises:
         ConfigError: The command is not one of `dovetail.launch`.
@@ -52,13 +52,13 @@ def spread(command: Sequence[str], slots: int, resource: str) -> list[str]:
             f"'python3 train.py' can be spread over several, got {' '.join(words)!r}"
         )
     at = _place_of_launcher(words)
-    # Each process is what the launcher would be with one slot.
+    # Each process gets the command of a launcher with one slot.
     single = [*words[:at], "-m", "dovetail.launch", *words[at + 4 :]]
     return [words[0], "-u", "-m", "dovetail.search.spread", str(slots), resource, *single]
 
 
 def is_spreadable(command: Sequence[str]) -> bool:
-    """Whether `spread` can do something with a command.
+    """Whether `spread` supports a command.
 
     Example:
         >>> is_spreadable(["python3", "-m", "dovetail.launch", "--slots", "2", "train.py"]), is_spreadable(["torchrun"])
@@ -68,14 +68,14 @@ def is_spreadable(command: Sequence[str]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command in so many processes of one group, each with one resource; the exit code is 1 if one fails."""
+    """Run a command in several processes of one group, each with one resource; the exit code is 1 if one fails."""
     slots, resource, *command = arguments
     attempt = Attempt(Path(os.environ[ATTEMPT]))
-    # The processes see for themselves that they were asked to leave; this one is the last to go.
+    # The processes receive the exit request themselves; this process must exit last.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     ray = connect("auto")
     train, data_parallel = require("ray.train", "ray"), require("ray.train.v2.api.data_parallel_trainer", "ray")
-    # The processes get the environment of the keeper; these settings are for Ray Train alone.
+    # The processes get the environment of the keeper; the settings are for Ray Train alone.
     work = {"command": list(command), "env": dict(os.environ), "cwd": os.getcwd(), "attempt": str(attempt.folder)}
     trainer = data_parallel.DataParallelTrainer(
         _run_rank,
@@ -103,7 +103,7 @@ def _place_of_launcher(command: Sequence[str]) -> int:
 
 
 def _run_rank(work: Mapping[str, Any]) -> None:
-    """Run one process of a group on this node, to its end."""
+    """Run one process of a group on this node, until it ends."""
     from ray import train
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -120,7 +120,7 @@ def _run_rank(work: Mapping[str, Any]) -> None:
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
     }
-    # The node's own: which cards there are, where the sockets of its Ray are.
+    # The variables of this node: its graphics cards, and the sockets of its Ray.
     own = {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "RAY_"))}
     env = {**work["env"], **own, **{name: str(value) for name, value in place.items()}}
     if host.startswith("127."):
@@ -129,7 +129,7 @@ def _run_rank(work: Mapping[str, Any]) -> None:
         process = subprocess.Popen(  # noqa: S603 - the user's own command
             work["command"], cwd=work["cwd"], env=env, stdout=log, stderr=log, start_new_session=True
         )
-    # Otherwise its remaining processes would wait for the others of the group.
+    # Otherwise its remaining processes would wait for the other processes of the group.
     guard = guarded(attempt, process.pid)
     was_asked = False
     while (code := process.poll()) is None:
@@ -149,7 +149,7 @@ def _meeting_point() -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    # Under its own name: nodes import the function that Ray Train calls there.
+    # Import it by its module name, because nodes import the function that Ray Train calls there.
     from dovetail.search.spread import main as imported
 
     raise SystemExit(imported(sys.argv[1:]))

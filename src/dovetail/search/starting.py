@@ -17,7 +17,7 @@ from dovetail.search.store import HOME
 
 
 def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
-    """Return the command of a trial: this Python for `python`, and a launcher for a trial class or several slots.
+    """Return the command of a trial: `python` is replaced by this Python, and a launcher is added if it is needed.
 
     Example:
         >>> command_of(["python3", "-u", "train.py"], slots=2)[1:]
@@ -35,7 +35,7 @@ def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
         return rest
     options = python[1:]
     if rest[:2] == ["-m", TORCH_LAUNCHER]:
-        # One process has the variables of a group as well: scripts for that launcher read them.
+        # Set the variables of a group also for one process, because scripts for that launcher read them.
         return [sys.executable, *options, *launcher, *(["--group"] if slots == 1 else []), *rest[2:]]
     launches = rest[:1] in (["-c"], ["-"]) or rest[:2] in (["-m", "dovetail.launch"], ["-m", "torch.distributed.run"])
     return [sys.executable, *options, *(launcher if slots > 1 and rest and not launches else []), *rest]
@@ -43,20 +43,20 @@ def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
 
 def variables_of(config: ExperimentConfig, home: Path, info: Path) -> dict[str, str]:
     """Return the environment variables of a trial or a job, in addition to this process's own."""
-    # Lines of a process that is killed are in its log.
+    # Unbuffered, so that the log contains all lines of a killed process.
     return {"PYTHONUNBUFFERED": "1", **config.environment, VARIABLE: str(info), HOME: str(home)}
 
 
 def trial_seed(seed: int, number: int) -> int:
-    """Return the seed of a trial, which depends on the experiment's seed and the number of the trial only."""
+    """Return the seed of a trial, which depends only on the experiment's seed and the trial's number."""
     return derive_seed(seed, number, rule="trial")
 
 
 def backend_for(config: ExperimentConfig, concurrent: int) -> Backend:
-    """Return the backend that a configuration names, for at most so many trials at the same time.
+    """Return the backend of a configuration, for at most `concurrent` trials at the same time.
 
     Raises:
-        ConfigError: The configuration copies checkpoints to a URL and names no cluster.
+        ConfigError: The configuration copies checkpoints to a URL without a cluster.
     """
     if config.cluster is None:
         if config.checkpoint_storage.url is not None:

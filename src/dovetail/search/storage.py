@@ -1,7 +1,7 @@
-"""Copies of checkpoints in a place that fsspec knows: a bucket, another file system, a server.
+"""Copies of checkpoints in a storage that fsspec supports: a bucket, another file system, a server.
 
-A checkpoint is stored as the folder `<name>-<digest>`, and then marked by the file `<name>-<digest>.json`: what has no
-mark is not there. No name is ever used for two contents, so nothing that is read is being written.
+A checkpoint is stored as the folder `<name>-<digest>`, and then marked as complete by the file `<name>-<digest>.json`.
+Folders without a mark are ignored. A name is never used for two contents, so no file is read while it is written.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _STORED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.\-]{0,127})-[0-9a-f]{16}"
 
 
 def push(folder: Path, url: str) -> list[str]:
-    """Copy the new checkpoints of a trial to its own URL, remove what the trial has removed, and return the new names.
+    """Copy new checkpoints of a trial to its URL, remove copies of those that it has removed, and return the new names.
 
-    A folder without checkpoints changes nothing: they may have been lost.
+    A folder without checkpoints changes nothing, because they may have been lost.
     """
     files, root = opened(url)
     stored = _marks(files, root)
     sent, kept = [], set()
     for checkpoint in checkpoints_of(folder):
-        # The trial may be removing it.
+        # The trial may remove it at the same time.
         with suppress(FileNotFoundError):
             digest = sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()[:16]
             name = f"{checkpoint.path.name}-{digest}"
@@ -49,7 +49,7 @@ def push(folder: Path, url: str) -> list[str]:
 
 
 def pull(url: str, folder: Path) -> Path | None:
-    """Fetch the intact checkpoints that `push` has stored and the folder lacks; return the newest of all, or None."""
+    """Fetch the intact checkpoints of `push` that the folder lacks, and return the newest of all, or None."""
     files, root = opened(url)
     newest = None
     for stored, _ in sorted(_marks(files, root).items(), key=lambda mark: mark[1]):
@@ -68,18 +68,18 @@ def pull(url: str, folder: Path) -> Path | None:
 
 
 def opened(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it.
+    """Return the fsspec file system of a URL, and the path in it.
 
     Raises:
-        MissingExtraError: The package for such a place is not installed.
-        UnknownNameError: There is no such kind of place.
+        MissingExtraError: The package for this kind of storage is not installed.
+        UnknownNameError: The kind of storage is unknown.
     """
     fsspec = require("fsspec", "ray")
     scheme = url.partition("://")[0]
     try:
         files, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        # fsspec says which package it is.
+        # fsspec's message names the package.
         raise MissingExtraError(f"checkpoint_storage: {scheme}:// cannot be used: {error}") from error
     except ValueError as error:
         raise UnknownNameError("kind of checkpoint_storage", scheme, fsspec.available_protocols()) from error
@@ -88,7 +88,7 @@ def opened(url: str) -> tuple[Any, str]:
 
 
 def _marks(files: Any, root: str) -> dict[str, int]:
-    """Return the names of what is stored, and in which order it was."""
+    """Return the names of complete copies, and the order in which they were stored."""
     found = {}
     with suppress(FileNotFoundError):
         for path in files.ls(root, detail=False):
@@ -100,7 +100,7 @@ def _marks(files: Any, root: str) -> dict[str, int]:
 
 
 def _send(files: Any, checkpoint: Path, place: str) -> None:
-    # The files of a writer that died before its mark.
+    # Files of a writer that was killed before it wrote the mark.
     if files.exists(place):
         files.rm(place, recursive=True)
     for path in sorted(checkpoint.rglob("*")):
@@ -114,6 +114,6 @@ def _fetch(files: Any, place: str, target: Path) -> None:
     for path in files.find(place):
         inner = PurePosixPath(path).relative_to(place)
         if ".." in inner.parts:
-            raise CheckpointError(f"{place}: a file of a checkpoint cannot be called {str(inner)!r}")
+            raise CheckpointError(f"{place}: {str(inner)!r} is not a valid name for a file of a checkpoint")
         (target / inner).parent.mkdir(parents=True, exist_ok=True)
         files.get_file(path, str(target / inner))

@@ -1,7 +1,7 @@
 """Store of experiments: an Optuna study for each, and a folder for its files.
 
-A study has the configuration, trials, hyperparameters, metrics and states. Every tool for Optuna can open it. The
-folder `.dovetail` has
+A study contains the configuration, trials, hyperparameters, metrics and states. Every tool for Optuna can open it. The
+folder `.dovetail` contains
 
     store.db                          the studies, unless they are on a server
     experiments/<id>/                 config.yaml, config.json, code, runner.log, lock, wish
@@ -53,19 +53,19 @@ if TYPE_CHECKING:
     from dovetail.search.schema import ExperimentConfig
 
 HOME = "DOVETAIL_HOME"
-"""The environment variable that names the folder of experiments."""
+"""The environment variable with the folder of experiments."""
 
 STORE = "DOVETAIL_STORE"
 """The environment variable with the URL of a database server, if there is one."""
 
-WISHES = ("pause", "cancel", "kill")
-"""Requests for an experiment that runs."""
+REQUESTS = ("pause", "cancel", "kill")
+"""Requests for a running experiment."""
 
 # PostgreSQL counts rows with 32 bits.
 _LARGEST_NUMBER = 2**31 - 1
 _RECORD = "dovetail"
-# The fields of a trial that Optuna has no place for.
-_TOLD = ("experiment_id", "hparams", "source", "state", "restarts", "reason", "steps", "progress", "status")
+# The fields of a trial that Optuna cannot store itself.
+_STORED_FIELDS = ("experiment_id", "hparams", "source", "state", "restarts", "reason", "steps", "progress", "status")
 _STATE = "state"
 _WARNINGS = "warnings"
 _FIRST_METRIC = "first_metric"
@@ -79,12 +79,12 @@ def home_directory(given: str | os.PathLike[str] | None = None) -> Path:
 
 @dataclass(eq=False, repr=False)
 class Store:
-    """Experiments, their trials, and jobs. Made by `Store.open`.
+    """The store of experiments, their trials, and jobs. Use `Store.open` to create it.
 
     Attributes:
         home: The folder of all files.
-        url: The database, as SQLAlchemy names it; it may have a password in it.
-        storage: Optuna's view of it.
+        url: The URL of the database, for SQLAlchemy; it may contain a password.
+        storage: Optuna's storage object.
 
     Example:
         >>> import tempfile
@@ -99,7 +99,7 @@ class Store:
 
     @classmethod
     def open(cls, home: str | os.PathLike[str] | None = None, url: str | None = None) -> Store:
-        """Open the store, and make it if it is not there.
+        """Open the store; create it if it does not exist.
 
         Args:
             home: The folder of experiments; see `home_directory`.
@@ -108,7 +108,7 @@ class Store:
 
         Raises:
             MissingExtraError: Optuna, or the driver of the server, is not installed.
-            ExperimentError: The server does not answer.
+            ExperimentError: The server does not respond.
         """
         require("optuna", "search")
         folder = home_directory(home)
@@ -118,10 +118,10 @@ class Store:
             return cls(folder, address, open_server(address))
         return cls(folder, file_url(folder), open_file(folder))
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ reading
 
     def experiments(self) -> list[ExperimentRecord]:
-        """Return all experiments, the oldest first."""
+        """Return all experiments, oldest first."""
         studies = self.storage.get_all_studies()
         found = [(study._study_id, study.user_attrs) for study in studies if _RECORD in study.user_attrs]
         return [self._experiment(number, attributes) for number, attributes in sorted(found)]
@@ -130,7 +130,7 @@ class Store:
         """Return an experiment.
 
         Raises:
-            ExperimentError: There is none of that number.
+            ExperimentError: There is no experiment with this number.
         """
         attributes: Mapping[str, Any] = {}
         if _is_possible(experiment_id):
@@ -144,7 +144,7 @@ class Store:
         """Return a trial.
 
         Raises:
-            ExperimentError: There is none of that number.
+            ExperimentError: There is no trial with this number.
         """
         if _is_possible(trial_id):
             with suppress(KeyError):
@@ -155,38 +155,38 @@ class Store:
         raise _no_such("trial", trial_id, [trial.id for each in self.experiments() for trial in each.trials])
 
     def jobs(self) -> list[JobRecord]:
-        """Return all jobs, the oldest first."""
+        """Return all jobs, oldest first."""
         return [self.job(number) for number in self._job_numbers()]
 
     def job(self, job_id: int) -> JobRecord:
         """Return a job.
 
         Raises:
-            ExperimentError: There is none of that number.
+            ExperimentError: There is no job with this number.
         """
         folder = self.home / "jobs" / str(job_id)
         if not _is_possible(job_id) or not (folder / "job.json").exists():
             raise _no_such("job", job_id, self._job_numbers())
-        told = json.loads((folder / "job.json").read_text())
-        attempt, started = Attempt.of(folder, 0), datetime.fromisoformat(told["started"])
+        stored = json.loads((folder / "job.json").read_text())
+        attempt, started = Attempt.of(folder, 0), datetime.fromisoformat(stored["started"])
         code = attempt.exit_code
-        # `run_job` waits for it, or did so and was killed.
+        # The job runs if `run_job` waits for it, or if `run_job` was killed and the process still runs.
         if code is None and (is_taken(folder / "lock") or is_at_work(attempt)):
-            return JobRecord(job_id, told["name"], "RUNNING", folder, started=started)
-        # It may have ended between the two looks.
+            return JobRecord(job_id, stored["name"], "RUNNING", folder, started=started)
+        # It may have ended between the two checks.
         code = attempt.exit_code
-        if code is None and told.get("is_on_cluster") and not told.get("is_over"):
-            return JobRecord(job_id, told["name"], "UNKNOWN", folder, started=started)
+        if code is None and stored.get("is_on_cluster") and not stored.get("is_over"):
+            return JobRecord(job_id, stored["name"], "UNKNOWN", folder, started=started)
         ended = None
         if code is not None:
             ended = datetime.fromtimestamp((attempt.folder / "exit").stat().st_mtime, timezone.utc)
         state: Literal["COMPLETED", "CANCELED", "ERROR"] = "COMPLETED" if code == 0 else "ERROR"
         if code != 0 and attempt.asked is not None:
             state = "CANCELED"
-        return JobRecord(job_id, told["name"], state, folder, code, started, ended)
+        return JobRecord(job_id, stored["name"], state, folder, code, started, ended)
 
     def config(self, experiment_id: int) -> dict[str, Any]:
-        """Return the configuration of an experiment with its secrets, which a record does not have.
+        """Return the configuration of an experiment with its secrets, which a record does not contain.
 
         Raises:
             ExperimentError: Its file cannot be read.
@@ -197,7 +197,7 @@ class Store:
         except (OSError, ValueError) as error:
             raise ExperimentError(f"experiment {experiment_id}: {path} cannot be read: {error}") from error
 
-    # ------------------------------------------------------------------ changing it
+    # ------------------------------------------------------------------ writing
 
     def create_experiment(
         self, config: ExperimentConfig, text: str, context_dir: str | os.PathLike[str] = "."
@@ -222,7 +222,7 @@ class Store:
             (unfinished / "trials").mkdir()
             number = self.new_study(config.name, config.searcher.smaller_is_better)
             directory = experiments / str(number)
-            # Numbers are given again in a database whose last experiment was deleted.
+            # If the last experiment of a database was deleted, its number is used again.
             shutil.rmtree(directory, ignore_errors=True)
             unfinished.rename(directory)
         except BaseException:
@@ -235,15 +235,15 @@ class Store:
             "trials": str(directory / "trials" if elsewhere is None else elsewhere / _folder_name(number, directory)),
             "created": _now(),
         }
-        # Only from here on the experiment is listed.
+        # The experiment is listed only from here on.
         self.storage.set_study_user_attr(number, _RECORD, record)
         return self.experiment(number)
 
     def delete(self, experiment_id: int) -> None:
-        """Remove an experiment with all its files, checkpoints included.
+        """Delete an experiment with all its files and checkpoints.
 
         Raises:
-            ExperimentError: It is running, or the store names folders that are not its own.
+            ExperimentError: It is running, or the store refers to folders outside of it.
         """
         record = self.experiment(experiment_id)
         if record.is_running or record.state == "ACTIVE":
@@ -259,34 +259,34 @@ class Store:
         self.storage.set_study_user_attr(experiment_id, _STATE, value)
 
     def set_warnings(self, experiment_id: int, warnings: Sequence[str]) -> None:
-        """Replace the warnings about an experiment that commands and reports show."""
+        """Replace the warnings of an experiment, which commands and reports show."""
         self.storage.set_study_user_attr(experiment_id, _WARNINGS, list(warnings))
 
     def set_first_metric(self, experiment_id: int, name: str) -> None:
-        """Store the metric that trials are compared by, for an experiment whose configuration names none."""
+        """Store the metric that compares trials, for an experiment whose configuration has none."""
         self.storage.set_study_user_attr(experiment_id, _FIRST_METRIC, name)
 
-    def wish(self, experiment_id: int, wish: str) -> None:
+    def request(self, experiment_id: int, command: str) -> None:
         """Store a request for the runner of an experiment: `pause`, `cancel` or `kill`."""
-        if wish not in WISHES:
-            raise UnknownNameError("wish", wish, WISHES)
+        if command not in REQUESTS:
+            raise UnknownNameError("request", command, REQUESTS)
         path = self.folder(experiment_id) / "wish"
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(wish)
+        unfinished.write_text(command)
         unfinished.replace(path)
 
     def running(self, experiment_id: int) -> AbstractContextManager[None]:
-        """Hold the lock of an experiment's runner for the length of a block.
+        """Hold the lock of an experiment's runner for the duration of a block.
 
         Raises:
-            ExperimentError: Another process holds it.
+            ExperimentError: Another process holds the lock.
         """
         return holding(self.folder(experiment_id) / "lock", f"experiment {experiment_id}")
 
-    # ------------------------------------------------------------------ what the runner needs
+    # ------------------------------------------------------------------ for the runner
 
     def new_study(self, name: str, smaller_is_better: bool) -> int:
-        """Add a study, and return its number; where there is one of the name already, it has a number behind it."""
+        """Add a study, and return its number; if the name is in use, a number is appended to it."""
         from optuna.exceptions import DuplicatedStudyError
         from optuna.study import StudyDirection
 
@@ -308,15 +308,15 @@ class Store:
         )
 
     def folder(self, experiment_id: int) -> Path:
-        """Return the folder of an experiment, for the caller to write into or to remove.
+        """Return the folder of an experiment, for writing or removing it.
 
         Raises:
-            ExperimentError: The store names another folder than its own. The database may have been changed by another
+            ExperimentError: The store refers to another folder. The database may have been changed by another
                 program, or it belongs to another `home`.
         """
         named = self.experiment(experiment_id).directory
         own = (self.home / "experiments").resolve() / str(experiment_id)
-        # A link in place of the folder leads out of the store as well.
+        # A link instead of the folder would lead out of the store as well.
         if named.resolve() != own:
             raise ExperimentError(
                 f"experiment {experiment_id}: the store names the folder {str(named)!r}, expected {str(own)!r}: "
@@ -326,11 +326,11 @@ class Store:
         return named
 
     def trials_directory(self, experiment_id: int) -> Path:
-        """Return where the folders of an experiment's trials are, for the caller to write into or to remove.
+        """Return the folder with the folders of an experiment's trials, for writing or removing it.
 
         Raises:
-            ExperimentError: The store names a folder that is neither in the folder of the experiment nor the one that
-                belongs to it in its `checkpoint_storage`.
+            ExperimentError: The store refers to a folder that is neither in the folder of the experiment nor the one
+                of the experiment in its `checkpoint_storage`.
         """
         folder = self.folder(experiment_id)
         named = Path(self.storage.get_study_user_attrs(experiment_id)[_RECORD]["trials"])
@@ -343,11 +343,11 @@ class Store:
         return named
 
     def memory(self, experiment_id: int) -> dict[str, Any]:
-        """Return what a runner has stored by `remember`, for itself or the next runner."""
+        """Return the value that a runner stored with `remember`."""
         return cast("dict[str, Any]", self.storage.get_study_system_attrs(experiment_id).get(_MEMORY, {}))
 
     def remember(self, experiment_id: int, memory: Mapping[str, Any]) -> None:
-        """Store what a runner needs to continue, completely or not at all."""
+        """Store the state that a runner needs to continue, completely or not at all."""
         self.storage.set_study_system_attr(experiment_id, _MEMORY, dict(memory))
 
     def add_trial(
@@ -359,7 +359,7 @@ class Store:
         source: int | None = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> int:
-        """Add a trial, at once and as a whole, and return its number in the store."""
+        """Add a trial in one transaction, and return its number in the store."""
         import optuna
 
         trial = optuna.trial.create_trial(
@@ -373,13 +373,13 @@ class Store:
         return self.storage.create_new_trial(experiment_id, trial)
 
     def add_value(self, trial_id: int, steps: int, value: float) -> None:
-        """Add the metric of a trial after so many batches, in place of what was there."""
+        """Store the metric of a trial at a number of batches; an earlier value is replaced."""
         self.storage.set_trial_intermediate_value(trial_id, steps, value)
 
     def update_trial(self, trial: TrialRecord) -> None:
-        """Store the state and the progress of a trial that is not over."""
-        told = {name: getattr(trial, name) for name in _TOLD}
-        self.storage.set_trial_system_attr(trial.id, _RECORD, told)
+        """Store the state and the progress of a running trial."""
+        stored = {name: getattr(trial, name) for name in _STORED_FIELDS}
+        self.storage.set_trial_system_attr(trial.id, _RECORD, stored)
 
     def end_trial(self, trial: TrialRecord) -> None:
         """Store the final state of a trial."""
@@ -390,7 +390,7 @@ class Store:
             self.storage.set_trial_user_attr(trial.id, "reason", trial.reason)
         has_value = trial.best is not None and not math.isnan(trial.best)
         state = OptunaState.FAIL
-        # Optuna knows no trial that is complete and has no value.
+        # Optuna does not allow a completed trial without a value.
         if trial.state == "STOPPED":
             state = OptunaState.PRUNED
         elif trial.state == "COMPLETED" and has_value:
@@ -398,21 +398,21 @@ class Store:
         values = [cast(float, trial.best)] if has_value and state is not OptunaState.FAIL else None
         self.storage.set_trial_state_values(trial.id, state, values)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ private
 
     def _is_stored_elsewhere(self, experiment_id: int, folder: Path, named: Path) -> bool:
         """Whether a folder is the one that `create_experiment` chose for trials in a storage outside of the store."""
         from dovetail.search.schema import read_experiment
 
         with warnings.catch_warnings():
-            # They were shown when the experiment was created.
+            # These warnings were shown when the experiment was created.
             warnings.simplefilter("ignore", UserWarning)
-            # The configuration in the folder, and not the one in the database that names the path.
+            # Use the configuration in the folder, not the one in the database, which contains the path to check.
             storage = read_experiment(self.config(experiment_id)).checkpoint_storage.folder
         if storage is None or named.name != _folder_name(experiment_id, folder) or named.is_symlink():
             return False
         place = Path(storage).expanduser()
-        # A relative place counts from where the experiment was created, which is not known any more.
+        # A relative path depends on the folder in which the experiment was created, which is no longer known.
         return named.parent == place or (
             not place.is_absolute() and named.parent.parts[-len(place.parts) :] == place.parts
         )
@@ -429,12 +429,12 @@ class Store:
 
 
 def _is_possible(number: int) -> bool:
-    """Whether a database can have a row of that number; larger ones are an error of the database."""
+    """Whether a database can contain a row with this number; larger numbers would be a database error."""
     return 0 <= number <= _LARGEST_NUMBER
 
 
 def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
-    """Return the error about a number that is not there; it says which are."""
+    """Return the error about an unknown number; it lists the known ones."""
     ranges: list[list[int]] = []
     for each in sorted(known):
         if ranges and each == ranges[-1][-1] + 1:
@@ -448,16 +448,16 @@ def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
 
 def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> ExperimentRecord:
     """Return the experiment of a study, from its number, attributes and trials."""
-    told, state = attributes[_RECORD], attributes.get(_STATE, {"state": "ACTIVE", "reason": None, "ended": None})
-    directory, place = Path(told["directory"]), Path(told["trials"])
+    stored, state = attributes[_RECORD], attributes.get(_STATE, {"state": "ACTIVE", "reason": None, "ended": None})
+    directory, place = Path(stored["directory"]), Path(stored["trials"])
     smaller = _smaller_is_better(attributes)
     return ExperimentRecord(
         id=number,
-        name=told["name"],
+        name=stored["name"],
         state=state["state"],
-        config=told["config"],
+        config=stored["config"],
         directory=directory,
-        created=datetime.fromisoformat(told["created"]),
+        created=datetime.fromisoformat(stored["created"]),
         ended=None if state["ended"] is None else datetime.fromisoformat(state["ended"]),
         reason=state["reason"],
         is_running=is_taken(directory / "lock"),
@@ -469,28 +469,28 @@ def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequen
 
 def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> TrialRecord:
     """Return the record of Optuna's trial whose folder is in `place`."""
-    told: Mapping[str, Any] = trial.system_attrs[_RECORD]
+    stored: Mapping[str, Any] = trial.system_attrs[_RECORD]
     values = dict(sorted(trial.intermediate_values.items()))
     best_at = best_step(values, smaller_is_better)
     last = max(values, default=None)
     return TrialRecord(
         id=trial._trial_id,
         number=trial.number,
-        experiment_id=told["experiment_id"],
-        state=cast(TrialState, told.get("state", "RUNNING")),
-        hparams=told["hparams"],
+        experiment_id=stored["experiment_id"],
+        state=cast(TrialState, stored.get("state", "RUNNING")),
+        hparams=stored["hparams"],
         directory=place / f"trial_{trial._trial_id}",
         best=None if best_at is None else values[best_at],
         best_at=best_at,
         latest=None if last is None else values[last],
-        steps=max(told.get("steps", 0), last or 0),
-        progress=told.get("progress"),
-        status=told.get("status"),
-        restarts=told.get("restarts", 0),
+        steps=max(stored.get("steps", 0), last or 0),
+        progress=stored.get("progress"),
+        status=stored.get("status"),
+        restarts=stored.get("restarts", 0),
         started=_utc(trial.datetime_start),
         ended=_utc(trial.datetime_complete),
-        reason=told.get("reason"),
-        source=told["source"],
+        reason=stored.get("reason"),
+        source=stored["source"],
         values=values,
     )
 
@@ -500,7 +500,7 @@ def _smaller_is_better(attributes: Mapping[str, Any]) -> bool:
 
 
 def _folder_name(number: int, directory: Path) -> str:
-    """The folder of an experiment in a storage that several stores may share, each with an experiment 1."""
+    """Return a folder name for a storage that several stores may share, each with an experiment 1."""
     return f"experiment_{number}-{sha256(str(directory).encode()).hexdigest()[:6]}"
 
 
@@ -509,5 +509,5 @@ def _now() -> str:
 
 
 def _utc(moment: datetime | None) -> datetime | None:
-    # Optuna keeps local times without a zone.
+    # Optuna stores local times without a time zone.
     return None if moment is None else moment.astimezone(timezone.utc)

@@ -1,6 +1,6 @@
-"""Contract suites: what every strategy, callback, searcher, algorithm and backend must do, as tests for your own.
+"""Contract suites: tests that every strategy, callback, searcher, algorithm and backend must pass, for your own ones.
 
-Subclass the contract of a kind in a test file, and say how yours is made:
+Subclass the contract of a kind in a test file, and define `make`:
 
     from dovetail.testing import LossStrategyContract
 
@@ -8,9 +8,9 @@ Subclass the contract of a kind in a test file, and say how yours is made:
         def make(self):
             return FocalLossStrategy(gamma=2.0)
 
-pytest collects the subclass and runs every test of the contract. The problem is a tiny classifier; a strategy that
-needs another one overrides `make_model`, `make_data` or `make_options`. The contracts of searchers, of backends and of
-algorithms lie beside what they test: `dovetail.search.contract`, `dovetail.federated.backends.contract` and
+pytest collects the subclass and runs every test of the contract. The test problem is a tiny classifier; if a strategy
+needs another one, override `make_model`, `make_data` or `make_options`. The contracts of searchers, backends and
+algorithms are defined in `dovetail.search.contract`, `dovetail.federated.backends.contract` and
 `dovetail.federated.servers.contract`. Nothing here imports pytest.
 """
 

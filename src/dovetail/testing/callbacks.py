@@ -1,4 +1,4 @@
-"""What every callback must do."""
+"""Contract suite of callbacks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dovetail.trainers.reuse import reset
 
 
 class CallbackContract(Contract):
-    """Tests of a `Callback` or `TrainerCallback`; make one that does not end training within two epochs.
+    """Tests of a `Callback` or `TrainerCallback` that does not stop training within two epochs.
 
     Attributes:
-        changes_training: Whether the weights are meant to differ from those without the callback.
+        changes_training: Whether the callback changes the trained weights on purpose.
 
     Example:
         >>> from dovetail.callbacks import LRMonitor
@@ -27,7 +27,7 @@ class CallbackContract(Contract):
     changes_training: ClassVar[bool] = False
 
     def test_watching_changes_nothing(self) -> None:
-        """Training with the callback is training without it, unless it says otherwise."""
+        """The callback does not change the trained weights, unless `changes_training` is set."""
         watched = self._trained(self.make())
         alone = self._trainer(None)
         self._fit(alone, EPOCHS)
@@ -35,7 +35,7 @@ class CallbackContract(Contract):
         assert is_same or self.changes_training, "training with the callback differs from training without it"
 
     def test_serves_a_second_run(self) -> None:
-        """The same object can watch another run of its trainer."""
+        """The same object can be used in a second run of its trainer."""
         trainer = self._trained(self.make())
         reset(trainer)
         self._fit(trainer, 1)

@@ -1,4 +1,4 @@
-"""What strategies and callbacks have in common: they train, again and alike, and leave others alone."""
+"""Tests that strategies and callbacks share: training, reproducibility, resuming, and isolation of trainers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PASSES_BEFORE_FAILURE = 2
 
 
 class Contract:
-    """What strategies and callbacks have in common: they train, again and alike, and leave others alone."""
+    """Base class of contracts: training works, is reproducible and resumable, and two trainers share no state."""
 
-    # Not tests themselves, whatever their names; `__init_subclass__` makes tests of those that say how to `make`.
+    # Contracts are not tests themselves; `__init_subclass__` sets this to True for subclasses that define `make`.
     __test__: ClassVar[bool] = False
     kind: ClassVar[type[Any] | tuple[type[Any], ...]] = object
     # Whether the trainer can validate on the data: False for data without labels.
@@ -42,38 +42,38 @@ class Contract:
         if "__test__" not in vars(cls):
             cls.__test__ = cls.make is not Contract.make
 
-    # ------------------------------------------------------------------ what a subclass says
+    # ------------------------------------------------------------------ methods for subclasses
 
     def make(self) -> Any:
-        """Return a new object to test, every time with the same settings."""
+        """Return a new object to test, with the same settings in every call."""
         raise NotImplementedError(f"{type(self).__name__}.make: return the object to test")
 
     def make_model(self) -> nn.Module:
-        """Return a new model, every time with the same weights; by default a classifier of 4 numbers in 3 classes."""
-        with randomness_kept():
+        """Return a new model with the same weights in every call; by default a classifier of 4 numbers in 3 classes."""
+        with preserve_rng():
             seed_everything(0)
             return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
     def make_data(self) -> Any:
-        """Return 18 samples, as `fit` takes them; by default of the classifier."""
+        """Return 18 samples in a form that `fit` accepts; by default for the classifier."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(_SAMPLES, 4, generator=generator)
         return x, x[:, :3].argmax(dim=1)
 
     def make_options(self) -> dict[str, Any]:
-        """Return further arguments of the `ComposableTrainer`, such as the loss that goes with your data."""
+        """Return further arguments of the `ComposableTrainer`, such as the loss for the data."""
         return {}
 
     # ------------------------------------------------------------------ tests
 
     def test_is_of_its_kind(self) -> None:
-        """`make` returns a new object of the kind."""
+        """`make` returns a new object of the right kind."""
         one, other = self.make(), self.make()
-        assert isinstance(one, self.kind), f"make() returned {one!r}, which is no {self.kind}"
+        assert isinstance(one, self.kind), f"make() returned {one!r}, which is not a {self.kind}"
         assert one is not other, "make() returned the same object twice"
 
     def test_trains_two_epochs(self) -> None:
-        """Two epochs inside a trainer end, with numbers that are finite."""
+        """Training for two epochs succeeds, with finite losses and weights."""
         trainer = self._trained(self.make())
         planned = max(EPOCHS, sum(phase.epochs for phase in trainer.context.run.phases))
         assert trainer.context.progress.epoch == planned, f"training ended after {trainer.context.progress}"
@@ -81,29 +81,33 @@ class Contract:
         assert all(value.isfinite().all() for value in trainer.model.state_dict().values()), "a weight is not finite"
 
     def test_training_is_reproducible(self) -> None:
-        """The same seed gives the same weights, bit for bit."""
+        """Two runs with the same seed give the same weights, bit for bit."""
         one, other = self.make(), self.make()
         assert_same(
             self._outcome(self._trained(one), one), self._outcome(self._trained(other), other), "two runs of one seed"
         )
 
     def test_training_resumes_bit_for_bit(self) -> None:
-        """A new trainer that goes on from any checkpoint ends where the uninterrupted one did."""
+        """A new trainer that resumes from any checkpoint gives the same result as the uninterrupted run."""
         with TemporaryDirectory() as folder:
             part, saved = self.make(), _Saved()
             whole = self._trainer(part, checkpoint_dir=folder, save_hist=False, save_every=0)
             whole.context.callbacks.add(saved)
             self._fit(whole, EPOCHS, checkpoint_period=Batches(3))
-            expected = {**self._outcome(whole, part), **self._kept(part)}
+            expected = {**self._outcome(whole, part), **self._resumed_outcome(part)}
             assert len(saved.paths) > 1, "no checkpoint was written before the end"
             for path in saved.paths:
                 part = self.make()
                 resumed = self._trainer(part)
                 self._fit(resumed, EPOCHS, resume=path)
-                assert_same({**self._outcome(resumed, part), **self._kept(part)}, expected, f"resumed from {path.name}")
+                assert_same(
+                    {**self._outcome(resumed, part), **self._resumed_outcome(part)},
+                    expected,
+                    f"resumed from {path.name}",
+                )
 
     def test_state_survives_a_round_trip(self) -> None:
-        """What `state_dict` gave after training is what it gives after `load_state_dict`."""
+        """After `load_state_dict`, `state_dict` returns the same state."""
         part, other = self.make(), self.make()
         trainer, reader = self._trained(part), self._trainer(other)
         state = copy.deepcopy(_state_of(part))
@@ -114,7 +118,7 @@ class Contract:
         reader.close()
 
     def test_two_trainers_share_nothing(self) -> None:
-        """A second trainer with an object of its own, in turns with the first, changes nothing for it."""
+        """A second trainer with another object, run between two runs of the first, does not change the first."""
         outcomes = []
         for is_disturbed in (False, True):
             part = self.make()
@@ -122,21 +126,21 @@ class Contract:
             second = self._trainer(self.make(), _shifted(self.make_model()))
             self._fit(trainer, 1)
             if is_disturbed:
-                with randomness_kept():
+                with preserve_rng():
                     self._fit(second, 1)
             self._fit(trainer, EPOCHS)
             outcomes.append(self._outcome(trainer, part))
         assert_same(outcomes[1], outcomes[0], "training in turns with another trainer")
 
     def test_errors_keep_their_type(self) -> None:
-        """An error inside the model reaches the caller as it is, and the trainer can be closed after it."""
+        """An error inside of the model reaches the caller unchanged, and the trainer can be closed afterwards."""
         trainer = self._trainer(self.make(), _failing(self.make_model()))
         caught: Exception | None = None
         try:
             self._provoke(trainer)
         except Exception as error:
             caught = error
-        assert type(caught) is _ProvokedError, f"the model's error came out as {caught!r}"
+        assert type(caught) is _ProvokedError, f"expected the model's error, got {caught!r}"
         trainer.close()
 
     # ------------------------------------------------------------------ private
@@ -154,9 +158,9 @@ class Contract:
         model = self.make_model() if model is None else model
         return ComposableTrainer(model, device="cpu", seed=0, batch_size=BATCH_SIZE, verbose=False, **arguments)
 
-    def _fit(self, trainer: ComposableTrainer, epochs: int, **wishes: Any) -> None:
+    def _fit(self, trainer: ComposableTrainer, epochs: int, **options: Any) -> None:
         data = self.make_data()
-        trainer.fit(data, data if self.validates else None, max_length=Epochs(epochs), **wishes)
+        trainer.fit(data, data if self.validates else None, max_length=Epochs(epochs), **options)
 
     def _trained(self, part: Any, **options: Any) -> ComposableTrainer:
         trainer = self._trainer(part, **options)
@@ -164,7 +168,7 @@ class Contract:
         return trainer
 
     def _outcome(self, trainer: ComposableTrainer, part: Any) -> dict[str, Any]:
-        """What two runs are compared by."""
+        """Return the values by which two runs are compared."""
         return {
             "weights": trainer.model.state_dict(),
             "losses": list(trainer.history.losses),
@@ -172,8 +176,8 @@ class Contract:
             "progress": trainer.context.progress.state_dict(),
         }
 
-    def _kept(self, part: Any) -> dict[str, Any]:
-        """What besides must be the same after a run that was resumed."""
+    def _resumed_outcome(self, part: Any) -> dict[str, Any]:
+        """Return further values that must be the same after a resumed run."""
         return {}
 
     def _provoke(self, trainer: ComposableTrainer) -> None:
@@ -181,10 +185,10 @@ class Contract:
 
 
 class StrategyContract(Contract):
-    """What all kinds of strategy have in common."""
+    """Tests that all kinds of strategies share."""
 
     def test_setup_and_teardown_can_be_repeated(self) -> None:
-        """A strategy that was set up and torn down serves the next trainer as a new one does."""
+        """A strategy that was set up and torn down behaves like a new one in the next trainer."""
         used, fresh = self.make(), self.make()
         for _ in range(2):
             context = self._context(self.make_model())
@@ -198,7 +202,7 @@ class StrategyContract(Contract):
     def _arguments(self, part: Any) -> dict[str, Any]:
         return {f"{part.role}_strategy": part}
 
-    def _kept(self, part: Any) -> dict[str, Any]:
+    def _resumed_outcome(self, part: Any) -> dict[str, Any]:
         return {"state": copy.deepcopy(part.state_dict())}
 
     def _context(self, model: nn.Module) -> TrainingContext:
@@ -209,8 +213,8 @@ class StrategyContract(Contract):
 
 
 @contextmanager
-def randomness_kept() -> Iterator[None]:
-    """Let nothing inside change what is drawn after it."""
+def preserve_rng() -> Iterator[None]:
+    """Restore the global random state after the block."""
     state = rng_state()
     try:
         yield
@@ -219,7 +223,7 @@ def randomness_kept() -> Iterator[None]:
 
 
 def assert_same(one: Any, other: Any, what: str) -> None:
-    """Fail with the first difference between two nested values, if there is one."""
+    """Fail with the first difference between two nested values, if they differ."""
     found = difference(one, other, what)
     assert found is None, found
 
@@ -244,11 +248,11 @@ def difference(one: Any, other: Any, what: str) -> str | None:
 
 
 class _ProvokedError(Exception):
-    """An error that no strategy can know."""
+    """An error that no strategy handles."""
 
 
 def _failing(model: nn.Module) -> nn.Module:
-    """Let a model fail in its third forward pass."""
+    """Make a model fail in its third forward pass, and return it."""
     calls = []
 
     def count(module: nn.Module, inputs: Any) -> None:
@@ -261,7 +265,7 @@ def _failing(model: nn.Module) -> nn.Module:
 
 
 class _Saved(Callback):
-    """Notes every checkpoint."""
+    """Records the path of every checkpoint."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []

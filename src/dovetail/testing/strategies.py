@@ -1,4 +1,4 @@
-"""What every strategy of a kind must do."""
+"""Contract suites of strategies, one per kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dovetail.testing.contract import (
     PASSES_BEFORE_FAILURE,
     StrategyContract,
     assert_same,
-    randomness_kept,
+    preserve_rng,
 )
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
@@ -43,7 +43,7 @@ from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
 class LossStrategyContract(StrategyContract):
     """Tests of a `LossCriterionStrategy`.
 
-    The gradient is compared in float64: a loss with tensors of its own takes them to the outputs' type.
+    The gradient is compared in float64, so a loss with its own tensors must convert them to the outputs' type.
 
     Example:
         >>> from dovetail.trainers.strategies import CrossEntropyLossStrategy
@@ -56,15 +56,15 @@ class LossStrategyContract(StrategyContract):
     kind = LossCriterionStrategy
 
     def test_loss_is_one_finite_number(self) -> None:
-        """`compute_loss` returns a tensor without dimensions that can be differentiated."""
+        """`compute_loss` returns a differentiable tensor without dimensions."""
         loss = self._loss(self.make(), self.make_model(), self.make_data())
-        assert isinstance(loss, Tensor), f"compute_loss returned {loss!r}, which is no tensor"
+        assert isinstance(loss, Tensor), f"compute_loss returned {loss!r}, which is not a tensor"
         assert loss.ndim == 0, f"the loss has the shape {tuple(loss.shape)}; take its mean()"
         assert loss.isfinite(), f"the loss is {loss.item()}"
         assert loss.requires_grad, "the loss does not depend on the parameters: it was detached"
 
     def test_gradient_agrees_with_finite_differences(self) -> None:
-        """Autograd's derivative of the loss is the one that the loss itself shows."""
+        """Autograd's derivative of the loss agrees with finite differences of the loss."""
         strategy, model, data = self.make(), self.make_model().double(), _as_double(self.make_data())
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         generator = torch.Generator().manual_seed(1)
@@ -81,21 +81,21 @@ class LossStrategyContract(StrategyContract):
             values.append(float(self._loss(strategy, moved, data).detach()))
         measured = (values[0] - values[1]) / (2 * distance)
         assert math.isclose(slope, measured, rel_tol=1e-5, abs_tol=1e-7), (
-            f"the gradient says {slope:.9g}, finite differences say {measured:.9g}"
+            f"the gradient is {slope:.9g}, but finite differences give {measured:.9g}"
         )
 
     def test_loss_leaves_the_batch_alone(self) -> None:
-        """Outputs and labels are what they were after the loss was computed."""
+        """`compute_loss` does not change outputs and labels."""
         data = self.make_data()
         context = self._context(self.make_model())
-        strategy = self._begun(context)
+        strategy = self._start(context)
         examples, labels = split_batch(data)
         outputs = forward(context.model, examples)
         before = copy.deepcopy((_detached(outputs), labels))
         strategy.compute_loss(outputs, labels, context)
         assert_same((_detached(outputs), labels), before, "outputs and labels after compute_loss")
 
-    def _begun(self, context: TrainingContext, strategy: Any = None) -> Any:
+    def _start(self, context: TrainingContext, strategy: Any = None) -> Any:
         strategy = self.make() if strategy is None else strategy
         strategy.setup(context)
         strategy.on_train_start(context)
@@ -104,7 +104,7 @@ class LossStrategyContract(StrategyContract):
     def _loss(self, strategy: Any, model: nn.Module, data: Any) -> Tensor:
         context = self._context(model)
         examples, labels = split_batch(data)
-        loss: Tensor = self._begun(context, strategy).compute_loss(forward(model, examples), labels, context)
+        loss: Tensor = self._start(context, strategy).compute_loss(forward(model, examples), labels, context)
         return loss
 
 
@@ -122,19 +122,19 @@ class OptimizerStrategyContract(StrategyContract):
     kind = OptimizerStrategy
 
     def test_optimizer_has_every_trainable_parameter_once(self) -> None:
-        """No trainable parameter is left out or given twice, and none is of another model."""
+        """The optimizer has every trainable parameter of the model exactly once, and no others."""
         model = self.make_model()
         next(model.parameters()).requires_grad_(False)
         optimizer = self.make().create_optimizer(model, self._context(model))
         given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         assert len(given) == len(set(given)), "a parameter is in the optimizer twice"
-        assert set(given) <= set(names), "the optimizer has a parameter that the model has not"
+        assert set(given) <= set(names), "the optimizer has a parameter that is not in the model"
         missing = [names[id(parameter)] for parameter in _trainable(model) if id(parameter) not in given]
         assert not missing, f"the optimizer does not have {', '.join(missing)}"
 
     def test_frozen_parameters_stay(self) -> None:
-        """A parameter without a gradient is not moved."""
+        """A parameter without a gradient does not change."""
         model = self.make_model()
         frozen = next(model.parameters()).requires_grad_(False)
         before = frozen.clone()
@@ -142,11 +142,11 @@ class OptimizerStrategyContract(StrategyContract):
         assert_same(frozen, before, "a frozen parameter")
 
     def test_on_optimizer_step_follows_every_real_step(self) -> None:
-        """Under accumulation the optimizer steps, and the hook hears it, once per window."""
+        """Under accumulation the optimizer steps once per window, and the hook is called once per step."""
         watched = _WatchedOptimizer(self.make())
         trainer = self._trained(watched, accumulation_steps=2)
         windows = EPOCHS * math.ceil(BATCHES / 2)
-        counts = (watched.steps, watched.heard, trainer.context.progress.updates)
+        counts = (watched.steps, watched.hook_calls, trainer.context.progress.updates)
         assert counts == (windows,) * 3, (
             f"{windows} windows: expected as many steps, calls of on_optimizer_step and updates, got {counts}"
         )
@@ -156,8 +156,8 @@ class TrainingStepStrategyContract(StrategyContract):
     """Tests of a `TrainingStepStrategy`.
 
     Attributes:
-        changes_gradients: Whether its gradients are meant to differ from those of a plain backward pass over the
-            batches of a window, as clipped or rounded ones do.
+        changes_gradients: Whether its gradients differ on purpose from a plain backward pass over the batches of a
+            window, for example because they are clipped or rounded.
 
     Example:
         >>> from dovetail.trainers.strategies import GradientAccumulationStepStrategy
@@ -171,7 +171,7 @@ class TrainingStepStrategyContract(StrategyContract):
     changes_gradients: ClassVar[bool] = False
 
     def test_gradients_are_those_of_a_plain_backward(self) -> None:
-        """Every update sees the gradient of its window's batches as one, unless the step says otherwise."""
+        """Every update gets the gradient of its window's batches as one, unless `changes_gradients` is set."""
         gradients = _Gradients(compares=not self.changes_gradients)
         trainer = self._trainer(self.make())
         trainer.context.callbacks.add(gradients)
@@ -179,20 +179,20 @@ class TrainingStepStrategyContract(StrategyContract):
         assert gradients.seen, "no update went through context.step, so clipping and scaling would miss it"
 
     def test_updates_are_real_steps(self) -> None:
-        """The trainer counts exactly the steps that the optimizer made."""
+        """The trainer's counter of updates equals the number of optimizer steps."""
         watched = _WatchedOptimizer(SGDOptimizerStrategy(lr=0.1))
         trainer = self._trained(self.make(), optimizer_strategy=watched)
         assert watched.steps == trainer.context.progress.updates > 0, (
-            f"the optimizer made {watched.steps} steps, and the trainer knows of {trainer.context.progress.updates}"
+            f"the optimizer made {watched.steps} steps, but the trainer counted {trainer.context.progress.updates}"
         )
 
     def test_accumulation_is_inherited(self) -> None:
-        """Inside a window of the trainer's the step defers the optimizer."""
+        """Inside of an accumulation window of the trainer the step does not step the optimizer."""
         strategy, context = self.make(), self._context(self.make_model())
         strategy.setup(context)
         size = context.run.window.size
         strategy.teardown(context)
-        # One that accumulates itself refuses a second window.
+        # A step that accumulates itself rejects windows of another size.
         size = 3 if size == 1 else size
         watched = _WatchedOptimizer(SGDOptimizerStrategy(lr=0.1))
         self._trained(self.make(), accumulation_steps=size, optimizer_strategy=watched)
@@ -214,19 +214,19 @@ class LRSchedulerStrategyContract(StrategyContract):
     kind = LRSchedulerStrategy
 
     def test_interval_and_frequency_are_known(self) -> None:
-        """The trainer knows when to step."""
+        """The strategy has a valid interval and frequency."""
         strategy = self.make()
         strategy.create_scheduler(_optimizer(), self._context(self.make_model()))
         assert strategy.interval in ("epoch", "update", "batch"), f"interval is {strategy.interval!r}"
         assert strategy.frequency >= 1, f"frequency is {strategy.frequency!r}"
 
     def test_rates_are_finite_and_not_negative(self) -> None:
-        """Twelve steps of the scheduler give rates that an optimizer can use."""
+        """Twelve steps of the scheduler give valid learning rates."""
         rates = _Walk(self.make(), self._context(self.make_model())).rates(12)
         assert all(math.isfinite(rate) and rate >= 0 for group in rates for rate in group), f"the rates are {rates}"
 
     def test_state_continues_exactly(self) -> None:
-        """A new scheduler with the old one's state gives the rates that the old one would have given."""
+        """A new scheduler with the restored state gives the same rates as the old one."""
         whole = _Walk(self.make(), self._context(self.make_model()))
         whole.rates(5)
         state = copy.deepcopy(whole.state_dict())
@@ -250,18 +250,18 @@ class ModelUpdateStrategyContract(StrategyContract):
     kind = ModelUpdateStrategy
 
     def test_payload_is_a_copy(self) -> None:
-        """What goes to the server does not change when training goes on."""
+        """Further training does not change a payload that was returned earlier."""
         strategy = self.make()
         trainer = self._trainer(strategy)
         self._fit(trainer, 1)
         payload = strategy.get_update_payload(trainer.context)
-        assert isinstance(payload, dict), f"get_update_payload returned {payload!r}, which is no dict"
+        assert isinstance(payload, dict), f"get_update_payload returned {payload!r}, which is not a dict"
         before = copy.deepcopy(payload)
         self._fit(trainer, EPOCHS)
         assert_same(payload, before, "the payload after further training")
 
     def test_payload_leaves_the_weights_their_name(self) -> None:
-        """`model_update` is the key of the weights themselves."""
+        """The payload does not use the key `model_update`, which is reserved for the weights."""
         strategy = self.make()
         trainer = self._trained(strategy)
         assert "model_update" not in strategy.get_update_payload(trainer.context), "the payload hides the weights"
@@ -274,7 +274,7 @@ class DataLoaderStrategyContract(StrategyContract):
     """Tests of a `DataLoaderStrategy`.
 
     Attributes:
-        changes_samples: Whether samples are meant to be dropped, repeated or changed on their way into batches.
+        changes_samples: Whether the strategy drops, repeats or changes samples on purpose.
 
     Example:
         >>> from dovetail.trainers.strategies import ShuffleDataLoaderStrategy
@@ -288,14 +288,14 @@ class DataLoaderStrategyContract(StrategyContract):
     changes_samples: ClassVar[bool] = False
 
     def test_every_sample_comes_once(self) -> None:
-        """An epoch holds all samples, in whatever order, unless the strategy says otherwise."""
+        """An epoch contains every sample once, in any order, unless `changes_samples` is set."""
         batches = self._batches(None)
         assert batches, "the loader is empty"
         if not self.changes_samples:
             assert_same(_rows(batches), _rows([self.make_data()]), "the samples of an epoch")
 
     def test_a_sampler_chooses_the_samples(self) -> None:
-        """With indices for a sampler an epoch holds these samples and no others."""
+        """If the sampler is a list of indices, an epoch contains exactly these samples."""
         chosen = [0, 3, 5, 6, 7, 11, 13]
         batches = self._batches(chosen)
         assert batches, "the loader is empty"
@@ -303,13 +303,13 @@ class DataLoaderStrategyContract(StrategyContract):
             assert_same(_rows(batches), _rows([_picked(self.make_data(), chosen)]), "the samples of a sampler")
 
     def test_length_is_true(self) -> None:
-        """A loader with a length has that many batches; accumulation closes its last window by it."""
+        """The length of a loader is its number of batches; accumulation uses it to close the last window."""
         loader = self.make().create_train_loader(self.make_data(), None, BATCH_SIZE, self._context(self.make_model()))
         length = num_batches(loader)
-        assert length in (None, actual := len(list(loader))), f"the loader says {length} batches and has {actual}"
+        assert length in (None, actual := len(list(loader))), f"the loader's length is {length}, but it has {actual}"
 
     def test_order_follows_the_seed(self) -> None:
-        """Two loaders of the same `order_seed` give the same batches."""
+        """Two loaders with the same `order_seed` give the same batches."""
         assert_same(self._batches(None), self._batches(None), "the batches of one seed")
 
     def _batches(self, sampler: Sequence[int] | None) -> list[Any]:
@@ -334,15 +334,15 @@ class TestingStrategyContract(StrategyContract):
     kind = TestingStrategy
 
     def test_result_is_one_finite_number(self) -> None:
-        """`test_model` returns a number, and the same one when it is asked again."""
+        """`test_model` returns a number, and the same number when it is called again."""
         trainer = self._trained(self.make())
         result = self._judge(trainer)
-        assert isinstance(result, (int, float)), f"test_model returned {result!r}, which is no number"
+        assert isinstance(result, (int, float)), f"test_model returned {result!r}, which is not a number"
         assert math.isfinite(result), f"the result is {result}"
         assert_same(self._judge(trainer), result, "a second test")
 
     def test_testing_leaves_the_model_alone(self) -> None:
-        """Weights, modes and gradients are what they were."""
+        """Testing does not change weights, modes and gradients."""
         trainer = self._trained(self.make())
         model = trainer.model.train()
         before = copy.deepcopy(model.state_dict())
@@ -351,7 +351,7 @@ class TestingStrategyContract(StrategyContract):
         assert all(module.training for module in model.modules()), "a module was left in evaluation mode"
 
     def test_a_sampler_chooses_the_samples(self) -> None:
-        """A test on some samples is the test on a set of these."""
+        """A test with a sampler gives the same result as a test on a dataset of these samples."""
         chosen = [0, 3, 5, 6, 7, 11, 13]
         trainer = self._trained(self.make())
         expected = trainer.test(_picked(self.make_data(), chosen))
@@ -372,7 +372,7 @@ class TestingStrategyContract(StrategyContract):
 
 
 class _Gradients(Callback):
-    """Compares what the optimizer is given with the gradient of the window's batches as one."""
+    """Compares the gradient at each update with the gradient of the window's batches as one."""
 
     def __init__(self, compares: bool) -> None:
         self._compares = compares
@@ -384,7 +384,7 @@ class _Gradients(Callback):
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
         if optimizer not in context.optimizers:
-            # One that a strategy has for parameters of its own.
+            # An additional optimizer of a strategy for its own parameters.
             return
         self.seen += 1
         batches, self._batches = self._batches, []
@@ -393,24 +393,24 @@ class _Gradients(Callback):
         assert model is not None
         model.zero_grad()
         examples, labels = split_batch(_joined(batches))
-        with randomness_kept(), torch.enable_grad():
+        with preserve_rng(), torch.enable_grad():
             trainer.criterion(forward(model, examples), labels).backward()
         for (name, expected), actual in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
             if actual.grad is None or expected.grad is None or not self._compares:
                 assert actual.grad is None or actual.grad.isfinite().all(), f"the gradient of {name} is not finite"
                 continue
             assert torch.allclose(actual.grad, expected.grad, rtol=1e-4, atol=1e-6), (
-                f"the gradient of {name} is not that of a plain backward; if that is meant, set changes_gradients"
+                f"the gradient of {name} differs from a plain backward; if this is intended, set changes_gradients"
             )
 
 
 @dataclass(eq=False, repr=False)
 class _WatchedOptimizer(Nesting, OptimizerStrategy):
-    """Another strategy, with its optimizer's real steps counted."""
+    """Wraps an optimizer strategy and counts the real steps of its optimizer."""
 
     base_strategy: OptimizerStrategy
     steps: int = field(default=0, init=False)
-    heard: int = field(default=0, init=False)
+    hook_calls: int = field(default=0, init=False)
 
     @property
     def parts(self) -> Sequence[Strategy]:
@@ -422,7 +422,7 @@ class _WatchedOptimizer(Nesting, OptimizerStrategy):
         return optimizer
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        self.heard += 1
+        self.hook_calls += 1
         self.base_strategy.on_optimizer_step(optimizer, context)
 
     def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -430,7 +430,7 @@ class _WatchedOptimizer(Nesting, OptimizerStrategy):
 
 
 class _Walk:
-    """A scheduler outside of a trainer, in a run whose every interval is one update and whose metric stands still."""
+    """Runs a scheduler without a trainer: every interval is one update, and the validation metrics are constant."""
 
     def __init__(self, strategy: Any, context: TrainingContext) -> None:
         self.strategy, self.context, self.optimizer = strategy, context, _optimizer()
@@ -438,7 +438,7 @@ class _Walk:
         self.scheduler = strategy.create_scheduler(self.optimizer, context)
 
     def rates(self, steps: int) -> list[list[float]]:
-        """Step, and return the rates of all groups after every step."""
+        """Make a number of steps, and return the rates of all groups after every step."""
         found = []
         context, progress = self.context, self.context.progress
         for _ in range(steps):
@@ -499,7 +499,7 @@ def _joined(batches: Sequence[Any]) -> Any:
 
 
 def _rows(batches: Sequence[Any]) -> list[Any]:
-    """The samples of batches, in an order that does not depend on theirs."""
+    """Return the samples of batches, in an order that does not depend on the order of the batches."""
     joined = _joined(batches)
     columns = [joined] if isinstance(joined, Tensor) else joined
     rows = zip(*(column.tolist() for column in columns), strict=True)

@@ -1,4 +1,4 @@
-"""Tracking: what a run measures, written to TensorBoard, Weights & Biases, Neptune, MLflow and plain files."""
+"""Experiment tracking with TensorBoard, Weights & Biases, Neptune, MLflow and plain files."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Scalar: TypeAlias = "str | int | float | bool | None"
 """A hyperparameter."""
 
 Value: TypeAlias = "float | Histogram | Figure"
-"""What can be logged: a number, a distribution, or a figure of matplotlib."""
+"""A value that can be logged: a number, a distribution, or a matplotlib figure."""
 
 Status: TypeAlias = Literal["finished", "failed"]
 """How a run ended."""
@@ -28,13 +28,13 @@ Status: TypeAlias = Literal["finished", "failed"]
 
 @dataclass(frozen=True)
 class Run:
-    """The run that a logger is to write.
+    """The run that a logger writes.
 
     Attributes:
-        id: Unique name of the run; a resumed run has the same one.
-        step: How many batches the run has trained on: 0 if it is new. Values after this step are dropped, because
-            the process that logged them is lost.
-        hyperparameters: Flat names and plain values; secrets are masked already.
+        id: Unique name of the run; a resumed run has the same id.
+        step: The number of batches that the run has trained: 0 if it is new. Later values are dropped, because the
+            process that logged them has ended.
+        hyperparameters: Flat names and plain values; secrets are already masked.
 
     Example:
         >>> Run("3f2a9c").is_resumed, Run("3f2a9c", step=100).is_resumed
@@ -46,7 +46,7 @@ class Run:
     hyperparameters: Mapping[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # It becomes a part of paths and queries, and comes from a checkpoint.
+        # It is used in paths and queries, and comes from a checkpoint.
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.id):
             raise ConfigError(f"run id: expected letters, digits, '-' and '_', 64 at most, got {self.id!r}")
 
@@ -57,10 +57,10 @@ class Run:
 
 
 class Logger(ABC):
-    """Writes one run at a time to one place. `Tracker` calls it; an error in any method only turns the logger off.
+    """Base class of loggers. `Tracker` calls it; an error in a method only disables the logger.
 
-    A logger opens nothing and imports nothing before `start`, so that it can be sent to another process, and holds
-    nothing open after `finish`.
+    A logger opens and imports nothing before `start`, so that it can be sent to another process, and holds nothing open
+    after `finish`.
 
     Example:
         >>> class Print(Logger):
@@ -81,28 +81,28 @@ class Logger(ABC):
 
     @abstractmethod
     def start(self, run: Run) -> None:
-        """Open a run when training starts: a new one, or the same again where one is resumed."""
+        """Open a run when training starts: a new one, or the same run if it is resumed."""
 
     @abstractmethod
     def log(self, values: Mapping[str, Value], step: int) -> None:
-        """Write values that belong to a step: the number of batches that were trained on. Steps never decrease."""
+        """Write values of a step, the number of batches trained so far. Steps never decrease."""
 
     @abstractmethod
     def finish(self, status: Status) -> None:
-        """Write what is left and close the run."""
+        """Write pending values and close the run."""
 
 
 class Histogram:
-    """The distribution of numbers: the count in each of several equal bins.
+    """The distribution of numbers: counts in bins of equal width.
 
-    NaN and infinities are in no bin; `num_not_finite` counts them.
+    NaN and infinities are not in any bin; `num_not_finite` counts them.
 
     Args:
         values: A tensor or an array of any shape, on any device.
-        bins: How many bins.
+        bins: The number of bins.
 
     Attributes:
-        counts: How many values each bin holds.
+        counts: The number of values in each bin.
         edges: The limits of the bins; one more than there are bins.
 
     Example:
@@ -115,7 +115,7 @@ class Histogram:
 
     def __init__(self, values: Any, bins: int = 64) -> None:
         if isinstance(values, Tensor):
-            # Numpy knows no bfloat16; what is wider than float32 keeps its width.
+            # Numpy has no bfloat16; types wider than float32 are unchanged.
             values = values.detach().cpu()
             values = (values if values.dtype.itemsize >= 4 else values.float()).numpy()
         numbers = np.asarray(values, dtype=np.float64).ravel()
@@ -142,7 +142,7 @@ def sort(values: Mapping[str, Value]) -> Sorted:
     """Sort values into numbers, histograms and figures.
 
     Raises:
-        ConfigError: A value is none of them, or the name of a figure cannot be a file name.
+        ConfigError: A value has another type, or the name of a figure cannot be a file name.
     """
     found = Sorted({}, {}, {})
     for name, value in values.items():
@@ -159,7 +159,7 @@ def sort(values: Mapping[str, Value]) -> Sorted:
 
 
 def check_name(name: str) -> str:
-    """Return a name that is about to become a path; one that would leave its folder is an error."""
+    """Return a name that is used as a path; raise if it would leave its folder."""
     parts = name.split("/")
     if any(part in ("", ".", "..") or not re.fullmatch(r"[^\\:\x00-\x1f]+", part) for part in parts):
         raise ConfigError(f"figure: expected a name such as 'confusion' or 'valid/confusion', got {name!r}")

@@ -1,4 +1,4 @@
-"""Runs as folders of plain files."""
+"""Logger that writes runs as folders of plain files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.tracking.base import Logger, Run, Status, Value, check_name, sort
 
 
 class InFolders(Logger, ABC):
-    """Base of loggers that create a folder per run; the files of earlier runs are not changed.
+    """Base class of loggers that create a folder per run; the files of earlier runs are not changed.
 
     The name of a run's folder is its label and the first digits of its id, such as `run-3f2a9c1b`.
     """
@@ -33,35 +33,35 @@ class InFolders(Logger, ABC):
 
     @property
     def path(self) -> Path:
-        """The folder of the run that was started last."""
+        """The folder of the last run."""
         if self._path is None:
-            raise ConfigError(f"{type(self).__name__} has no folder yet: training gives it one when it starts")
+            raise ConfigError(f"{type(self).__name__} has no folder yet: it is created when training starts")
         return self._path
 
     def _enter(self, run: Run) -> Path:
-        """Return the folder of a run, which is there already if the run is resumed."""
+        """Return the folder of a run, which already exists if the run is resumed."""
         self._path = self.root / f"{self.label}-{run.id[:8]}"
         self._path.mkdir(parents=True, exist_ok=True)
         return self._path
 
 
 class FolderLogger(InFolders):
-    """Write a run to plain files, which need no package and no service to be read.
+    """Write a run to plain files, which can be read without packages or services.
 
-    In the folder of a run (`logger.path`) there are
+    The folder of a run (`logger.path`) contains
 
     - `run.json`: its id, its status (`running`, `finished`, `failed`) and the hyperparameters,
-    - `metrics.jsonl`: an object for every step that had something to say, `{"step": 10, "train_loss": 0.5}`; or
+    - `metrics.jsonl`: an object for every step with values, `{"step": 10, "train_loss": 0.5}`; or
       `metrics.csv`: a line `step,name,value` for every number, which never needs a new column,
     - `histograms.jsonl`: the same with counts and edges, if there were histograms,
     - `figures/name/step.png`, if there were figures.
 
-    JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A resumed run
+    JSON has no NaN and no infinity: they are written as `"NaN"`, `"Infinity"` and `"-Infinity"`. A resumed run
     continues its files; lines after the step of its checkpoint are dropped.
 
     Args:
         root: The folder with the folders of all runs.
-        format: How the metrics are written: `"jsonl"` or `"csv"`.
+        format: The format of the metrics: `"jsonl"` or `"csv"`.
         label: The first part of a folder's name.
 
     Example:
@@ -86,7 +86,7 @@ class FolderLogger(InFolders):
         self._run: Run | None = None
 
     def start(self, run: Run) -> None:
-        """Make the folder, or cut its files to what the resumed run has behind it."""
+        """Create the folder, or truncate its files to the step of the resumed run."""
         folder, self._run = self._enter(run), run
         self._write_status("running")
         if self.format == "csv":
@@ -125,26 +125,26 @@ class FolderLogger(InFolders):
 
 
 def _append(path: Path, content: bytes) -> None:
-    # Opened for each report, which is a few times a second at most: a file that is not open cannot be left half-written
-    # by a killed process for longer than this line, and goes to no child process.
+    # Opened for each report, a few times per second at most, so that a killed process leaves an incomplete line only
+    # in this moment, and no child process inherits the file.
     with path.open("ab") as file:
         file.write(content)
 
 
 def _cut(path: Path, stays: Callable[[str], bool], head: str = "") -> None:
-    """Keep the whole lines of a file that satisfy `stays`; make it with its head if it is not there."""
+    """Keep the complete lines of a file that satisfy `stays`; create the file with its head if it does not exist."""
     lines, is_damaged = [], False
     if path.exists():
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
             for line in list(file)[1 if head else 0 :]:
-                # A killed process may have left its last line unfinished.
+                # A killed process may have left an incomplete last line.
                 if line.endswith("\n"):
                     try:
                         lines += [line] if stays(line) else []
                     except (ValueError, TypeError, LookupError, RecursionError):
                         is_damaged = True
     if is_damaged:
-        # A damaged line must not turn the logger off in this and all later runs.
+        # A damaged line must not disable the logger in this and all later runs.
         damaged = damaged_name(path)
         path.rename(damaged)
         warnings.warn(f"{path} has damaged lines, which are left out; the file is kept as {damaged.name}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Hyperparameters as trackers show them: flat names, plain values, no secrets."""
+"""Hyperparameters for trackers: flat names, plain values, no secrets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST = 500
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return nested settings under dotted names, with plain values; what a secret's name holds is masked.
+    """Return nested settings with dotted names and plain values; values with the name of a secret are masked.
 
     Example:
         >>> flatten({"optimizer": {"lr": 0.1, "kind": torch.optim.SGD}, "wandb": {"api_key": "1234"}})
@@ -47,7 +47,7 @@ def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
         parameters = list(model.parameters())
         settings["model"] = {"": type(model).__name__, "parameters": sum(each.numel() for each in parameters)}
     for place, optimizer in enumerate(context.optimizers):
-        # The initial rate: a schedule has changed the rates of the groups already.
+        # The initial rate, because a schedule has already changed the rates of the groups.
         used = {name: value for name, value in optimizer.defaults.items() if value is not None and value is not False}
         settings[f"optimizer{place or ''}"] = {"": type(optimizer).__name__, **used}
     if context.run.plan is not None:
@@ -56,7 +56,7 @@ def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
 
 
 def without_passwords(text: str) -> str:
-    """Return a text without the user and password of addresses such as `postgresql://me:secret@host`."""
+    """Return a text without the user and password of URLs such as `postgresql://me:secret@host`."""
     return re.sub(r"://[^/@\s]+@", f"://{MASK}@", text)
 
 
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Scalar:
     if isinstance(value, (Sequence, set, frozenset)) and len(value) <= 32:
         members = [_plain(member) for member in value]
         return f"[{', '.join(map(str, members))}]"[:_LONGEST]
-    # Whatever else it is (data, modules, functions), its content is no hyperparameter.
+    # For other objects (data, modules, functions) only the name is a hyperparameter.
     return str(getattr(value, "__name__", type(value).__name__))
 
 

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Logger for MLflow."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _TAG = "dovetail.run_id"
 
 
 class MLflowLogger(Logger):
-    """Log to MLflow: to a SQLite file by default, else to whatever store or server the address names.
+    """Log to MLflow: to an SQLite file by default, or to the store or server of the address.
 
-    Histograms and figures are artifacts: `histograms/step.json`, `figures/name/step.png`. Characters that MLflow has
-    no place for in the name of a metric become `_`. A resumed run continues MLflow's run; steps that it has already
-    are not logged again.
+    Histograms and figures are artifacts: `histograms/step.json`, `figures/name/step.png`. Characters that MLflow does
+    not allow in the name of a metric become `_`. A resumed run continues MLflow's run; steps that it already has are
+    not logged again.
 
     Needs the extra `mlflow`. `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows the runs.
 
     Args:
-        experiment: The name of the experiment; made if there is none.
+        experiment: The name of the experiment; created if it does not exist.
         tracking_uri: The address of the store; None means the environment variable `MLFLOW_TRACKING_URI`, or else the
             file `mlflow.db` in the current folder.
         artifact_location: The folder or URL for the artifacts of a new experiment; None means MLflow's default.
-        run_name: The name of new runs; None for one that MLflow makes up.
+        run_name: The name of new runs; None means a name that MLflow generates.
         tags: Further tags of the run.
 
     Attributes:
@@ -58,7 +58,7 @@ class MLflowLogger(Logger):
         self._known: dict[str, int] = {}
 
     def start(self, run: Run) -> None:
-        # Read when the package is imported: it reports on its use to its makers otherwise.
+        # Read when the package is imported. Without it, the package sends usage reports to its makers.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         mlflow = require("mlflow", "mlflow")
         uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
@@ -79,7 +79,7 @@ class MLflowLogger(Logger):
         else:
             tags = {**self.tags, _TAG: run.id}
             self.run_id, self._known = client.create_run(experiment, tags=tags, run_name=self.run_name).info.run_id, {}
-        # MLflow refuses to change a parameter, and more than a hundred at once.
+        # MLflow does not allow changing a parameter, or more than a hundred at once.
         told = known[0].data.params if known else {}
         settings = {_allowed(name): str(value) for name, value in run.hyperparameters.items()}
         parameters = [mlflow.entities.Param(name, value) for name, value in settings.items() if name not in told]

@@ -1,4 +1,4 @@
-"""Neptune."""
+"""Logger for Neptune."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.extras import require
 from dovetail.printing import quiet
 from dovetail.tracking.base import Logger, Run, Status, Value, sort
 
-# The package collects nothing by itself unless `options` request it.
+# The package collects nothing itself unless `options` request it.
 _MODEST: dict[str, Any] = {
     "capture_stdout": False,
     "capture_stderr": False,
@@ -24,22 +24,22 @@ _MODEST: dict[str, Any] = {
 
 
 class NeptuneLogger(Logger):
-    """Log to Neptune, or to the folder `.neptune`, which `neptune sync` sends there later (`mode="offline"`).
+    """Log to Neptune, or to the folder `.neptune`, which `neptune sync` uploads later (`mode="offline"`).
 
     Numbers are series under their names, hyperparameters fields under `hyperparameters`, figures series of images.
-    Neptune has no histograms: each is a JSON file under its name and step. NaN and infinities, which it refuses, are
-    left out. A resumed run continues Neptune's run, which ignores steps that it has already.
+    Neptune has no histograms: each is a JSON file under its name and step. NaN and infinities, which it rejects, are
+    left out. A resumed run continues Neptune's run, which ignores steps that it already has.
 
     Needs the extra `neptune`, and online a token: the environment variable `NEPTUNE_API_TOKEN`, or `api_token`.
 
     Args:
-        project: The project, `workspace/name`; None means the environment's.
-        api_token: The token; None means the environment's.
-        mode: `"async"`, `"sync"`, `"offline"`, or None means the environment's.
-        options: Whatever else `neptune.init_run` takes: `name`, `tags`, `capture_hardware_metrics`, …
+        project: The project, `workspace/name`; None means the one of the environment.
+        api_token: The token; None means the one of the environment.
+        mode: `"async"`, `"sync"` or `"offline"`; None means the one of the environment.
+        options: Further arguments of `neptune.init_run`: `name`, `tags`, `capture_hardware_metrics`, …
 
     Attributes:
-        run: The run of neptune while one is open, for all that this class does not cover; else None.
+        run: The open run of the package neptune, for features that this class lacks; None if no run is open.
 
     Example:
         >>> from dovetail.tracking import Tracker
@@ -54,7 +54,7 @@ class NeptuneLogger(Logger):
         **options: Any,
     ) -> None:
         if taken := sorted({"custom_run_id", "with_id"} & options.keys()):
-            raise ConfigError(f"NeptuneLogger: {taken[0]} follows from the run")
+            raise ConfigError(f"NeptuneLogger: {taken[0]} is set by the run")
         self.project = project
         self.api_token = api_token
         self.mode = mode

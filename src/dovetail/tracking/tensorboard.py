@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""Logger for TensorBoard."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TensorBoardLogger(InFolders):
     def start(self, run: Run) -> None:
         require("tensorboard", "tensorboard")
         tensorboard = require("torch.utils.tensorboard", "tensorboard")
-        # Everything from this step on is hidden. Not asked for in a new run: it would hide what has no step, too.
+        # Hides events from this step on. Not in a new run, because it would also hide events without a step.
         purge_step = run.step + 1 if run.is_resumed else None
         self._writer = tensorboard.SummaryWriter(str(self._enter(run)), purge_step=purge_step)
         if not run.is_resumed:

@@ -1,4 +1,4 @@
-"""The callback that gives loggers something to write."""
+"""Callback that passes metrics, rates and histograms of training to loggers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 class Tracker(Callback):
     """Log hyperparameters, metrics, learning rates and, on request, histograms and figures with any loggers.
 
-    The step of everything is the number of batches that were trained on. Metrics have the names of the history:
-    `train_loss` and `epoch` after every epoch, `valid_loss` after every validation. In between, at every report of the
-    loop, there are the running means of the epoch, `running_loss`, and the rates of the next update, `lr/group0`.
+    The step of all values is the number of trained batches. Metrics have the names of the history: `train_loss` and
+    `epoch` after every epoch, `valid_loss` after every validation. In between, at every report of the loop, the running
+    means of the epoch, `running_loss`, and the rates of the next update, `lr/group0`, are logged.
 
-    A logger that fails, for whatever reason, says so in one warning and is off for the rest of the run: tracking never
-    stops training. Only the main process logs.
+    A logger that fails gives one warning and is disabled for the rest of the run: tracking never stops training. Only
+    the main process logs.
 
     A run that is resumed from a checkpoint continues the same run of every logger.
 
     Args:
-        loggers: Where to write.
-        hyperparameters: Further settings to log, nested as you like. Values under names such as
-            `api_key` or `password` are masked.
-        histograms_every: Log histograms of all weights, and of the gradients that led to them, after every n-th update;
-            0 for none.
+        loggers: The loggers.
+        hyperparameters: Further settings to log, nested to any depth. Values with names such as `api_key` or
+            `password` are masked.
+        histograms_every: Log histograms of all weights, and of their last gradients, after every n-th update; 0 means
+            never.
 
     Example:
         >>> import json, tempfile, torch
@@ -75,22 +75,22 @@ class Tracker(Callback):
         self._gradients: dict[str, Histogram] = {}
 
     def log(self, values: Mapping[str, Value], step: int | None = None) -> None:
-        """Log numbers, histograms and figures of your own; call it while training runs, from a callback or a step.
+        """Log further numbers, histograms and figures; call it while training runs, from a callback or a step.
 
         Args:
-            values: By name; a `/` in a name makes a group.
-            step: Where they belong; None for the batches that were trained on. Services drop what comes out of order.
+            values: Values by name; a `/` in a name makes a group.
+            step: The step of the values; None means the number of trained batches. Services drop values out of order.
         """
         sort(values)
         if self._progress is None:
-            # On the other ranks, where a callback of the user's may call this just the same, no run is ever open.
+            # On other ranks no run is open, but a callback of the user may call this method there, too.
             if _is_main_rank():
                 raise ConfigError("Tracker.log: no run is open: call it while training runs")
             return
         self._log(values, self._progress.batches if step is None else step)
 
     def log_figure(self, name: str, figure: Figure, step: int | None = None) -> None:
-        """Log a figure of matplotlib; see `log`."""
+        """Log a matplotlib figure; see `log`."""
         self.log({name: figure}, step)
 
     def on_train_start(self, context: TrainingContext) -> None:
@@ -109,7 +109,7 @@ class Tracker(Callback):
             self._attempt(logger, logger.start, run)
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
-        """Keep the distributions of the gradients: after the step they may be gone."""
+        """Store the distributions of the gradients, because they may be cleared after the step."""
         if self._histograms_due(context.progress.updates + 1):
             assert context.model is not None
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -118,11 +118,11 @@ class Tracker(Callback):
                     self._gradients[f"gradients/{name}"] = Histogram(parameter.grad)
 
     def on_update(self, context: TrainingContext) -> None:
-        """Log the histograms of an update that really happened."""
+        """Log the histograms of an update that was not skipped."""
         if self._histograms_due(context.progress.updates):
             assert context.model is not None
             weights = {f"weights/{name}": Histogram(it) for name, it in context.model.named_parameters()}
-            # The running batch is not counted yet, but it has made this update.
+            # The current batch is not counted yet, but it has made this update.
             self._log({**weights, **self._gradients}, context.progress.batches + 1)
         self._gradients = {}
 
@@ -161,11 +161,11 @@ class Tracker(Callback):
         except Exception as error:
             self._writing.remove(logger)
             if method == logger.log:
-                # Saves the values that were logged before.
+                # Save the values that were logged before.
                 with suppress(Exception):
                     logger.finish("failed")
             warnings.warn(
-                f"{type(logger).__name__} is off for the rest of this run, training goes on: "
+                f"{type(logger).__name__} is disabled for the rest of this run, and training continues: "
                 f"{method.__name__} failed with {type(error).__name__}: {_cause(error)}",
                 UserWarning,
                 stacklevel=2,
@@ -181,7 +181,7 @@ def _rates(context: TrainingContext) -> dict[str, float]:
 
 
 def _cause(error: Exception) -> str:
-    """Return the first sentence of a message; some packages write pages, in colours and with rules."""
+    """Return the first sentence of a message, because some packages write long messages."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", without_passwords(str(error)))
     lines = (line.strip() for line in plain.splitlines())
     return next((line for line in lines if line and not line.startswith("---")), "no reason given")[:300]

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Logger for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class WandBLogger(Logger):
-    """Log to Weights & Biases, or to a folder that `wandb sync` sends there later (`mode="offline"`).
+    """Log to Weights & Biases, or to a folder that `wandb sync` uploads later (`mode="offline"`).
 
-    A resumed run continues the run of Weights & Biases, which ignores steps that it has already.
+    A resumed run continues the run of Weights & Biases, which ignores steps that it already has.
 
-    Needs the extra `wandb`, and online a key: `wandb login`, or the environment variable `WANDB_API_KEY`. A server that
-    does not answer is waited for as long as `settings={"init_timeout": seconds}` says, 90 by default.
+    Needs the extra `wandb`, and online a key: `wandb login`, or the environment variable `WANDB_API_KEY`. The logger
+    waits for a server that does not respond for `settings={"init_timeout": seconds}`, 90 seconds by default.
 
     Args:
-        project: The project; None means the environment's.
-        mode: `"online"`, `"offline"`, or None means the environment's.
-        options: Whatever else `wandb.init` takes: `entity`, `name`, `tags`, `dir`, `settings`, …
+        project: The project; None means the one of the environment.
+        mode: `"online"` or `"offline"`; None means the one of the environment.
+        options: Further arguments of `wandb.init`: `entity`, `name`, `tags`, `dir`, `settings`, …
 
     Attributes:
-        run: The run of wandb while one is open, for all that this class does not cover; else None.
+        run: The open run of the package wandb, for features that this class lacks; None if no run is open.
 
     Example:
         >>> from dovetail.tracking import Tracker
@@ -40,7 +40,7 @@ class WandBLogger(Logger):
         self, project: str | None = None, mode: Literal["online", "offline", "disabled"] | None = None, **options: Any
     ) -> None:
         if taken := sorted({"id", "resume", "reinit", "config"} & options.keys()):
-            raise ConfigError(f"WandBLogger: {taken[0]} follows from the run; hyperparameters go to Tracker")
+            raise ConfigError(f"WandBLogger: {taken[0]} is set by the run; give hyperparameters to Tracker")
         self.project = project
         self.mode = mode
         self.options = options
@@ -48,7 +48,7 @@ class WandBLogger(Logger):
 
     def start(self, run: Run) -> None:
         if (self.mode or os.environ.get("WANDB_MODE")) == "offline":
-            # Or else the package sends reports about its own errors.
+            # Otherwise the package sends reports about its own errors.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb = require("wandb", "wandb")
         given = self.options.get("settings", {})
@@ -62,7 +62,7 @@ class WandBLogger(Logger):
                 "mode": self.mode,
                 "id": run.id,
                 "resume": "allow",
-                # Two trainers in one process have a run each.
+                # Two trainers in one process have separate runs.
                 "reinit": "create_new",
                 "config": dict(run.hyperparameters),
                 "settings": wandb.Settings(**{"silent": True, "console": "off", **settings}),

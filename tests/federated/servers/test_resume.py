@@ -92,7 +92,7 @@ def test_two_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path: Pat
     checkpoints = tmp_path / "checkpoints"
     assert [info.path.name for info in store.list_checkpoints(checkpoints)] == ["round_4", "round_5"]
     (checkpoints / "round_5" / "tensors.safetensors").write_bytes(b"")
-    with pytest.warns(store.CheckpointWarning, match="passing over a damaged checkpoint"):
+    with pytest.warns(store.CheckpointWarning, match="skipping a damaged checkpoint"):
         assert outcome(_run("everything", tmp_path)) == expected
 
 

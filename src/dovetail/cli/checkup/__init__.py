@@ -1,5 +1,5 @@
-"""Checks of whether this machine has what Dovetail needs, one `Check` for each thing.
+"""Checks of this machine for `dovetail doctor`, with one `Check` per item.
 
-Everything is tried, not guessed: files are written and renamed, a group of two meets on the loopback, the store is
-opened. Nothing is left behind.
+Every check is a real operation: files are written and renamed, a group of two connects over the loopback, the store is
+opened. No files are left behind.
 """

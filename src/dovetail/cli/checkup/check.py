@@ -14,10 +14,10 @@ class Check:
 
     Attributes:
         part: The group of the check: `"python"`, `"torch"`, `"extras"`, `"files"` or `"experiments"`.
-        name: What it is.
+        name: The name of the checked item.
         status: `"problem"` if something essential does not work, `"note"` if something is missing that may never be
             needed, else `"ok"`.
-        found: The finding, in plain words.
+        found: The result, in plain words.
         remedy: The command that installs or repairs it, or empty.
     """
 
@@ -29,6 +29,6 @@ class Check:
 
 
 def shortened(text: str, length: int = 200) -> str:
-    """Return the first line of a message, as much of it as people read."""
+    """Return the first line of a message, cut to a length."""
     first = text.strip().partition("\n")[0]
     return first if len(first) <= length else f"{first[:length]}…"

@@ -1,4 +1,4 @@
-"""The files and disks of this machine: what a checkpoint does there is done."""
+"""Checks of files and disks, with the operations of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _FEW_DESCRIPTORS = 1024
 
 
 def check_folder(folder: Path) -> Check:
-    """Do in a folder what a checkpoint does: write, sync, lock, rename, remove."""
+    """Check whether a folder supports the operations of a checkpoint: write, sync, lock, rename, remove."""
     from dovetail.checkpoint.files import DISK, reserve, write_file
 
     place = nearest(folder)
     try:
-        # A name that the next save sweeps, should this process be killed here.
+        # If this process is killed here, the next save removes a folder with this kind of name.
         with reserve(DISK, place / "doctor") as scratch:
             DISK.make_directory(scratch / "new")
             write_file(DISK, scratch / "new" / "file", [b"dovetail"])
             DISK.sync_directory(scratch / "new")
             DISK.rename(scratch / "new", scratch / "checkpoint")
             DISK.sync_directory(scratch)
-            found = f"{place} can be written, synced and renamed in"
+            found = f"{place}: files can be written, synced and renamed"
             try:
                 DISK.unlock(DISK.lock(scratch / "checkpoint"))
             except OSError as error:
-                text = f"{found}, but not locked ({error.strerror}): two runs there may disturb each other"
+                text = f"{found}, but not locked ({error.strerror}): two runs may interfere with each other"
                 return Check("files", "folder", "note", text, "dovetail doctor --folder DIR  # one on a local disk")
     except OSError as error:
         remedy = f"chmod u+rwx '{place}'  # or another: dovetail doctor --folder DIR"
@@ -40,31 +40,31 @@ def check_folder(folder: Path) -> Check:
 
 
 def check_disk(name: str, folder: Path, *, little: int = _LITTLE_DISK, too_little: int = _TOO_LITTLE_DISK) -> Check:
-    """Compare the free bytes where a folder is, or will be, with two limits: for a note, and for a problem."""
+    """Compare the free bytes on the disk of a folder with two limits: for a note, and for a problem."""
     place = nearest(folder)
     free = shutil.disk_usage(place).free
     text = f"{bytes_text(free)} free in {place}"
     if free >= little:
         return Check("files", name, "ok", text)
     status: Status = "problem" if free < too_little else "note"
-    return Check("files", name, status, f"{text}: little for checkpoints", f"du -sh '{place}'/* | sort -h")
+    return Check("files", name, status, f"{text}: may be too little for checkpoints", f"du -sh '{place}'/* | sort -h")
 
 
 def check_descriptors() -> Check:
-    """Check how many files a process may open: workers, sockets and shared tensors take some each."""
+    """Check the limit of open files per process: workers, sockets and shared tensors need some."""
     import resource
 
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return Check("files", "open files", "ok", "as many as a process wants")
-    text = f"at most {limit:,} in a process"
+        return Check("files", "open files", "ok", "no limit per process")
+    text = f"at most {limit:,} per process"
     if limit >= _FEW_DESCRIPTORS:
         return Check("files", "open files", "ok", text)
     goal = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
     return Check("files", "open files", "note", f"{text}: few for loaders with many workers", f"ulimit -n {goal}")
 
 
-def check_shared_memory(place: Path = Path("/dev/shm")) -> list[Check]:  # noqa: S108 - only looked at
+def check_shared_memory(place: Path = Path("/dev/shm")) -> list[Check]:  # noqa: S108 - only its size is read
     """Check how much memory the workers of loaders can share, if the system has a limit."""
     if not place.exists():
         return []
@@ -72,12 +72,12 @@ def check_shared_memory(place: Path = Path("/dev/shm")) -> list[Check]:  # noqa:
     text = f"{bytes_text(size)} in {place}"
     if size >= _LITTLE_SHARED_MEMORY:
         return [Check("files", "shared memory", "ok", text)]
-    text = f"{text}: little for the batches of loaders with workers"
+    text = f"{text}: may be too little for loaders with workers"
     return [Check("files", "shared memory", "note", text, "docker run --shm-size=2g …  # if this is a container")]
 
 
 def nearest(folder: Path) -> Path:
-    """Return a folder, or the nearest one above it that is there."""
+    """Return a folder, or the nearest folder above it that exists."""
     folder = folder.absolute()
-    # Not `Path.exists`, which raises where this user may not even look.
+    # Not `Path.exists`, which raises if this user has no permission.
     return next(place for place in (folder, *folder.parents) if os.path.exists(place))

@@ -1,4 +1,4 @@
-"""Python, and the packages that Dovetail asks for."""
+"""Checks of Python and of the packages that Dovetail requires."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import metadata
 from dovetail.cli.checkup.check import Check
 
 PURPOSES: Mapping[str, str] = {
-    "plot": "pictures of runs and reports",
+    "plot": "figures of runs and reports",
     "metrics": "metrics of torchmetrics",
     "pandas": "histories as data frames",
     "datasets": "the handwritten digits of the examples",
@@ -29,12 +29,12 @@ PURPOSES: Mapping[str, str] = {
     "compression": "compressed updates",
     "s3": "checkpoints in S3",
 }
-"""The extras, and what each is for; not those that only join others."""
+"""The extras and their purposes, without extras that only combine others."""
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that Dovetail asks for, as its metadata says it.
+    """A package that Dovetail requires, from its metadata.
 
     Example:
         >>> Requirement.parse('flwr<1.42,>=1.41; extra == "flower"')
@@ -48,7 +48,7 @@ class Requirement:
 
     @classmethod
     def parse(cls, text: str) -> Requirement:
-        """Read one line of the metadata."""
+        """Return the requirement in one line of the metadata."""
         wanted, _, marker = text.partition(";")
         match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?\s*\(?([^()]*)\)?\s*", wanted)
         assert match is not None, text
@@ -58,27 +58,27 @@ class Requirement:
 
     @property
     def installed(self) -> str | None:
-        """The version that is installed, or None."""
+        """The installed version, or None."""
         try:
             return metadata.version(self.name)
         except metadata.PackageNotFoundError:
             return None
 
     def lack(self) -> str:
-        """Say what is wrong with what is installed; nothing if it will do.
+        """Return what is wrong with the installed version; empty if it is suitable.
 
         Example:
             >>> Requirement("torch", ">=99").lack().partition(" ")[2].partition(" ")[2]
-            'does not fit: >=99 is needed'
+            'does not fit: >=99 is required'
         """
         version = self.installed
         if version is None:
             return f"{self.name} is missing"
-        return "" if _fits(version, self.bounds) else f"{self.name} {version} does not fit: {self.bounds} is needed"
+        return "" if _fits(version, self.bounds) else f"{self.name} {version} does not fit: {self.bounds} is required"
 
 
 def read_requirements() -> list[Requirement]:
-    """Return what the metadata of Dovetail asks for; nothing where it is run without being installed."""
+    """Return the requirements in Dovetail's metadata; an empty list if it is not installed."""
     try:
         return [Requirement.parse(text) for text in metadata.requires("dovetail") or ()]
     except metadata.PackageNotFoundError:
@@ -86,20 +86,20 @@ def read_requirements() -> list[Requirement]:
 
 
 def check_python() -> Check:
-    """Compare the version of Python with what Dovetail needs."""
+    """Compare the version of Python with the required one."""
     found = f"{platform.python_version()} in {sys.prefix}"
     try:
         needed = metadata.metadata("dovetail")["Requires-Python"]
     except metadata.PackageNotFoundError:
         remedy = "pip install -e .  # in the checkout"
-        return Check("python", "python", "problem", f"{found}, in which dovetail is not installed", remedy)
+        return Check("python", "python", "problem", f"{found}, but dovetail is not installed there", remedy)
     if _fits(platform.python_version(), needed):
         return Check("python", "python", "ok", found)
-    return Check("python", "python", "problem", f"{found}: {needed} is needed", "python3.11 -m venv .venv")
+    return Check("python", "python", "problem", f"{found}: {needed} is required", "python3.11 -m venv .venv")
 
 
 def check_packages(requirements: Sequence[Requirement]) -> list[Check]:
-    """Look for the packages that every run needs: one check for all that are there, and one for each that is not."""
+    """Check the packages that every run needs: one check for all suitable ones, and one for each other."""
     needed = [each for each in requirements if not each.extra]
     found = ", ".join(f"{each.name} {each.installed}" for each in needed if not each.lack())
     missing = [
@@ -111,11 +111,11 @@ def check_packages(requirements: Sequence[Requirement]) -> list[Check]:
 
 
 def check_extras(requirements: Sequence[Requirement]) -> list[Check]:
-    """Look for the packages of every extra. None of them is essential."""
+    """Check the packages of every extra. None of them is essential."""
     known = {each.extra for each in requirements}
     checks = [_check_extra(extra, requirements) for extra in PURPOSES if extra in known]
     if unknown := [extra for extra in PURPOSES if extra not in known]:
-        found = f"this installation is older than its code, and does not know {', '.join(unknown)}"
+        found = f"the installed metadata is older than the code, and lacks {', '.join(unknown)}"
         checks.append(Check("extras", "other extras", "note", found, "pip install -e .  # in the checkout"))
     return checks
 
@@ -137,7 +137,7 @@ def _needs(extra: str, requirements: Sequence[Requirement]) -> list[Requirement]
 
 
 def _fits(version: str, bounds: str) -> bool:
-    """Whether a version is within bounds, as far as `>=`, `<` and `==` say."""
+    """Whether a version satisfies the bounds `>=`, `<` and `==`; other operators are ignored."""
     for operator, bound in re.findall(r"(>=|<(?!=)|==)\s*([\w.]+)", bounds):
         if operator == "==" and version.partition("+")[0] != bound:
             return False

@@ -1,4 +1,4 @@
-"""The store of experiments: whether it can be opened and written."""
+"""Check of the store of experiments: whether it can be opened and written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONNECT_SECONDS = 5
 
 
 def check_store(home: Path | None = None, url: str | None = None) -> Check:
-    """Open the store of experiments and see whether it can be written; no table or file is made.
+    """Check whether the store of experiments can be opened and written; no table or file is created.
 
     Args:
         home: The folder of experiments; None means `DOVETAIL_HOME`, or else `.dovetail`.
@@ -26,8 +26,8 @@ def check_store(home: Path | None = None, url: str | None = None) -> Check:
     try:
         from dovetail.search.store import STORE, home_directory
     except ImportError as error:
-        # A package that every run needs is missing, which another check says.
-        return Check("experiments", "store", "problem", f"cannot be looked at: {error}")
+        # A package that every run needs is missing; another check reports it.
+        return Check("experiments", "store", "problem", f"cannot be checked: {error}")
     address = url or os.environ.get(STORE)
     if address is None:
         return _check_file(home_directory(home) / "store.db")
@@ -44,16 +44,16 @@ def _check_file(path: Path) -> Check:
         with tempfile.TemporaryDirectory(prefix=".dovetail-doctor-", dir=nearest(path.parent)) as scratch:
             _try_database(Path(scratch) / "store.db")
     except (OSError, sqlite3.Error) as error:
-        remedy = "dovetail doctor --home DIR  # one that can be written"
+        remedy = "dovetail doctor --home DIR  # a writable folder"
         return Check("experiments", "store", "problem", f"{path} cannot be used: {error}", remedy)
-    return Check("experiments", "store", "ok", f"none yet; {path} can be made")
+    return Check("experiments", "store", "ok", f"none yet; {path} can be created")
 
 
 def _look_into(path: Path) -> str:
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=_CONNECT_SECONDS)) as database:
         database.isolation_level = None
         count = database.execute("SELECT count(*) FROM studies").fetchone()[0]
-        # Takes the write lock without writing.
+        # This takes the write lock without writing.
         database.execute("BEGIN IMMEDIATE")
         database.execute("ROLLBACK")
     return f"{counted(count, 'experiment')}, can be written"
@@ -63,7 +63,7 @@ def _try_database(path: Path) -> None:
     with closing(sqlite3.connect(path)) as database:
         mode = database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
-            raise sqlite3.OperationalError(f"SQLite has no write-ahead log there, but {mode!r}")
+            raise sqlite3.OperationalError(f"SQLite has no write-ahead log there, only {mode!r}")
         database.execute("CREATE TABLE try (value)")
         database.commit()
 
@@ -85,10 +85,10 @@ def _check_server(url: str) -> Check:
     try:
         with engine.connect() as connection:
             connection.exec_driver_sql("SELECT 1")
-    # Whatever a driver raises: not all of it is an error of SQLAlchemy.
+    # Drivers also raise errors that do not derive from SQLAlchemy's.
     except Exception as error:
         problem = without_secrets(shortened(str(getattr(error, "orig", None) or error)), url)
         return Check("experiments", "store", "problem", f"{shown} cannot be opened: {problem}")
     finally:
         engine.dispose()
-    return Check("experiments", "store", "ok", f"{shown} answers")
+    return Check("experiments", "store", "ok", f"{shown} responds")

@@ -1,4 +1,4 @@
-"""Checks of torch, gloo and the compiler, from the answers of the process `dovetail.cli.probe`."""
+"""Checks of torch, gloo and the compiler, from the output of the process `dovetail.cli.probe`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dovetail.units import counted
 TESTED_TORCH = "2.13.0"
 """The version of torch that the tests run with."""
 
-# Seconds that torch has: from a cold disk alone it takes some twenty to import.
+# Time limit in seconds: importing torch from a cold disk can take twenty.
 _PATIENCE = 90
 
 
 @contextmanager
 def probing() -> Iterator[subprocess.Popen[str]]:
-    """Ask torch in another process, whose temporary files go with it."""
+    """Probe torch in another process, and remove its temporary files afterwards."""
     with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as scratch:
         environment = {**os.environ, "TMPDIR": scratch, "TORCHINDUCTOR_CACHE_DIR": scratch, "PYTHONWARNINGS": "ignore"}
         if paths := environment.get("PYTHONPATH"):
             environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
-        # There, and not here: a file of the user's that is named like a module would be imported in its place.
+        # Not in the current folder: a user's file with the name of a module would be imported instead of the module.
         with subprocess.Popen(
             [sys.executable, "-m", "dovetail.cli.probe"],
             cwd=scratch,
@@ -47,24 +47,24 @@ def probing() -> Iterator[subprocess.Popen[str]]:
 
 
 def answers_of(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return what the process has found, by name; an error where it has found nothing."""
+    """Return the results of the process by name, or an error for each missing result."""
     try:
         out, said = process.communicate(timeout=_PATIENCE)
         last = said.strip().rpartition("\n")[2]
         silence = f"its process ended with exit code {process.returncode}: {last}"
     except subprocess.TimeoutExpired:
         process.kill()
-        out, silence = process.communicate()[0], f"no answer in {_PATIENCE} seconds"
+        out, silence = process.communicate()[0], f"no result in {_PATIENCE} seconds"
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     answers = {line["name"]: line for line in lines}
     return {name: answers.get(name, {"error": silence}) for name in ("torch", "gloo", "compiler")}
 
 
 def check_torch(answers: Mapping[str, Mapping[str, Any]]) -> list[Check]:
-    """Judge what `dovetail.cli.probe` found: torch, its threads and devices, gloo, a compiler.
+    """Return the checks of torch, its threads and devices, gloo and a compiler from the output of `dovetail.cli.probe`.
 
     Args:
-        answers: For `"torch"`, `"gloo"` and `"compiler"` what was `"found"`, or the `"error"`.
+        answers: For `"torch"`, `"gloo"` and `"compiler"` the result as `"found"`, or the `"error"`.
     """
     torch = answers["torch"]
     if "error" in torch:
@@ -77,18 +77,18 @@ def check_torch(answers: Mapping[str, Mapping[str, Any]]) -> list[Check]:
 def _version(found: Mapping[str, Any]) -> Check:
     version = str(found["version"])
     if version.partition("+")[0] == TESTED_TORCH:
-        return Check("torch", "torch", "ok", f"{version}, which the tests run with")
-    other = f"{version}; the tests run with {TESTED_TORCH}"
+        return Check("torch", "torch", "ok", f"{version}, the tested version")
+    other = f"{version}; the tested version is {TESTED_TORCH}"
     return Check("torch", "torch", "note", other, f"pip install torch=={TESTED_TORCH}")
 
 
 def _threads(found: Mapping[str, Any]) -> Check:
     threads, cores = int(found["threads"]), num_cores()
     said = os.environ.get("OMP_NUM_THREADS")
-    text = f"{threads} of torch on {counted(cores, 'core')}{f' (OMP_NUM_THREADS={said})' if said else ''}"
+    text = f"{threads} torch threads on {counted(cores, 'core')}{f' (OMP_NUM_THREADS={said})' if said else ''}"
     if threads <= cores:
         return Check("torch", "threads", "ok", text)
-    return Check("torch", "threads", "note", f"{text}: they take turns", f"export OMP_NUM_THREADS={cores}")
+    return Check("torch", "threads", "note", f"{text}: more threads than cores", f"export OMP_NUM_THREADS={cores}")
 
 
 def _devices(found: Mapping[str, Any]) -> Check:
@@ -96,7 +96,7 @@ def _devices(found: Mapping[str, Any]) -> Check:
     if devices:
         return Check("torch", "devices", "ok", ", ".join([*devices, "cpu"]))
     if found["built_for"]:
-        text = f"cpu; torch is built for graphics cards ({found['built_for']}), but sees none"
+        text = f"cpu; torch is built for graphics cards ({found['built_for']}), but finds none"
         return Check("torch", "devices", "note", text, "nvidia-smi" if Path("/dev/nvidiactl").exists() else "")
     if Path("/dev/nvidiactl").exists():
         text = "cpu; there is a graphics card, but this build of torch cannot use it"
@@ -108,8 +108,8 @@ def _devices(found: Mapping[str, Any]) -> Check:
 
 def _gloo(answer: Mapping[str, Any]) -> Check:
     if "found" in answer:
-        return Check("torch", "gloo", "ok", "two members of a group met, and added up")
-    # The message of gloo starts with a line of its source.
+        return Check("torch", "gloo", "ok", "two processes can connect and add numbers")
+    # Gloo's message starts with a line of its source code.
     problem = shortened(re.sub(r"\[enforce fail at [^\]]*\] ", "", answer["error"]))
     remedy = f"export GLOO_SOCKET_IFNAME={'lo0' if sys.platform == 'darwin' else 'lo'}"
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -122,6 +122,8 @@ def _compiler(answer: Mapping[str, Any]) -> Check:
         return Check("torch", "compiler", "ok", f"{answer['found']}, for CompiledTrainer")
     text = f"{shortened(answer['error'].partition(': ')[2])}: CompiledTrainer runs uncompiled"
     remedy = (
-        "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++  # or as your system does it"
+        "xcode-select --install"
+        if sys.platform == "darwin"
+        else "apt-get install g++  # or with another package manager"
     )
     return Check("torch", "compiler", "note", text, remedy)

@@ -1,4 +1,4 @@
-"""zae-engine's names: a trainer with `run` and `inference`, and the add-ons."""
+"""Trainer and add-ons with zae-engine's names."""
 
 from dovetail.compat.zae_engine.trainer import ProgressChecker, Trainer
 

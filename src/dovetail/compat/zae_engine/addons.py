@@ -1,4 +1,4 @@
-"""zae-engine's add-ons: the add-ons of the library, with web loggers that track every step."""
+"""zae-engine's add-ons: the library's add-ons, with web loggers that track every step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dovetail.tracking import Tracker
 
     class Mounted(Trainer):
-        """The trainer class that a web logger is mounted on."""
+        """The trainer class to which a web logger is added."""
 
         tracker: Tracker
 else:
@@ -43,14 +43,14 @@ class _StepTracking(Mounted):
     """Tracks the numbers of every training step under their names. Only zae-engine's trainer has such steps."""
 
     def logging(self, step_dict: Mapping[str, Any]) -> None:
-        """Append the values of a step to the log, and track its numbers if the step is one of training."""
+        """Append the values of a step to the log, and track its numbers if it is a training step."""
         super().logging(step_dict)
         # The tracker logs the means of a validation; all steps of a validation have the same position.
         if self.mode != "train":
             return
         if self.context.run.trainer is None:
             warnings.warn(
-                "logging: no run is open, so these values are in log_train alone; call it while `run` trains",
+                "logging: no run is open, so these values are only in log_train; call it while `run` trains",
                 UserWarning,
                 stacklevel=2,
             )
@@ -62,7 +62,7 @@ class WandBLoggerAddon(_StepTracking, addons.WandBLoggerAddon):
     """Tracks training, and the numbers of each of its steps, with Weights & Biases.
 
     Args:
-        web_logger: `{"wandb": {…}}` with the arguments of `wandb.init`, except for those that follow from the run.
+        web_logger: `{"wandb": {…}}` with the arguments of `wandb.init`, except those that the run sets.
 
     Example:
         >>> from dovetail.compat.zae_engine import Trainer

@@ -1,4 +1,4 @@
-"""zae-engine's trainer: `run`, `toggle`, `inference`, logs per epoch and the best weights."""
+"""Trainer with zae-engine's names: `run`, `toggle`, `inference`, logs per epoch and the best weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dovetail.trainers.options import as_mode
 from dovetail.trainers.run_scope import custom_evaluation
 from dovetail.units import Epochs, Progress
 
-# Methods of zae-engine's trainer that subclasses override there, and that do not exist here.
+# Methods that subclasses override in zae-engine, and that do not exist here.
 _INSTEAD = {
     "run_epoch": "override train_epoch or val_epoch, or give a callback",
     "run_batch": "override a verb: train_step, backward, clip_gradients, optimizer_step or after_step",
 }
 
-# Methods that exist here, but that the loop does not call.
+# Methods that exist here, but that the training loop does not call.
 _UNCALLED = {
     "print_log": "give a callback with on_report",
     "_to_device": "override to_device(batch)",
@@ -85,8 +85,8 @@ class Trainer(BestWeights, main.Trainer):
         """Train `n_epoch` *more* epochs; in mode `"test"`, evaluate once.
 
         Args:
-            n_epoch: Epochs to add to those done.
-            loader: Training data, in any form that `fit` takes; the test data in mode `"test"`.
+            n_epoch: Number of epochs to add to the finished ones.
+            loader: Training data, in any form that `fit` accepts; the test data in mode `"test"`.
             valid_loader: Validation data, or None.
         """
         log = self._logged()
@@ -99,13 +99,13 @@ class Trainer(BestWeights, main.Trainer):
         return self.fit(loader, valid_loader, max_length=Epochs(self.context.progress.epoch + n_epoch))
 
     def toggle(self, mode: str | None = None) -> None:
-        """Switch between `"train"` and `"test"`, or to the one named."""
+        """Switch between `"train"` and `"test"`, or to the given mode."""
         self.mode = mode or ("test" if self.mode == "train" else "train")
 
     def inference(self, loader: Any) -> list[Any]:
         """Return the `"output"` of `test_step` for every batch.
 
-        `log_test` has what the steps returned; `log_train`, metrics, mode and counters stay unchanged.
+        `log_test` contains the results of the steps; `log_train`, metrics, mode and counters are unchanged.
         """
         trainer, context = self._run_layer, self.context
         self._logged().log_test.clear()
@@ -123,15 +123,15 @@ class Trainer(BestWeights, main.Trainer):
             return trainer.gather(outputs)
 
     def metric_on_epoch_end(self) -> Mapping[str, float] | None:
-        """Return more metrics, from `log_train` or, in mode `"test"`, `log_test`; called after each pass of `run`."""
+        """Return further metrics, from `log_train` or, in mode `"test"`, `log_test`; called after each pass."""
         return None
 
     def apply_weights(self, filename: str | Path | None = None, strict: bool = True) -> None:
-        """Load weights from a file, or the best ones that `run` has seen."""
+        """Load weights from a file, or the best weights of `run`."""
         if filename is not None:
             self.load_model(filename, strict=strict)
         elif self.weight_buffer is None:
-            raise ConfigError("apply_weights: no best weights are known yet; run first, or name a file")
+            raise ConfigError("apply_weights: no best weights are known yet; run first, or give a file")
         else:
             self.model.load_state_dict(self.weight_buffer["weight"], strict=strict)
 
@@ -150,7 +150,7 @@ class Trainer(BestWeights, main.Trainer):
         """Clear both logs; `run` calls it before each epoch.
 
         Args:
-            epoch_end: True to clear `train_metrics` and `test_metrics`, too.
+            epoch_end: Whether to clear `train_metrics` and `test_metrics`, too.
         """
         log = self._logged()
         log.log_train.clear()
@@ -160,48 +160,48 @@ class Trainer(BestWeights, main.Trainer):
             log.test_metrics.clear()
 
     def print_log(self, cur_batch: int, num_batch: int) -> dict[str, str]:
-        """Return the means of the log of the present mode as text, with the batch and the learning rate.
+        """Return the means of the log of the current mode as text, with the batch and the learning rate.
 
         Args:
             cur_batch: The number of the batch, counted from 1.
-            num_batch: The batches of the pass.
+            num_batch: The number of batches of the pass.
         """
         log = self.log_train if self.mode == "train" else self.log_test
         rate = 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
-        # Outputs of the model have no mean that is worth a display.
+        # The mean of model outputs is not useful.
         means = {name: f"{_mean(values):.6f}" for name, values in log.items() if values and "output" not in name}
         return {"Batch": f"{cur_batch}/{num_batch}", "LR": f"{rate:.3e}", **means}
 
     @property
     def loader(self) -> Any:
-        """The data that `run` was given last; None before."""
+        """The last data given to `run`; None before."""
         return self._run_loaders[0]
 
     @property
     def valid_loader(self) -> Any:
-        """The validation data that `run` was given last; None if there were none."""
+        """The last validation data given to `run`; None if there was none."""
         return self._run_loaders[1]
 
     @property
     def batch_size(self) -> int | None:
-        """The samples in a batch of `loader`; None before `run`, and for batches that are no `DataLoader`."""
+        """The batch size of `loader`; None before `run`, and if `loader` is not a `DataLoader`."""
         return None if self.loader is None else _batch_size_of(self.loader, self._batch_size("train"))
 
     @property
     def valid_batch_size(self) -> int | None:
-        """The samples in a batch of `valid_loader`; 0 if there is none, None before `run`."""
+        """The batch size of `valid_loader`; 0 if there is none, None before `run`."""
         if self.valid_loader is None:
             return None if self.loader is None else 0
         return _batch_size_of(self.valid_loader, self._batch_size("valid"))
 
     @property
     def n_data(self) -> int | None:
-        """The samples of `loader`; None before `run`, and if their number is not known."""
+        """The number of samples of `loader`; None before `run`, and if it is unknown."""
         return None if self.loader is None else _num_samples(self.loader)
 
     @property
     def n_valid_data(self) -> int | None:
-        """The samples of `valid_loader`; 0 if there is none, None before `run`."""
+        """The number of samples of `valid_loader`; 0 if there is none, None before `run`."""
         if self.valid_loader is None:
             return None if self.loader is None else 0
         return _num_samples(self.valid_loader)
@@ -213,17 +213,17 @@ class Trainer(BestWeights, main.Trainer):
 
     @property
     def progress_checker(self) -> ProgressChecker:
-        """Steps and epochs, counted from 1."""
+        """The current step and epoch, counted from 1."""
         return ProgressChecker(self.context)
 
     @property
     def log_train(self) -> dict[str, list[Any]]:
-        """What `train_step` returned in the running epoch of `run`, by name, batch by batch."""
+        """The results of `train_step` in the current epoch of `run`, by name, batch by batch."""
         return self._logged().log_train
 
     @property
     def log_test(self) -> dict[str, list[Any]]:
-        """What `test_step` returned in the last validation of `run` or in `inference`, by name, batch by batch."""
+        """The results of `test_step` in the last validation of `run` or in `inference`, by name, batch by batch."""
         return self._logged().log_test
 
     @property
@@ -237,12 +237,12 @@ class Trainer(BestWeights, main.Trainer):
         return self._logged().test_metrics
 
     def _to_cpu(self, *values: Any) -> Any:
-        """Return a value on the host, without its gradient; several as a tuple."""
+        """Return a value on the host without its gradient; several values as a tuple."""
         moved = tuple(map(_on_host, values))
         return moved[0] if len(moved) == 1 else moved
 
     def _to_device(self, *values: Any, **named: Any) -> Any:
-        """Return a value on the device of the trainer; several as a tuple, values with names as a dictionary."""
+        """Return a value on the trainer's device; several values as a tuple, named values as a dictionary."""
         if named:
             return to_device(named, self.context.device)
         moved = to_device(values, self.context.device)
@@ -250,7 +250,7 @@ class Trainer(BestWeights, main.Trainer):
 
     @contextmanager
     def _in_mode(self, mode: str) -> Iterator[None]:
-        """Set the mode and restore the present one afterwards."""
+        """Set the mode, and restore the previous one after the block."""
         before = self.mode
         self.mode = mode
         try:
@@ -267,10 +267,10 @@ class Trainer(BestWeights, main.Trainer):
 
 
 class ProgressChecker:
-    """Steps and epochs of a trainer, counted from 1: the numbers of the running ones.
+    """The current step and epoch of a trainer, counted from 1.
 
     Args:
-        context: The context of the trainer; None for a separate counter.
+        context: The context of the trainer; None means a separate counter.
 
     Example:
         >>> checker = ProgressChecker()
@@ -283,15 +283,15 @@ class ProgressChecker:
         self._progress = Progress() if context is None else context.progress
 
     def get_step(self) -> int:
-        """Return the number of the running batch."""
+        """Return the number of the current batch."""
         return self._progress.batches + 1
 
     def get_epoch(self) -> int:
-        """Return the number of the running epoch."""
+        """Return the number of the current epoch."""
         return self._progress.epoch + 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the running one."""
+        """Set the number of the current epoch."""
         self._progress.epoch = epoch - 1
 
     def update_step(self) -> None:
@@ -303,12 +303,12 @@ class ProgressChecker:
         self._progress.epoch += 1
 
     def init_state(self) -> None:
-        """Start again at 1."""
+        """Reset both counters to 1."""
         self._progress.epoch = self._progress.batches = 0
 
 
 class _RunLog(TrainerPart):
-    """The values that the steps of `run` returned, copied to the host."""
+    """Records the results of the steps of `run`, copied to the host."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)

@@ -1,4 +1,4 @@
-"""Searchers: which trials to run, and which to end early."""
+"""Searchers, which choose the trials to run and those to stop early."""
 
 from dovetail.search.searchers.base import (
     Composed,

@@ -1,4 +1,4 @@
-"""Base classes of searchers, which choose the trials to run and those to end early."""
+"""Base classes of searchers, which choose the trials to run and those to stop early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optuna import Study
 
 WORST = sys.float_info.max
-"""What a trial that failed counts as, and a metric that is not a number: JSON has no infinity."""
+"""The value of a failed trial, and of a metric that is not a number, because JSON has no infinity."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class SearcherConfig:
     """The section `searcher` of a configuration.
 
     Attributes:
-        name: A name of `searchers`.
-        metric: The validation metric that trials are compared by; empty for a job, and if the file names none.
-        smaller_is_better: Its direction.
-        time_metric: The argument `time` of `on_validation`: `batches`, `epochs` or another reported number.
-        max_length: How long trials train, where the file says so.
-        source_trial_id: The trial of the store whose checkpoint all trials start from, if any.
+        name: A name in `searchers`.
+        metric: The validation metric that compares trials; empty for a job, and if the file sets none.
+        smaller_is_better: Whether smaller values of the metric are better.
+        time_metric: The unit of the argument `time` of `on_validation`: `batches`, `epochs` or another reported number.
+        max_length: How long trials train, if the file sets it.
+        source_trial_id: The trial in the store whose checkpoint all trials start from, if any.
         options: The options of the searcher itself, each with its value or default.
     """
 
@@ -45,7 +45,7 @@ class SearcherConfig:
 
 
 def verdict(searcher: SearcherConfig, time: float) -> Literal["STOPPED", "COMPLETED"]:
-    """Return what a trial ends as that its searcher has seen enough of: at `max_time` nothing is left to train."""
+    """Return the final state of a trial that its searcher has stopped: at `max_time` it is complete."""
     longest = searcher.options.get("max_time")
     return "COMPLETED" if longest is not None and time >= longest else "STOPPED"
 
@@ -57,7 +57,7 @@ class Suggestion:
     Attributes:
         params: The searched hyperparameters by their dotted names; `Space.hparams` adds the constants.
         source: The number of the trial whose newest checkpoint to start from, or None.
-        attributes: What else to say about the trial, for people, such as its bracket.
+        attributes: Further values about the trial for display, such as its bracket.
     """
 
     params: dict[str, Any]
@@ -66,12 +66,12 @@ class Suggestion:
 
 
 class Searcher(ABC):
-    """Says which trials to run, and which to end early.
+    """Base class of searchers: chooses the trials to run, and the trials to stop early.
 
     The runner calls it from one thread: `suggest` with 0, 1, 2, … while trials may start, `on_validation` and
-    `on_exit` as trials report and end. It saves `state_dict` after each of these calls. What a searcher answers
-    depends on its arguments, this state and the *finished* trials of the study only, and asking again for the same
-    number gives the same answer: a runner that was killed asks again and nothing changes.
+    `on_exit` when trials report and end. It saves `state_dict` after each of these calls. The results of a searcher
+    may depend only on its arguments, this state and the *finished* trials of the study. Calling `suggest` again with
+    the same number must give the same result, because the runner that follows a killed one calls it again.
 
     Example:
         >>> class Twice(Searcher):
@@ -88,45 +88,45 @@ class Searcher(ABC):
 
     @abstractmethod
     def suggest(self, study: Study, number: int) -> Suggestion | None:
-        """Return the trial of the next number; None when there is none now.
+        """Return the next trial; None if there is none now.
 
         Args:
-            study: The trials so far; not written to.
-            number: How many trials were created before.
+            study: The trials so far; it must not be changed.
+            number: The number of trials that were created before.
         """
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether no trial is left to suggest. It is so when an experiment ends: none is suggested, and none runs."""
+        """Whether there are no more trials to suggest. An experiment ends when this is True and no trial runs."""
 
     def on_validation(self, number: int, time: int, value: float) -> bool:
-        """Learn the metric of a trial, in the order of its reports; False ends the trial.
+        """Receive the metric of a trial, in the order of its reports; return False to stop the trial.
 
         Args:
-            number: Which trial.
-            time: Its batches, epochs, … so far: `SearcherConfig.time_metric`.
+            number: The number of the trial.
+            time: Its number of batches, epochs, … so far: `SearcherConfig.time_metric`.
             value: The metric as it was reported.
         """
         return True
 
-    def on_exit(self, number: int, state: TrialState) -> None:  # noqa: B027 - nothing to do is a sensible default
-        """Learn that a trial is over and will not be started again.
+    def on_exit(self, number: int, state: TrialState) -> None:  # noqa: B027 - optional
+        """Receive the final state of a trial, which will not be restarted.
 
         Args:
-            number: Which trial.
-            state: How it ended: of these, `INVALID_HP` asks for another trial in its place.
+            number: The number of the trial.
+            state: Its final state; `INVALID_HP` requests another trial in its place.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold of everything learnt so far."""
+        """Return everything learnt so far, in a form that JSON can represent."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing to do is a sensible default
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
         """Restore the state returned by `state_dict`."""
 
 
 class Sampler(ABC):
-    """Chooses the hyperparameters of a trial; the answer depends on its arguments only.
+    """Base class of samplers: chooses the hyperparameters of a trial, depending on its arguments only.
 
     Example:
         >>> class Middle(Sampler):
@@ -138,49 +138,49 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(self, study: Study, number: int) -> dict[str, Any]:
-        """Return the searched hyperparameters of the trial of a number, by their dotted names."""
+        """Return the searched hyperparameters of trial `number`, by their dotted names."""
 
 
 class StoppingRule(ABC):
-    """Decides which trials end early. Values are such that smaller is better, and never NaN or infinite."""
+    """Base class of stopping rules. Smaller values are better, and values are never NaN or infinite."""
 
     @abstractmethod
     def report(self, number: int, time: int, value: float) -> bool:
-        """Learn the metric of a trial; False ends it."""
+        """Receive the metric of a trial; return False to stop it."""
 
     def admit(self, number: int) -> dict[str, Any]:
-        """Take in a trial, and return what to say about it; the same when it was taken in before."""
+        """Add a trial, and return attributes for display; return the same if it was added before."""
         return {}
 
-    def leave(self, number: int, state: TrialState) -> None:  # noqa: B027 - nothing to do is a sensible default
-        """Learn that a trial is over."""
+    def leave(self, number: int, state: TrialState) -> None:  # noqa: B027 - optional
+        """Receive the final state of a trial."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold of everything learnt so far."""
+        """Return everything learnt so far, in a form that JSON can represent."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing to do is a sensible default
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
         """Restore the state returned by `state_dict`."""
 
 
 class NeverStop(StoppingRule):
-    """Lets every trial train to its end."""
+    """A stopping rule that stops no trial."""
 
     def report(self, number: int, time: int, value: float) -> bool:
         return True
 
 
 class Composed(Searcher):
-    """A sampler and a stopping rule.
+    """A searcher that combines a sampler and a stopping rule.
 
     Args:
         sampler: Chooses hyperparameters.
-        rule: Ends trials.
-        max_trials: How many trials to run.
-        max_concurrent_trials: How many at a time.
-        smaller_is_better: The direction of the metric.
-        replaces_invalid: Whether a trial with invalid hyperparameters is followed by another in its place;
-            at most `max_trials` are.
+        rule: Stops trials early.
+        max_trials: The number of trials.
+        max_concurrent_trials: The number of trials at the same time.
+        smaller_is_better: Whether smaller values of the metric are better.
+        replaces_invalid: Whether a trial with invalid hyperparameters is replaced by another one, at most
+            `max_trials` times.
 
     Example:
         >>> from dovetail.search.searchers.sampled import RandomSampler
@@ -245,12 +245,12 @@ class Composed(Searcher):
 
 
 def _unused_of_sampler(sampler: Sampler) -> Iterator[str]:
-    """Yield a sentence about each method of a sampler that would need a call which never comes."""
-    # An object that is sampler and rule at once is called as a rule, too.
+    """Yield a sentence about each method of a sampler that is never called."""
+    # An object that is both a sampler and a rule is called as a rule, too.
     names = () if isinstance(sampler, StoppingRule) else ("on_validation", "on_exit", "state_dict", "load_state_dict")
     for name in names:
         if hasattr(sampler, name):
-            yield f"Composed never calls {type(sampler).__name__}.{name}: of a sampler it calls only sample"
+            yield f"Composed never calls {type(sampler).__name__}.{name}: it calls only sample of a sampler"
 
 
 def _unused_of_rule(kind: type[StoppingRule]) -> Iterator[str]:
@@ -270,10 +270,10 @@ def _unused_of_rule(kind: type[StoppingRule]) -> Iterator[str]:
 
 
 def comparable(value: float) -> float:
-    """Return a value that sorts and that JSON can hold; what is not a number is worst."""
+    """Return a value that can be sorted and stored as JSON; NaN becomes the worst value."""
     return WORST if value != value else max(-WORST, min(value, WORST))
 
 
 def generator(seed: int, number: int) -> random.Random:
-    """Return the randomness of one trial: the same in every process and version of Python."""
+    """Return the random generator of one trial: the same in every process and version of Python."""
     return random.Random(f"{seed}/{number}")

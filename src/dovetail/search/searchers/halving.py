@@ -1,4 +1,4 @@
-"""Successive halving without waiting: of the trials that reach a rung, only the best continue."""
+"""Asynchronous successive halving: of the trials that reach a rung, only the best continue."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dovetail.search.searchers.base import WORST, StoppingRule
 
 
 class Bracket(NamedTuple):
-    """A part of the trials that are compared with each other only.
+    """A group of trials that are compared only with each other.
 
     Attributes:
         num_rungs: How often they are compared.
-        max_trials: How many there are.
-        max_concurrent_trials: How many of them run at a time, while there are enough.
+        max_trials: The number of trials.
+        max_concurrent_trials: The number of trials at the same time, if there are enough.
     """
 
     num_rungs: int
@@ -45,17 +45,17 @@ def adaptive_brackets(
     max_concurrent_trials: int = 16,
     bracket_rungs: Sequence[int] = (),
 ) -> list[Bracket]:
-    """Return the brackets of adaptive ASHA: the more rungs, the more trials, and the earlier most of them end.
+    """Return the brackets of adaptive ASHA: with more rungs, a bracket has more trials, and most of them end earlier.
 
     Args:
-        max_trials: Of all brackets.
+        max_trials: The number of trials of all brackets.
         max_time: The time of the last rung.
         mode: From one bracket of many rungs (`aggressive`) to brackets of every number of rungs.
-        divisor: One of so many trials continues.
-        max_rungs: At most.
-        max_concurrent_trials: Of all brackets; 0 gives each bracket as many as the last one has trials, and at least
-            `divisor`, as in Determined.
-        bracket_rungs: The numbers of rungs, in place of those that the mode means.
+        divisor: One of this number of trials continues at each rung.
+        max_rungs: The largest number of rungs.
+        max_concurrent_trials: The number of trials at the same time, of all brackets; 0 gives each bracket as many as
+            the last one has trials, and at least `divisor`, as in Determined.
+        bracket_rungs: The numbers of rungs, instead of the numbers of the mode.
 
     Example:
         >>> [tuple(bracket) for bracket in adaptive_brackets(64, 100)]
@@ -63,7 +63,7 @@ def adaptive_brackets(
     """
     top = min(max_rungs, _log(max_time, divisor) + 1, _log(max_trials, divisor) + 1)
     lowest = {"aggressive": top, "standard": (top - 1) // 2 + 1, "conservative": 1}[mode]
-    # A bracket without a trial is none.
+    # There are no brackets without trials.
     rungs = (sorted(bracket_rungs, reverse=True) or list(range(top, lowest - 1, -1)))[:max_trials]
     weights = [divisor ** (count - 1) / count for count in rungs]
     trials = [max(int(weight / sum(weights) * max_trials), 1) for weight in weights]
@@ -90,12 +90,12 @@ class _Trial:
 
 
 class AsyncHalving(StoppingRule):
-    """Ends a trial at a rung unless it is among the best 1/divisor of those before it; the first continues.
+    """Stops a trial at a rung unless it is among the best 1/divisor of those before it; the first one continues.
 
     Args:
-        brackets: Trials of different ones are not compared.
-        max_time: The time of the last rung, where every trial ends.
-        divisor: One of so many trials continues.
+        brackets: The brackets; trials of different brackets are not compared.
+        max_time: The time of the last rung, at which every trial ends.
+        divisor: One of this number of trials continues at each rung.
 
     Example:
         >>> rule = AsyncHalving([Bracket(2, 3, 1)], max_time=8, divisor=2)
@@ -108,20 +108,20 @@ class AsyncHalving(StoppingRule):
     def __init__(self, brackets: Sequence[Bracket], max_time: int, divisor: int) -> None:
         self._brackets = list(brackets)
         self._divisor = divisor
-        # Rungs of the same time are one: a second comparison of the same values would end nearly all trials there.
+        # Merge rungs of the same time: a second comparison of the same values would stop nearly all trials there.
         self._units = [sorted(set(rung_units(bracket.num_rungs, max_time, divisor))) for bracket in brackets]
-        # Of every rung of every bracket the values in order, each with the number of its trial.
+        # For every rung of every bracket, the sorted values, each with the number of its trial.
         self._rungs: list[list[list[list[float]]]] = [[[] for _ in units] for units in self._units]
         self._trials: dict[int, _Trial] = {}
 
     def admit(self, number: int) -> dict[str, Any]:
-        """Put a trial into the first bracket that has room, or else that lacks trials."""
+        """Add a trial to the first bracket with free capacity, or else to one that lacks trials."""
         if number not in self._trials:
             self._trials[number] = _Trial(self._open_bracket())
         return {"bracket": self._trials[number].bracket}
 
     def report(self, number: int, time: int, value: float) -> bool:
-        """Compare a trial at every rung that it has come to."""
+        """Compare a trial at every rung that it has reached."""
         trial = self._trial(number)
         units = self._units[trial.bracket]
         while not trial.is_stopped and time >= units[trial.rung]:
@@ -131,7 +131,7 @@ class AsyncHalving(StoppingRule):
         return not trial.is_stopped
 
     def leave(self, number: int, state: TrialState) -> None:
-        """Count a failed trial as the worst at all rungs that it has not come to, and forget an invalid one."""
+        """Count a failed trial as the worst at all rungs that it has not reached, and remove an invalid one."""
         trial = self._trial(number)
         if state == "INVALID_HP":
             for rung in self._rungs[trial.bracket]:
@@ -161,7 +161,7 @@ class AsyncHalving(StoppingRule):
     def _open_bracket(self) -> int:
         members = [[trial for trial in self._trials.values() if trial.bracket == b] for b in range(len(self._brackets))]
         lacking = [b for b, bracket in enumerate(self._brackets) if len(members[b]) < bracket.max_trials]
-        # A bracket that has all its trials leaves its share of the machine to the others.
+        # A bracket that has all its trials leaves its share of the capacity to the others.
         for b in lacking:
             if sum(not trial.has_left for trial in members[b]) < self._brackets[b].max_concurrent_trials:
                 return b
@@ -170,8 +170,8 @@ class AsyncHalving(StoppingRule):
     def _enter(self, number: int, trial: _Trial, value: float) -> tuple[int, int]:
         """Insert a value into the next rung of a trial; return its position there and the number of values."""
         rung = self._rungs[trial.bracket][trial.rung]
-        # Of equal values the newer is the better, as in Determined. A failed trial, or a metric that is no number, is
-        # behind all others: otherwise a trial with NaN would continue wherever others have failed.
+        # Of equal values the newer one is better, as in Determined. A failed trial, or a metric that is not a number,
+        # is sorted last: otherwise a trial with NaN would continue if all others have failed.
         place = bisect_right if value >= WORST else bisect_left
         position = place(rung, value, key=lambda entry: entry[0])
         rung.insert(position, [value, number])
@@ -179,7 +179,7 @@ class AsyncHalving(StoppingRule):
 
 
 def _log(value: int, base: int) -> int:
-    """Return the whole part of a logarithm, exactly."""
+    """Return the integer part of a logarithm, exactly."""
     count = 0
     while base ** (count + 1) <= value:
         count += 1

@@ -1,4 +1,4 @@
-"""Population based training: trials that fall behind continue from the checkpoint of a better one."""
+"""Population based training: the worst trials are replaced by changed copies of better ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Member:
-    """A trial: what it was suggested with, and the next round that it will be compared in."""
+    """A trial: its suggestion, and the next round in which it will be compared."""
 
     params: dict[str, Any]
     source: int | None = None
@@ -30,32 +30,32 @@ class _Member:
 @dataclass
 class _State:
     members: dict[int, _Member] = field(default_factory=dict)
-    # Of every round the values in order, each with the number of its trial.
+    # For every round, the sorted values, each with the number of its trial.
     rounds: list[list[list[float]]] = field(default_factory=list)
-    # Trials that were ended and have no successor yet: the trial to copy, and after which round.
+    # Stopped trials without a successor: the trial to copy, and the round after which it stopped.
     vacancies: list[list[int]] = field(default_factory=list)
 
 
 class PopulationBasedTraining(Searcher):
-    """Trains a population; at every interval the worst end, and a changed copy of one of the best takes their place.
+    """Trains a population; at every interval the worst trials are replaced by changed copies of the best.
 
-    A trial that comes to an interval is compared with those that were there before. If it is in the last
-    `truncate_fraction` of them, it ends, and a new trial starts from the newest checkpoint of a random one of the
-    first `truncate_fraction`. Its hyperparameters are those of that trial, each drawn anew with `resample_probability`
-    and else, if it is a number, multiplied by one of `perturb_factors`.
+    A trial that reaches an interval is compared with those that have reached it before. If it is in the last
+    `truncate_fraction` of them, it is stopped, and a new trial starts from the newest checkpoint of a random trial of
+    the first `truncate_fraction`. The new trial copies the hyperparameters of that trial. Each is drawn again with
+    `resample_probability` and otherwise, if it is a number, multiplied by one of `perturb_factors`.
 
     Args:
-        space: What to choose.
+        space: The search space.
         seed: The seed of the experiment.
-        max_time: Where trials end.
-        population_size: How many trials train side by side.
-        num_rounds: Into how many intervals `max_time` is divided.
-        truncate_fraction: Which share of the trials ends at an interval, and which is copied.
-        perturb_factors: What numbers are multiplied by.
-        resample_probability: How likely a hyperparameter is drawn again.
-        max_trials: How many trials are created, copies counted in; None sets no bound.
-        max_concurrent_trials: How many trials run at a time; None is the population.
-        smaller_is_better: The direction of the metric.
+        max_time: The time at which trials end.
+        population_size: The number of trials that train at the same time.
+        num_rounds: The number of intervals of `max_time`.
+        truncate_fraction: The share of the trials that is stopped at an interval, and the share that is copied.
+        perturb_factors: The factors by which numbers are multiplied.
+        resample_probability: The probability that a hyperparameter is drawn again.
+        max_trials: The number of trials, including copies; None means no limit.
+        max_concurrent_trials: The number of trials at the same time; None means `population_size`.
+        smaller_is_better: Whether smaller values of the metric are better.
 
     Example:
         >>> space = Space({"lr": {"type": "log", "minval": -4, "maxval": -1}})
@@ -100,13 +100,13 @@ class PopulationBasedTraining(Searcher):
         self._fraction = truncate_fraction
         self._factors = list(perturb_factors)
         self._resample_probability = resample_probability
-        # Of every round at most all end, so this bounds the copies of a run where everything is invalid, too.
+        # At most all trials of a round end, so this also limits the copies if all hyperparameters are invalid.
         self._max_trials = population_size * self._num_rounds if max_trials is None else max_trials
         self._sign = 1.0 if smaller_is_better else -1.0
         self._state = _State(rounds=[[] for _ in range(self._num_rounds)])
 
     def suggest(self, study: Study, number: int) -> Suggestion | None:
-        """Return a random trial until the population is complete, then the successor of one that was ended."""
+        """Return a random trial until the population is complete, then the successor of a stopped one."""
         members, vacancies = self._state.members, self._state.vacancies
         if number not in members:
             if number >= self._max_trials or (self._num_lacking == 0 and not vacancies):
@@ -121,7 +121,7 @@ class PopulationBasedTraining(Searcher):
         return Suggestion(dict(member.params), member.source, attributes)
 
     def on_validation(self, number: int, time: int, value: float) -> bool:
-        """Compare a trial at every interval that it has come to."""
+        """Compare a trial at every interval that it has reached."""
         member = self._state.members[number]
         while not member.is_over and time >= self._time(member.round):
             entries = self._state.rounds[member.round - 1]
@@ -137,7 +137,7 @@ class PopulationBasedTraining(Searcher):
         return not member.is_over
 
     def on_exit(self, number: int, state: TrialState) -> None:
-        """Replace a trial that was invalid, or that failed after others had come further than its last interval."""
+        """Replace a trial that was invalid, or that failed after others had passed its last interval."""
         if number not in self._state.members:
             return
         member = self._state.members[number]
@@ -175,11 +175,11 @@ class PopulationBasedTraining(Searcher):
         return max(self._population_size - founders, 0)
 
     def _time(self, number: int) -> int:
-        """Return when a round ends; the last one does with the run."""
+        """Return the end time of a round; the last round ends with the run."""
         return self._max_time if number == self._num_rounds else number * self._interval
 
     def _num_truncated(self, entries: list[list[float]]) -> int:
-        # Half at most: a trial that is copied does not end.
+        # At most half, so that no copied trial is stopped.
         return int(min(self._fraction, 0.5) * len(entries))
 
     def _leader(self, number: int, after: int) -> int:

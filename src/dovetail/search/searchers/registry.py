@@ -1,4 +1,4 @@
-"""The searchers by name, with the options that a configuration may give them."""
+"""Registry of searchers by name, with their options."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Make = Callable[[SearcherConfig, Space, int], Searcher]
 
 @dataclass(frozen=True)
 class SearcherKind:
-    """How a configuration becomes a searcher.
+    """How a searcher is built from a configuration.
 
     Attributes:
         make: Returns the searcher for a configuration, a space and a seed.
-        options: The keys of the section `searcher` besides those of every searcher.
-        problems: Says what is wrong with a configuration that no option says alone, by the keys from the top.
-        compares: Whether the searcher compares trials, so that the configuration must name the metric.
+        options: The keys of the section `searcher` that are specific to this searcher.
+        problems: Yields mistakes that concern several options, with keys from the top of the configuration.
+        compares: Whether the searcher compares trials, so that the configuration must set the metric.
 
     Example:
         >>> def few(config, space, seed):
@@ -46,10 +46,10 @@ class SearcherKind:
 
 
 def make_searcher(config: SearcherConfig, space: Space, seed: int) -> Searcher:
-    """Return the searcher that a configuration means.
+    """Return the searcher of a configuration.
 
     Raises:
-        ConfigErrors: It does not go together with the space.
+        ConfigErrors: The configuration is not compatible with the space.
 
     Example:
         >>> space = Space({"size": {"type": "categorical", "vals": [16, 32]}})
@@ -74,10 +74,10 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
 
     Args:
         section: The section `searcher` of a file.
-        problems: Where mistakes are noted, by the keys in the section, in place of an error.
+        problems: A list to which mistakes are appended, with their keys in the section; None means to raise them.
 
     Raises:
-        ConfigErrors: All that is wrong.
+        ConfigErrors: The section has mistakes; the message lists all of them.
 
     Example:
         >>> read_searcher({"name": "random", "metric": "loss", "max_trials": 8}).options
@@ -117,7 +117,7 @@ def read_searcher(section: Mapping[str, Any], problems: list[Problem] | None = N
 
 
 def _resolve_time(section: Mapping[str, Any], values: dict[str, Any], problems: list[Problem]) -> None:
-    """Fill in the time of a searcher that compares trials at times from the length of the trials."""
+    """Set the time of a searcher that compares trials at certain times from the length of the trials."""
     length = values["max_length"]
     if length is not None and values["time_metric"] in (None, unit_name(length)):
         values["time_metric"] = unit_name(length)
@@ -140,10 +140,10 @@ COMMON = {
     "max_length": Key(unit(1), None),
     "source_trial_id": Key(whole(0), None),
 }
-"""What every searcher knows."""
+"""The keys that every searcher has."""
 
 IGNORED = ("source_checkpoint_uuid", "stop_once")
-"""What Determined's searchers know besides."""
+"""Further keys of Determined's searchers."""
 
 
 # The table
@@ -173,7 +173,7 @@ def _cma(config: SearcherConfig, space: Space, seed: int) -> Sampler:
 
 
 def _sampled(sampler: Callable[[SearcherConfig, Space, int], Sampler]) -> Make:
-    """Return how to make a searcher whose trials all train to their end."""
+    """Return a function that builds a searcher whose trials all train to their end."""
 
     def make(config: SearcherConfig, space: Space, seed: int) -> Searcher:
         return Composed(sampler(config, space, seed), NeverStop(), **_bounds(config, config.options["max_trials"]))
@@ -182,7 +182,7 @@ def _sampled(sampler: Callable[[SearcherConfig, Space, int], Sampler]) -> Make:
 
 
 def _halved(brackets: Callable[[Mapping[str, Any]], list[Bracket]]) -> Make:
-    """Return how to make a searcher whose trials are compared at rungs."""
+    """Return a function that builds a searcher whose trials are compared at rungs."""
 
     def make(config: SearcherConfig, space: Space, seed: int) -> Searcher:
         options = config.options
@@ -217,7 +217,7 @@ def _bounds(config: SearcherConfig, unlimited: int) -> dict[str, Any]:
 
 
 def _one_bracket(options: Mapping[str, Any]) -> list[Bracket]:
-    # Without a limit as many as are needed for one of them to come to the last rung, as in Determined.
+    # Without a limit, use the number that one trial needs to reach the last rung, as in Determined.
     enough = min(options["divisor"] ** (options["num_rungs"] - 1), options["max_trials"])
     return [Bracket(options["num_rungs"], options["max_trials"], options["max_concurrent_trials"] or enough)]
 
@@ -228,7 +228,7 @@ def _adaptive(options: Mapping[str, Any]) -> list[Bracket]:
 
 
 def _hyperband(options: Mapping[str, Any]) -> list[Bracket]:
-    # Hyperband's brackets are all numbers of rungs, with trials in proportion to divisor^(rungs - 1) / rungs.
+    # Hyperband has a bracket for every number of rungs, with trials in proportion to divisor^(rungs - 1) / rungs.
     return _adaptive({**options, "mode": "conservative", "bracket_rungs": ()})
 
 

@@ -1,4 +1,4 @@
-"""Samplers: where the hyperparameters of a trial come from."""
+"""Samplers, which choose the hyperparameters of a trial."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RandomSampler(Sampler):
 
 
 class GridSampler(Sampler):
-    """Goes through all points of the grid.
+    """Returns the points of a grid, one after another.
 
     Example:
         >>> sampler = GridSampler(Space({"size": {"type": "categorical", "vals": [16, 32]}}))
@@ -56,13 +56,13 @@ class GridSampler(Sampler):
 
 
 class OptunaSampler(Sampler):
-    """Asks a sampler of Optuna that is created for every trial from the finished ones.
+    """Uses a sampler of Optuna, which is created for every trial from the finished ones.
 
     Args:
-        space: What to choose.
+        space: The search space.
         seed: The seed of the experiment.
         make: Returns the sampler for a seed.
-        smaller_is_better: The direction of the metric.
+        smaller_is_better: Whether smaller values of the metric are better.
 
     Example:
         >>> import optuna
@@ -94,10 +94,10 @@ class OptunaSampler(Sampler):
 
 
 class CmaSampler(Sampler):
-    """The evolution strategy CMA-ES over the numbers of a space; what is categorical is drawn at random.
+    """The evolution strategy CMA-ES for the numbers of a space; categorical hyperparameters are random.
 
-    The strategy is made anew for every trial and told the completed ones, in the order of their numbers and as many
-    at a time as its population has: all that it knows is in the study.
+    The strategy is created for every trial and receives the completed trials, in the order of their numbers and in
+    groups of the population size, so that its whole state follows from the study.
 
     Example:
         >>> import optuna
@@ -117,12 +117,12 @@ class CmaSampler(Sampler):
         self._sign = 1.0 if smaller_is_better else -1.0
 
     def sample(self, study: Study, number: int) -> dict[str, Any]:
-        """Return a point of the distribution that the completed trials lead to."""
+        """Return a point of the distribution that results from the completed trials."""
         optuna, numpy = require("optuna", "search"), require("numpy", "search")
         chance = generator(self._seed, number)
         params = self._space.sample(chance)
         strategy = self._strategy(chance.getrandbits(31))
-        told = [
+        completed = [
             (
                 numpy.array([axis.place(trial.params[axis.name]) for axis in self._axes]),
                 comparable(self._sign * trial.value),
@@ -131,8 +131,8 @@ class CmaSampler(Sampler):
             if trial.value is not None
         ]
         size = self._population_size
-        for first in range(0, len(told) - size + 1, size):
-            strategy.tell(told[first : first + size])
+        for first in range(0, len(completed) - size + 1, size):
+            strategy.tell(completed[first : first + size])
             if strategy.should_stop():
                 strategy = self._strategy(chance.getrandbits(31))
         places = strategy.ask()
@@ -160,12 +160,12 @@ def _finished(study: Study, *states: Any) -> list[FrozenTrial]:
 
 
 def _with_finite_values(trials: list[FrozenTrial]) -> list[FrozenTrial]:
-    """Return trials with the smallest or largest number of all in place of what is infinite."""
+    """Return trials with infinite values replaced by the smallest or largest finite value."""
     numbers = [value for trial in trials for value in _values(trial) if math.isfinite(value)]
     least, most = min(numbers, default=0.0), max(numbers, default=0.0)
 
     def finite(value: float) -> float:
-        # Samplers know of NaN themselves: it is worst.
+        # Samplers handle NaN themselves as the worst value.
         return value if math.isnan(value) else min(max(value, least), most)
 
     def changed(trial: FrozenTrial) -> FrozenTrial:
@@ -185,7 +185,7 @@ def _values(trial: FrozenTrial) -> list[float]:
 
 
 def _storage_of(trials: list[FrozenTrial]) -> InMemoryStorage:
-    """Return a storage that has some finished trials, as they are: to copy a thousand takes longer than to think."""
+    """Return a storage that contains some finished trials without copying them, because copying is slow."""
     from optuna.storages import InMemoryStorage
 
     class Finished(InMemoryStorage):
