@@ -511,13 +511,13 @@ class _Share(Sampler[Any]):
         self.seeds: tuple[int, int] | None = None
         self.records = False
         self.pending: deque[Any] = deque()
-        self._whole = whole
+        self._whole: Any = whole
         self._num_replicas = num_replicas
         self._rank = rank
         self.latest: _Indices | None = None
 
     def __len__(self) -> int:
-        return len(range(self._rank, len(cast(Sized, self._whole)), self._num_replicas))
+        return len(range(self._rank, len(self._whole), self._num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
         self.latest = _Indices(self, self._whole, self._rank, self._num_replicas)

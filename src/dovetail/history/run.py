@@ -96,8 +96,10 @@ class History(RunHistory):
                 f"metric {min(taken)!r} of stage {stage!r} has the same name as a position in its row: rename it"
             )
         row: Row = {"stage": stage}
-        row.update((name, operator.index(count)) for name, count in position.items())
-        row.update((name, as_number(name, value)) for name, value in metrics.items())
+        for name, count in position.items():
+            row[name] = operator.index(count)
+        for name, value in metrics.items():
+            row[name] = as_number(name, value)
         # Write the file first: if the disk is full, neither the file nor the memory has the row.
         self._append(*self._waiting_losses(), row)
         self._cuts += self._open_cut()

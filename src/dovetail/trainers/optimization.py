@@ -66,7 +66,7 @@ class Optimization:
             if not context.optimizers:
                 optimizers = trainer.get_optimizer(context.model)
                 context.optimizers.extend([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-                context.run.needs_closure = any(requires_closure(optimizer) for optimizer in context.optimizers)
+                context.run.needs_closure = any(map(requires_closure, context.optimizers))
                 self._check_rates(trainer)
                 # The configuration of a run may have another rate than the options.
                 for name in self.assigned:
