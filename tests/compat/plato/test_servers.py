@@ -165,7 +165,7 @@ def test_two_aggregations_contradict_each_other() -> None:
         run(Mean, aggregator="median")
     with pytest.raises(ConfigError, match=r"^Mean\.aggregate_deltas: edge servers do not call it: leave cross_silo"):
         run(Mean, cross_silo=True, total_silos=2, per_round=4)
-    with pytest.raises(ConfigError, match="masks let the server see their sum only"):
+    with pytest.raises(ConfigError, match="masks show the server only their sum"):
         run(Mean, postprocessors=["pairwise_masks"])
 
 
